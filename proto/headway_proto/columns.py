@@ -1,0 +1,47 @@
+"""Integer columns: how a numpy int32 array travels inside a message.
+
+Owns: the byte layout of a column (little-endian int32, no header) and of a column group (each column whole, one after
+another). Must not know: what the columns mean.
+
+A column group of k columns over n entries is ``4 * k * n`` bytes: all of column 0, then all of column 1, and so on, so
+that a receiver gets every column as a contiguous view without copying.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+
+INT32 = np.dtype("<i4")
+EMPTY_COLUMN = np.empty(0, dtype=INT32)
+
+
+def encode_column(values: Int32Array | Sequence[int]) -> bytes:
+    """Encode integers, shape ``[n]``, as ``4 * n`` little-endian bytes."""
+    return np.asarray(values, dtype=INT32).tobytes()
+
+
+def decode_column(data: bytes) -> Int32Array:
+    """View ``data`` as a read-only int32 column, shape ``[n]``.
+
+    Raises:
+        ValueError: the length is not a multiple of four.
+    """
+    return np.frombuffer(data, dtype=INT32)
+
+
+def encode_columns(columns: Iterable[Int32Array]) -> bytes:
+    """Encode equally long columns as one column group."""
+    return b"".join(column.astype(INT32, copy=False).tobytes() for column in columns)
+
+
+def decode_columns(data: bytes, num_columns: int) -> Int32Array:
+    """View ``data`` as a column group, shape ``[num_columns, n]``, read-only.
+
+    Raises:
+        ValueError: the length is not a multiple of ``4 * num_columns``.
+    """
+    return np.frombuffer(data, dtype=INT32).reshape(num_columns, -1)

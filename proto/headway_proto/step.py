@@ -1,0 +1,202 @@
+"""The step protocol between scheduler and executor: one diff per step, one column of sampled tokens back.
+
+Owns: the messages and the rules by which both sides derive what the messages leave out.
+Must not know: how either side keeps its state.
+
+A running request owns a **row**, a small dense integer, from admission until its row is listed in ``finished_rows``.
+The executor keeps per row: token ids, block table, ``num_computed_tokens`` and sampling state. The shared rules:
+
+1. A step first forgets ``finished_rows``, then adds ``scheduled_new_reqs``, then appends ``new_blocks``, then moves
+   blocks (``swap_out``, ``swap_in``, ``block_copies``, in this order), then runs.
+2. Every live row runs exactly one token, unless ``num_scheduled_tokens`` lists another number for it (0: sits out).
+3. A row's tokens of a step are positions ``[num_computed_tokens, num_computed_tokens + n)``. Afterwards
+   ``num_computed_tokens += n``. If it has now caught up with ``num_tokens``, the row samples one token, which is
+   appended (``num_tokens += 1``); otherwise it samples nothing.
+4. ``ExecutorOutput.sampled_token_ids`` holds one id per sampling row, rows ascending.
+
+So a decode step in which nothing changes is a message of constant size, whatever the batch.
+
+Epochs: the scheduler opens one with ``NewEpoch`` for each life of an executor, or when either side lost the thread.
+Opening an epoch empties every row; steps count from 0 within it. Anything of another epoch is ignored.
+"""
+
+import zlib
+
+import msgspec
+import numpy as np
+
+from headway_proto.columns import INT32, Int32Array
+from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.sampling import SamplingParams
+
+DIGEST_INTERVAL_STEPS = 64
+"""An executor reports ``state_digest`` with every step whose number is a multiple of this."""
+
+ERRORED_ROW = -1
+"""The id in ``sampled_token_ids`` of a row that is listed in ``errors``."""
+
+
+class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What an executor can hold and run; sent in its hello.
+
+    ``num_blocks`` blocks of ``block_size`` tokens each; ``max_model_len`` tokens per request at most; ``vocab_size`` is
+    the width of the logits; ``eos_token_ids`` end a generation; ``model_fingerprint`` names model and weights;
+    ``max_num_rows`` is how many rows it can hold.
+    """
+
+    backend: str
+    device: str
+    dtype: str
+    model_name: str
+    model_fingerprint: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_num_rows: int
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request that takes a row: the only time its payload travels.
+
+    ``token_ids`` (int32 column) holds prompt and, after a preemption, the output so far; the first
+    ``num_prompt_tokens`` are prompt. ``block_ids`` (int32 column) covers at least this step's tokens.
+    """
+
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    block_ids: bytes
+    num_computed_tokens: int
+    sampling: SamplingParams
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One step: the difference between the executor's state and what must run.
+
+    Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
+    ``num_scheduled_tokens`` (row, n), exceptions only; ``block_copies`` (source, destination); ``swap_out`` (device
+    block, host block); ``swap_in`` (host block, device block). ``total_num_scheduled_tokens`` is a check.
+    """
+
+    epoch: int
+    step: int
+    scheduled_new_reqs: tuple[NewRequest, ...] = ()
+    finished_rows: bytes = b""
+    new_blocks: bytes = b""
+    num_scheduled_tokens: bytes = b""
+    block_copies: bytes = b""
+    swap_out: bytes = b""
+    swap_in: bytes = b""
+    total_num_scheduled_tokens: int = 0
+
+
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one sampled position: the sampled token's, then the most likely tokens, best first."""
+
+    row: int
+    logprob: float
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """A row that could not be run; the others of its step are unaffected."""
+
+    row: int
+    message: str
+
+
+class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one step produced. ``device_time_us`` is the time of the forward pass and sampling."""
+
+    epoch: int
+    step: int
+    sampled_token_ids: bytes = b""
+    logprobs: tuple[RowLogprobs, ...] = ()
+    errors: tuple[RowError, ...] = ()
+    device_time_us: int = 0
+    state_digest: int | None = None
+
+
+class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
+    """Sent by an executor until an epoch is opened for its ``incarnation`` (a random integer, one per process life)."""
+
+    incarnation: int
+    info: BackendInfo
+
+
+class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An executor lost the thread (gap, damaged frame, impossible diff, failed step) and asks for a new epoch."""
+
+    incarnation: int
+    reason: str
+
+
+class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """Sign of life. ``next_step`` is the step the executor would accept next."""
+
+    incarnation: int
+    next_step: int
+
+
+class NewEpoch(msgspec.Struct, frozen=True, array_like=True):
+    """Opens an epoch for the executor whose ``incarnation`` is named; all rows are forgotten, the next step is 0."""
+
+    epoch: int
+    executor_incarnation: int
+    scheduler_incarnation: int
+
+
+class SchedulerHeartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """Sign of life of the scheduler. An executor of another incarnation says hello again."""
+
+    scheduler_incarnation: int
+
+
+_TO_EXECUTOR: dict[type[msgspec.Struct], int] = {SchedulerOutput: 1, NewEpoch: 2, SchedulerHeartbeat: 3}
+_TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
+    ExecutorOutput: 16,
+    ExecutorHello: 17,
+    ResyncRequest: 18,
+    ExecutorHeartbeat: 19,
+}
+
+
+def scheduler_frame_writer() -> FrameWriter:
+    """A writer of what a scheduler sends."""
+    return FrameWriter(_TO_EXECUTOR)
+
+
+def executor_frame_writer() -> FrameWriter:
+    """A writer of what an executor sends."""
+    return FrameWriter(_TO_SCHEDULER)
+
+
+def scheduler_frame_reader() -> FrameReader:
+    """A reader of what a scheduler receives."""
+    return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})
+
+
+def executor_frame_reader() -> FrameReader:
+    """A reader of what an executor receives."""
+    return FrameReader({kind: body for body, kind in _TO_EXECUTOR.items()})
+
+
+def state_digest(
+    rows: Int32Array, num_computed_tokens: Int32Array, num_blocks: Int32Array, block_table: Int32Array
+) -> int:
+    """Digest of the mirrored state after a step, equal on both sides when they agree.
+
+    ``rows`` ascending, shape ``[n]``; ``num_computed_tokens`` and ``num_blocks`` of those rows, shape ``[n]``;
+    ``block_table`` the whole table, shape ``[max rows, max blocks per row]``. Returns a CRC32.
+    """
+    digest = zlib.crc32(rows.astype(INT32, copy=False).tobytes())
+    digest = zlib.crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
+    digest = zlib.crc32(num_blocks.astype(INT32, copy=False).tobytes(), digest)
+    if len(rows):
+        width = int(num_blocks.max())
+        used = np.arange(width, dtype=np.int32) < num_blocks[:, None]
+        digest = zlib.crc32(block_table[rows, :width][used].astype(INT32, copy=False).tobytes(), digest)
+    return digest

@@ -1,0 +1,127 @@
+"""The seam between the executor and whatever runs the model.
+
+Owns: the ``ExecutorBackend`` protocol, what goes in (``BackendConfig``, ``StepBatch``), what comes out
+(``StepResult``), and the errors a backend may raise.
+Must not know: sockets, frames, epochs, or any particular backend.
+
+The executor's batch state (``batch_state.py``) validates each diff and keeps the counters and block tables; a backend
+keeps whatever needs the *values* of tokens: token ids per row, sampling state, the KV pool. A step is described
+completely without token values, so step k + 1 may be given to a backend before it has reported step k.
+"""
+
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from headway_proto.columns import Int32Array
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import BackendInfo, RowError, RowLogprobs
+
+
+class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend is opened with.
+
+    ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
+    ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
+    ``quantization`` is "none" or "int8". ``options`` are the backend's own, as text.
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    quantization: str = "none"
+    block_size: int = 16
+    num_kv_blocks: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    num_threads: int = 0
+    seed: int = 0
+    options: dict[str, str] = {}
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``."""
+
+    row: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    sampling: SamplingParams
+
+
+class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, checked and complete. All arrays int32; nothing may be written to them.
+
+    First forget ``finished_rows`` (after a new epoch: every row that was live before it), then take ``new_rows``, then ``new_blocks`` (shape ``[2, n]``: row, block id; they
+    include the blocks of the new rows), then run. ``rows`` (ascending, shape ``[r]``) are the rows that run,
+    ``num_scheduled_tokens[i] >= 1`` tokens each, at positions
+    ``[num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i])``. ``samples[i]`` is 1 where the row
+    draws its next token, the one at position ``num_computed_tokens[i] + num_scheduled_tokens[i]``.
+
+    ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) is the executor's own table after this diff, for
+    backends that run on the host; it changes with later steps, so a backend that runs ahead keeps its own copy from
+    ``new_blocks``. Position p of a row lives in block ``block_table[row, p // block_size]`` at ``p % block_size``.
+    """
+
+    step: int
+    finished_rows: Int32Array
+    new_rows: tuple[NewRow, ...]
+    new_blocks: Int32Array
+    rows: Int32Array
+    num_scheduled_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    samples: Int32Array
+    block_table: Int32Array
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step produced.
+
+    ``sampled_token_ids`` int32, one per row with ``samples == 1``, rows ascending; ``ERRORED_ROW`` where ``errors``
+    names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` in microseconds.
+    """
+
+    sampled_token_ids: Int32Array
+    logprobs: tuple[RowLogprobs, ...] = ()
+    errors: tuple[RowError, ...] = ()
+    device_time_us: int = 0
+
+
+@runtime_checkable
+class ExecutorBackend(Protocol):
+    """Four calls. Registered under the entry point group ``headway.executor_backends`` as a no-argument callable."""
+
+    def open(self, config: BackendConfig) -> BackendInfo:
+        """Load the model, reserve the KV pool, warm up.
+
+        Raises:
+            BackendConfigError: a setting cannot be honoured; the message names it, its value and what is allowed.
+            ModelFilesError: the checkpoint is missing, damaged or unsupported.
+        """
+        ...
+
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
+        """Run one step. Steps are given in order and must take effect in order.
+
+        Raises:
+            Exception: the step failed as a whole; the executor reports it and the scheduler opens a new epoch.
+        """
+        ...
+
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. May be called twice."""
+        ...
+
+
+class BackendConfigError(ValueError):
+    """A setting that this backend or model cannot honour (exit code 2)."""
+
+
+class ModelFilesError(ValueError):
+    """A checkpoint that cannot be served (exit code 3)."""
