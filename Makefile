@@ -1,0 +1,72 @@
+# Every target sets itself up from a bare clone: a virtual environment, pinned dependencies, then the work.
+# Needs Python 3.11 or newer with its venv module (Debian: apt install python3-venv), and make. Nothing else.
+#
+#   PYTHON=python3.12      which interpreter makes the virtual environment
+#   VENV=.venv             where it goes
+#   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware
+#   ARGS=...               more arguments for demo, pytest or bench
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+say = @printf '\n== %s\n'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format stubs lock bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## virtual environment and pinned dependencies only
+
+$(READY): pyproject.toml requirements/dev.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "headway needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/pip || { \
+	  printf '\n== making a virtual environment in $(VENV)\n'; \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }; }
+	$(say) 'installing the pinned dependencies of requirements/dev.lock (minutes the first time: torch is large)'
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)  ## serve the demo model, stream eight prompts at once, print the timings
+	$(say) 'headway demo'
+	@$(BIN)/headway demo $(ARGS)
+
+test: lint  ## all checks and all tests
+	$(say) 'pytest'
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## ruff, mypy, import contracts
+	$(say) 'ruff check'
+	@$(BIN)/ruff check
+	$(say) 'ruff format --check'
+	@$(BIN)/ruff format --check
+	$(say) 'mypy'
+	@$(BIN)/mypy
+	$(say) 'import contracts'
+	@$(BIN)/lint-imports
+
+format: $(READY)  ## let ruff fix and format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+stubs: $(READY)  ## generate the protobuf and gRPC stubs from the .proto files
+	@$(BIN)/python tools/generate_stubs.py
+
+lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds
+	@$(BIN)/python tools/pin_requirements.py
+
+bench: $(READY)  ## run the benchmarks; see benchmarks/README.md
+	@set -e; for benchmark in benchmarks/bench_*.py; do \
+	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
