@@ -1,0 +1,377 @@
+"""Draw the next token of each row: vectorised over rows, one torch implementation for every device.
+
+Owns: the sampling state of the rows, the logits processing, the truncation and the draw.
+Must not know: steps, blocks, the model, or which request a row serves.
+
+**A row's token depends on its own logits, parameters, seed and position only, bit for bit**, whatever shares its batch.
+Floating-point sums over a vocabulary would break that (their order may change with the shape of the batch), so the
+distribution is turned into integer weights first: ``floor(softmax * 2^s)`` with ``s`` near 44. Integer sums do not
+depend on their order, and equal weights are ordered by token id. Softmax itself works row by row. Tokens less likely
+than ``2^-s`` cannot be drawn.
+
+A draw inverts the cumulative weights at one Philox uniform keyed by (seed, position) (see ``philox``): one random number
+per row, where the Gumbel-max trick would need one per vocabulary entry.
+
+Order of the steps: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; temperature;
+top-k; top-p over what top-k left; min-p. A row pays only for the steps that its parameters ask for; a batch of plain
+greedy rows is one argmax.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
+from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_executor.philox import uniforms
+
+_RANDOM = 1
+_PENALTIES = 2
+_LOGIT_BIAS = 4
+_MIN_TOKENS = 8
+_LOGPROBS = 16
+_ADJUSTED = _PENALTIES | _LOGIT_BIAS | _MIN_TOKENS
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them tells nothing but the largest logit apart."""
+
+_FIRST_WIDTH = 64
+_WIDER = 16
+"""Truncation looks at this many best tokens first, then at 16 times as many, until it has seen enough."""
+
+_BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
+
+_HostIndex = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What ``Sampler.sample`` drew.
+
+    ``token_ids`` int64, shape ``[n]``, in the order of the logits' rows, ``ERRORED_ROW`` where ``errors`` names the row.
+    ``logprobs`` and ``errors`` in the same order, for the rows that have them.
+    """
+
+    token_ids: Tensor
+    logprobs: tuple[RowLogprobs, ...]
+    errors: tuple[RowError, ...]
+
+
+class Sampler:
+    """Sampling state of up to ``max_num_rows`` rows over logits of width ``vocab_size`` on ``device``.
+
+    Per-row parameters are numpy columns, so that what a step needs is decided by a few array operations.
+    """
+
+    def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._flags = np.zeros(max_num_rows, dtype=np.uint8)
+        self._seed = np.zeros(max_num_rows, dtype=np.uint64)
+        self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
+        self._min_tokens = np.zeros(max_num_rows, dtype=np.int64)
+        self._top_k = np.zeros(max_num_rows, dtype=np.int64)
+        self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, dtype=np.int64)
+        self._temperature = np.zeros(max_num_rows, dtype=np.float32)
+        self._top_p = np.ones(max_num_rows, dtype=np.float64)
+        self._min_p = np.zeros(max_num_rows, dtype=np.float64)
+        self._repetition = np.ones(max_num_rows, dtype=np.float32)
+        self._presence = np.zeros(max_num_rows, dtype=np.float32)
+        self._frequency = np.zeros(max_num_rows, dtype=np.float32)
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stop_token_ids: dict[int, Tensor] = {}
+
+    def add_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
+        """Give ``row`` to a request; what the row held before is forgotten.
+
+        The parameters must be valid (``headway_proto.sampling.violations``).
+        """
+        random = sampling.temperature >= _GREEDY_BELOW and sampling.top_k != 1
+        penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
+        masked = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
+        self._flags[row] = (
+            (_RANDOM if random else 0)
+            | (_PENALTIES if penalised else 0)
+            | (_LOGIT_BIAS if sampling.logit_bias else 0)
+            | (_MIN_TOKENS if masked else 0)
+            | (_LOGPROBS if sampling.logprobs != NO_LOGPROBS else 0)
+        )
+        self._seed[row] = sampling.seed
+        self._num_prompt_tokens[row] = num_prompt_tokens
+        self._min_tokens[row] = sampling.min_tokens
+        self._top_k[row] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
+        self._num_logprobs[row] = sampling.logprobs
+        self._temperature[row] = sampling.temperature
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._repetition[row] = sampling.repetition_penalty
+        self._presence[row] = sampling.presence_penalty
+        self._frequency[row] = sampling.frequency_penalty
+        if sampling.logit_bias:
+            token_ids, biases = zip(*sampling.logit_bias, strict=True)
+            self._bias[row] = (
+                torch.tensor(token_ids, dtype=torch.int64, device=self._device),
+                torch.tensor(biases, dtype=torch.float32, device=self._device),
+            )
+        if masked:
+            self._stop_token_ids[row] = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor) -> SampledTokens:
+        """Draw one token per row of ``logits``.
+
+        ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified; ``rows`` int64, shape ``[n]``;
+        ``positions`` int64, shape ``[n]``, the index of the token being drawn; ``token_ids`` integer, shape
+        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read.
+        A row whose logits are NaN or infinite gets ``ERRORED_ROW`` and an error; the others are unaffected.
+        """
+        host_rows: _HostIndex = rows.cpu().numpy()
+        flags = self._flags[host_rows]
+        if not flags.any():
+            drawn, usable = _argmax(logits)
+            return _collect(drawn, usable, host_rows, ())
+        host_positions: _HostIndex = positions.cpu().numpy()
+        drawn, usable = self._draw(logits, flags, host_rows, host_positions, token_ids)
+        logprobs = self._logprobs(logits, flags, host_rows, drawn, usable)
+        return _collect(drawn, usable, host_rows, logprobs)
+
+    def _draw(
+        self,
+        logits: Tensor,
+        flags: NDArray[np.uint8],
+        rows: _HostIndex,
+        positions: _HostIndex,
+        token_ids: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Split the batch into plain argmax rows and rows whose logits are processed; draw both."""
+        processed = np.flatnonzero(flags & (_ADJUSTED | _RANDOM))
+        if not len(processed):
+            return _argmax(logits)
+        plain = np.flatnonzero((flags & (_ADJUSTED | _RANDOM)) == 0)
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        usable = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+        if len(plain):
+            where = self._to_device(plain)
+            drawn[where], usable[where] = _argmax(logits.index_select(0, where))
+        where = self._to_device(processed)
+        working = logits.index_select(0, where).float()
+        self._adjust(working, flags[processed], rows[processed], positions[processed], token_ids)
+        drawn[where], usable[where] = self._draw_processed(
+            working, flags[processed], rows[processed], positions[processed]
+        )
+        return drawn, usable
+
+    def _draw_processed(
+        self, working: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, positions: _HostIndex
+    ) -> tuple[Tensor, Tensor]:
+        """Draw from adjusted float32 logits: argmax for greedy rows, the inverse distribution for the others."""
+        random = np.flatnonzero(flags & _RANDOM)
+        if not len(random):
+            return _argmax(working)
+        if len(random) == len(rows):
+            return self._draw_random(working, rows, positions)
+        drawn, usable = _argmax(working)
+        where = self._to_device(random)
+        drawn[where], usable[where] = self._draw_random(working.index_select(0, where), rows[random], positions[random])
+        return drawn, usable
+
+    def _adjust(
+        self,
+        working: Tensor,
+        flags: NDArray[np.uint8],
+        rows: _HostIndex,
+        positions: _HostIndex,
+        token_ids: Tensor,
+    ) -> None:
+        """Apply penalties, logit bias and the ``min_tokens`` mask to ``working`` in place."""
+        penalised = np.flatnonzero(flags & _PENALTIES)
+        if len(penalised):
+            where = self._to_device(penalised)
+            working[where] = self._penalise(
+                working.index_select(0, where), rows[penalised], positions[penalised], token_ids
+            )
+        biased = np.flatnonzero(flags & _LOGIT_BIAS)
+        if len(biased):
+            entries = [self._bias[int(row)] for row in rows[biased]]
+            index = self._repeat(biased, [len(ids) for ids, _ in entries])
+            ids = torch.cat([ids for ids, _ in entries])
+            working.index_put_((index, ids), torch.cat([biases for _, biases in entries]), accumulate=True)
+        too_short = positions - self._num_prompt_tokens[rows] < self._min_tokens[rows]
+        masked = np.flatnonzero((flags & _MIN_TOKENS != 0) & too_short)
+        if len(masked):
+            stops = [self._stop_token_ids[int(row)] for row in rows[masked]]
+            index = self._repeat(masked, [len(ids) for ids in stops])
+            working[index, torch.cat(stops)] = -torch.inf
+
+    def _penalise(self, working: Tensor, rows: _HostIndex, positions: _HostIndex, token_ids: Tensor) -> Tensor:
+        """Return ``working`` after the repetition, presence and frequency penalties of ``rows``."""
+        longest = max(1, int(positions.max()))
+        history = token_ids[:, :longest].index_select(0, self._to_device(rows)).long()
+        place = torch.arange(longest, device=working.device)
+        held = place < self._to_device(positions)[:, None]
+        # Repeats of the first token pad the shorter rows. The clamp keeps a row alive, and its neighbours with it,
+        # when the store holds ERRORED_ROW: such a row may run once more before the scheduler takes it out.
+        history = torch.where(held, history, history[:, :1]).clamp_(0, self._vocab_size - 1)
+
+        repetition = self._column(self._repetition, rows)
+        seen = working.gather(1, history)
+        working.scatter_(1, history, torch.where(seen > 0, seen / repetition, seen * repetition))
+
+        generated = held & (place >= self._column(self._num_prompt_tokens, rows))
+        counts = torch.zeros_like(working).scatter_add_(1, history, generated.to(working.dtype))
+        presence, frequency = self._column(self._presence, rows), self._column(self._frequency, rows)
+        return working - frequency * counts - presence * (counts > 0)
+
+    def _draw_random(self, working: Tensor, rows: _HostIndex, positions: _HostIndex) -> tuple[Tensor, Tensor]:
+        """Draw from temperature-scaled, truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
+        id_bits = (self._vocab_size - 1).bit_length()
+        weights, usable = _integer_weights(working, self._column(self._temperature, rows), 62 - id_bits)
+        uniform = self._to_device(uniforms(self._seed[rows], positions))[:, None]
+        ranked = np.flatnonzero((self._top_k[rows] > 0) | (self._top_p[rows] < 1.0))
+        if not len(ranked):
+            return _invert(self._above_min_p(weights, rows), uniform), usable
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=working.device)
+        whole = np.flatnonzero((self._top_k[rows] == 0) & (self._top_p[rows] >= 1.0))
+        if len(whole):
+            where = self._to_device(whole)
+            drawn[where] = _invert(
+                self._above_min_p(weights.index_select(0, where), rows[whole]), uniform.index_select(0, where)
+            )
+        where = self._to_device(ranked)
+        drawn[where] = self._draw_ranked(
+            weights.index_select(0, where), uniform.index_select(0, where), rows[ranked], id_bits
+        )
+        return drawn, usable
+
+    def _above_min_p(self, weights: Tensor, rows: _HostIndex) -> Tensor:
+        """Zero the weights below ``min_p`` times each row's largest."""
+        if not self._min_p[rows].any():
+            return weights
+        least = self._column(self._min_p, rows) * weights.amax(-1, keepdim=True).double()
+        return weights.masked_fill(weights.double() < least, 0)
+
+    def _draw_ranked(self, weights: Tensor, uniform: Tensor, rows: _HostIndex, id_bits: int) -> Tensor:
+        """Draw under top-k and top-p, which need the tokens best first.
+
+        Sorting a whole vocabulary is slow and almost never needed: the best few tokens settle a row as soon as they
+        hold its top-k or outweigh its top-p. Keys (weight, then lower token id) are distinct, so that how many
+        candidates are looked at cannot change the answer.
+        """
+        highest_id = (1 << id_bits) - 1
+        totals = weights.sum(-1, keepdim=True)
+        keys = (weights << id_bits) | (highest_id - torch.arange(weights.shape[1], device=weights.device))
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=weights.device)
+        open_rows = np.arange(len(rows))
+        width = max(_FIRST_WIDTH, 1 << int(self._top_k[rows].max()).bit_length())
+        while len(open_rows):
+            width = min(width, self._vocab_size)
+            where = self._to_device(open_rows)
+            best = keys.index_select(0, where).topk(width, dim=-1).values
+            settled, ranks = self._pick_rank(
+                best >> id_bits, totals.index_select(0, where), uniform.index_select(0, where), rows[open_rows]
+            )
+            picked = highest_id - (best.gather(1, ranks[:, None]).squeeze(1) & highest_id)
+            drawn[where[settled]] = picked[settled]
+            open_rows = open_rows[~settled.cpu().numpy()]
+            width *= _WIDER
+        return drawn
+
+    def _pick_rank(self, best: Tensor, totals: Tensor, uniform: Tensor, rows: _HostIndex) -> tuple[Tensor, Tensor]:
+        """Pick a rank among each row's best weights, shape ``[m, width]``, descending.
+
+        Returns ``(settled, ranks)``, both of shape ``[m]``; a rank counts only where the width sufficed.
+        """
+        width = best.shape[1]
+        top_k, top_p = self._column(self._top_k, rows), self._column(self._top_p, rows)
+        rank = torch.arange(width, device=best.device)
+        weights = torch.where((top_k == 0) | (rank < top_k), best, 0)
+        cumulative = weights.cumsum(-1)
+        # What top-p is a share of: all that top-k left, which lies inside the candidates where there is a top-k.
+        mass = torch.where(top_k > 0, cumulative[:, -1:], totals).double()
+        enough = top_p * mass
+        settled = (top_k > 0) | (cumulative[:, -1:].double() >= enough)
+        if width == self._vocab_size:
+            settled = torch.ones_like(settled)
+        kept = torch.where((cumulative - weights).double() < enough, weights, 0)
+        least = self._column(self._min_p, rows) * best[:, :1].double()
+        return settled.squeeze(1), _invert(kept.masked_fill(kept.double() < least, 0), uniform)
+
+    def _logprobs(
+        self, logits: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, drawn: Tensor, usable: Tensor
+    ) -> tuple[RowLogprobs, ...]:
+        """Report the raw distribution at the rows that asked for it and drew a token."""
+        asking = np.flatnonzero((flags & _LOGPROBS != 0) & usable.cpu().numpy())
+        if not len(asking):
+            return ()
+        where = self._to_device(asking)
+        distribution = logits.index_select(0, where).float().log_softmax(-1)
+        own = distribution.gather(1, drawn.index_select(0, where)[:, None]).squeeze(1).tolist()
+        wanted = self._num_logprobs[rows[asking]]
+        if wanted.any():
+            # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
+            best = distribution.topk(min(MAX_LOGPROBS, self._vocab_size), dim=-1)
+            top_ids, top_logprobs = best.indices.tolist(), best.values.tolist()
+        else:
+            top_ids = top_logprobs = [()] * len(asking)
+        return tuple(
+            RowLogprobs(row, logprob, tuple(ids[:count]), tuple(values[:count]))
+            for row, logprob, ids, values, count in zip(
+                rows[asking].tolist(), own, top_ids, top_logprobs, wanted.tolist(), strict=True
+            )
+        )
+
+    def _to_device(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _column(self, values: NDArray[np.generic], rows: _HostIndex) -> Tensor:
+        """The parameter of each of ``rows`` as a tensor of shape ``[m, 1]``."""
+        return self._to_device(values[rows])[:, None]
+
+    def _repeat(self, indices: _HostIndex, counts: list[int]) -> Tensor:
+        return self._to_device(np.repeat(indices, counts))
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the largest logits per row, and whether it is finite. A NaN counts as largest.
+
+    On the host, numpy's float32 argmax is some thirty times as fast as torch's of any dtype.
+    """
+    if logits.device.type == "cpu":
+        best = torch.from_numpy(logits.detach().float().numpy().argmax(-1))
+    else:
+        best = logits.argmax(-1)
+    return best, logits.gather(1, best[:, None]).squeeze(1).isfinite()
+
+
+def _integer_weights(logits: Tensor, temperature: Tensor, scale_bits: int) -> tuple[Tensor, Tensor]:
+    """``floor(softmax(logits / temperature) * 2^scale_bits)`` as int64, and whether each row has a distribution."""
+    # Shifting before dividing keeps the largest logit at exactly 0: tiny temperatures cannot overflow it.
+    probabilities = logits.sub(logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
+    usable = probabilities[:, 0].isfinite()
+    if not bool(usable.all()):
+        probabilities[~usable] = 1.0 / probabilities.shape[1]
+    return probabilities.mul_(2.0**scale_bits).long(), usable
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The index at which the cumulative weights pass ``uniform`` of their total.
+
+    ``weights`` int64, shape ``[m, k]``, not all zero in a row; ``uniform`` float64, shape ``[m, 1]``; returns ``[m]``.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    target = torch.minimum((uniform * total.double()).long(), total - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def _collect(drawn: Tensor, usable: Tensor, rows: _HostIndex, logprobs: tuple[RowLogprobs, ...]) -> SampledTokens:
+    if bool(usable.all()):
+        return SampledTokens(drawn, logprobs, ())
+    errors = tuple(RowError(int(row), _BAD_LOGITS) for row in rows[~usable.cpu().numpy()])
+    return SampledTokens(drawn.masked_fill(~usable, ERRORED_ROW), logprobs, errors)
