@@ -1,0 +1,1 @@
+"""The scheduler process: knows tokens and blocks; no torch, no text, no GPU."""

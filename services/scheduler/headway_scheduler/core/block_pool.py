@@ -1,0 +1,206 @@
+"""The KV blocks: who holds each, which are free, which still wait for a step in flight, and what the cached ones hold.
+
+Owns: reference counts, the two free lists, fences, and the prefix cache.
+Must not know: requests, rows, or steps beyond their number.
+
+Life of a block: allocated (count 1), shared by prefix hits (count up), released (count down). At count 0 it is *fenced*
+while a step in flight may still write it, then *free*: a block that holds nothing reusable goes onto a stack, a cached
+one to the end of the eviction queue, from which a prefix hit can still take it back. Blocks without content are handed
+out first, then the least recently used cached ones are evicted.
+
+All lists are columns and all operations work on slices of them, so releasing a long request costs a few array
+operations; only the dictionary of the prefix cache is touched block by block, and only for blocks that it holds.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from headway_proto.columns import Int32Array
+
+ROOT_NODE = 0
+"""The node before the first block of every chain."""
+
+_NO_FENCE = -1
+
+
+class BlockPool:
+    """A fixed number of equal blocks, numbered from 0.
+
+    Prefix cache: a full block is known by its *chain*, the node of the block before it and its own token ids. Nodes are
+    numbered anew each time that content is registered and are never reused, so two chains are equal exactly when their
+    tokens are: where others compare digests of tokens, a collision cannot occur here. The idea of chaining blocks by
+    their prefix is vLLM's automatic prefix caching.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_count = np.zeros(num_blocks, dtype=np.int32)
+        # Stack of free blocks without content; the top is at the end. Low numbers are handed out first.
+        self._plain = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_plain = num_blocks
+        # Eviction queue of free cached blocks: entry i is current only while _queue_place[block] == i.
+        self._queue = np.empty(2 * num_blocks + 1, dtype=np.int32)
+        self._queue_head = 0
+        self._queue_tail = 0
+        self._queue_place = np.full(num_blocks, -1, dtype=np.int64)
+        self._num_queued = 0
+        self._fence_step = np.full(num_blocks, _NO_FENCE, dtype=np.int64)
+        self._fences: deque[tuple[int, Int32Array]] = deque()
+        self.num_fenced = 0
+        self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
+        self._block_of_chain: dict[tuple[int, bytes], int] = {}
+        self._chain_of_block: dict[int, tuple[int, bytes]] = {}
+        self._node_of_block: dict[int, int] = {}
+        self._last_node = ROOT_NODE
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return self._num_plain + self._num_queued
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the prefix cache, whether in use or free."""
+        return len(self._chain_of_block)
+
+    def allocate(self, count: int) -> Int32Array:
+        """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
+        assert count <= self.num_free
+        from_stack = min(count, self._num_plain)
+        top = self._num_plain
+        blocks = self._plain[top - from_stack : top][::-1].copy()
+        self._num_plain -= from_stack
+        if from_stack < count:
+            blocks = np.concatenate((blocks, self._evict(count - from_stack)))
+        self._ref_count[blocks] = 1
+        return blocks
+
+    def release(self, blocks: Int32Array, fence_step: int | None) -> None:
+        """Drop one reference of each block (a block occurs at most once).
+
+        Blocks without a reference become free when ``complete_step(fence_step)`` is called; at once if it is None.
+        The last blocks of a chain are evicted before the first, because nobody can use them without the first.
+        """
+        self._ref_count[blocks] -= 1
+        unused = blocks[self._ref_count[blocks] == 0][::-1]
+        if fence_step is None:
+            self._make_free(unused)
+        elif len(unused):
+            self._fence_step[unused] = fence_step
+            self._fences.append((fence_step, unused))
+            self.num_fenced += len(unused)
+
+    def complete_step(self, step: int) -> None:
+        """Lift the fences of all steps up to ``step``."""
+        while self._fences and self._fences[0][0] <= step:
+            fence_step, blocks = self._fences.popleft()
+            # A prefix hit may have taken a block back, or it was released again behind a later fence.
+            blocks = blocks[self._fence_step[blocks] == fence_step]
+            self._fence_step[blocks] = _NO_FENCE
+            self.num_fenced -= len(blocks)
+            self._make_free(blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each of these cached blocks, taking back free and fenced ones."""
+        for block in blocks:
+            self._ref_count[block] += 1
+            if self._ref_count[block] == 1:
+                if self._fence_step[block] != _NO_FENCE:
+                    self._fence_step[block] = _NO_FENCE
+                    self.num_fenced -= 1
+                else:
+                    self._queue_place[block] = -1
+                    self._num_queued -= 1
+
+    def find_cached(self, token_bytes: bytes, block_bytes: int, max_blocks: int) -> list[int]:
+        """The longest cached chain that ``token_bytes`` (int32 ids) begins with, in blocks, at most ``max_blocks``."""
+        found: list[int] = []
+        node = ROOT_NODE
+        for index in range(max_blocks):
+            block = self._block_of_chain.get((node, token_bytes[index * block_bytes : (index + 1) * block_bytes]))
+            if block is None:
+                break
+            found.append(block)
+            node = self._node_of_block[block]
+        return found
+
+    def num_free_among(self, blocks: Sequence[int]) -> int:
+        """How many of these cached blocks count towards ``num_free``."""
+        return sum(self._queue_place[block] >= 0 for block in blocks)
+
+    def node_of(self, block: int) -> int:
+        """The node of a cached block."""
+        return self._node_of_block[block]
+
+    def register(self, parent_node: int, token_bytes: bytes, block: int) -> int:
+        """Remember that ``block`` holds the KV of ``token_bytes`` behind ``parent_node``; return the chain's node.
+
+        If another block already holds the same chain, that one stays the cached one: block tables are append-only, so
+        nobody's blocks are exchanged after the fact.
+        """
+        chain = (parent_node, token_bytes)
+        known = self._block_of_chain.get(chain)
+        if known is not None:
+            return self._node_of_block[known]
+        assert not self._is_cached[block]
+        self._last_node += 1
+        self._block_of_chain[chain] = block
+        self._chain_of_block[block] = chain
+        self._node_of_block[block] = self._last_node
+        self._is_cached[block] = True
+        return self._last_node
+
+    def check(self, held: Int32Array) -> None:
+        """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
+        assert np.array_equal(np.bincount(held, minlength=self.num_blocks), self._ref_count)
+        assert np.count_nonzero(self._ref_count) + self.num_fenced + self.num_free == self.num_blocks
+
+    def _make_free(self, blocks: Int32Array) -> None:
+        if not len(blocks):
+            return
+        cached = self._is_cached[blocks]
+        if cached.any():
+            self._enqueue(blocks[cached])
+            blocks = blocks[~cached]
+        self._plain[self._num_plain : self._num_plain + len(blocks)] = blocks
+        self._num_plain += len(blocks)
+
+    def _enqueue(self, blocks: Int32Array) -> None:
+        if self._queue_tail + len(blocks) > len(self._queue):
+            self._compact_queue()
+        tail = self._queue_tail
+        self._queue[tail : tail + len(blocks)] = blocks
+        self._queue_place[blocks] = np.arange(tail, tail + len(blocks))
+        self._queue_tail += len(blocks)
+        self._num_queued += len(blocks)
+
+    def _compact_queue(self) -> None:
+        places = np.arange(self._queue_head, self._queue_tail)
+        entries = self._queue[self._queue_head : self._queue_tail]
+        current = entries[self._queue_place[entries] == places]
+        self._queue[: len(current)] = current
+        self._queue_place[current] = np.arange(len(current))
+        self._queue_head, self._queue_tail = 0, len(current)
+
+    def _evict(self, count: int) -> Int32Array:
+        evicted: list[Int32Array] = []
+        while count:
+            head = self._queue_head
+            entries = self._queue[head : min(head + count, self._queue_tail)]
+            self._queue_head += len(entries)
+            current = entries[self._queue_place[entries] == np.arange(head, head + len(entries))]
+            count -= len(current)
+            evicted.append(current)
+        blocks = np.concatenate(evicted)
+        self._queue_place[blocks] = -1
+        self._num_queued -= len(blocks)
+        for block in blocks.tolist():
+            self._forget(block)
+        return blocks
+
+    def _forget(self, block: int) -> None:
+        del self._block_of_chain[self._chain_of_block.pop(block)]
+        del self._node_of_block[block]
+        self._is_cached[block] = False

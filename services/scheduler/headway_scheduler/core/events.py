@@ -1,0 +1,51 @@
+"""What the core tells the outside after each call: admissions, tokens, ends.
+
+Owns: the shape of these events. Must not know: gateways, frames, or who listens.
+"""
+
+import msgspec
+
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.step import RowLogprobs
+from headway_scheduler.core.request import FinishReason, Origin
+
+
+class AdmittedEvent(msgspec.Struct, frozen=True):
+    """A request runs for the first time."""
+
+    origin: Origin
+    num_cached_tokens: int
+
+
+class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one."""
+
+    origin: Origin
+    reason: FinishReason
+    num_output_tokens: int
+    arrival_time: float
+    scheduled_time: float | None
+    first_token_time: float | None
+    num_preemptions: int
+    stop_token_id: int = -1
+    error: str = ""
+
+
+class LogprobsEvent(msgspec.Struct, frozen=True):
+    """Log probabilities of output token ``index`` of a request."""
+
+    origin: Origin
+    index: int
+    values: RowLogprobs
+
+
+class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token."""
+
+    admitted: tuple[AdmittedEvent, ...] = ()
+    owners: Int32Array = EMPTY_COLUMN
+    handles: Int32Array = EMPTY_COLUMN
+    indices: Int32Array = EMPTY_COLUMN
+    token_ids: Int32Array = EMPTY_COLUMN
+    logprobs: tuple[LogprobsEvent, ...] = ()
+    finished: tuple[FinishedEvent, ...] = ()

@@ -1,0 +1,35 @@
+"""What bounds the scheduler: the operator's settings and what the executor can hold.
+
+Owns: the settings of the core. Must not know: where they come from.
+"""
+
+import msgspec
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's settings.
+
+    ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
+    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDER_POLICIES``.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_steps_in_flight: int = 2
+    max_num_waiting: int = 4096
+    order: str = "fcfs"
+    enable_prefix_caching: bool = True
+
+
+class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor can hold: ``num_blocks`` blocks of ``block_size`` tokens, requests of ``max_model_len`` tokens."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens one request may come to: its last token needs no place in the pool."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)

@@ -1,0 +1,105 @@
+"""One sequence to generate, from submission to its end.
+
+Owns: what is asked for, and the counters that outlive a row.
+Must not know: queues, blocks, or the columns of running rows.
+"""
+
+from enum import Enum
+
+import msgspec
+import numpy as np
+
+from headway_proto.columns import Int32Array
+from headway_proto.sampling import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Whom the tokens are for: opaque integers that travel with the request."""
+
+    owner: int
+    handle: int
+
+
+class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request as it arrives. ``token_ids`` int32, shape ``[num_tokens]``: prompt, then output already held.
+
+    ``max_tokens`` counts output tokens, those already held included.
+    """
+
+    origin: Origin
+    request_id: str
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    priority: int = 0
+    index: int = 0
+    tenant: str = ""
+
+
+class Request:
+    """A live request. While it runs, its tokens and counters live in the columns of its row."""
+
+    __slots__ = (
+        "arrival",
+        "arrival_time",
+        "cache_node",
+        "first_token_time",
+        "limit",
+        "new",
+        "num_admitted_tokens",
+        "num_cached_blocks",
+        "num_preemptions",
+        "num_unreturned",
+        "order_key",
+        "row",
+        "scheduled_time",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, new: NewRequestEvent, *, arrival: int, order_key: int, limit: int, now: float) -> None:
+        self.new = new
+        self.arrival = arrival
+        self.order_key = order_key
+        self.limit = limit
+        """Most tokens (prompt and output) this request may come to."""
+        self.arrival_time = now
+        self.scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        self.token_ids = new.token_ids
+        """All tokens known while not running."""
+        self.num_preemptions = 0
+        self.num_admitted_tokens = 0
+        """Tokens known when it last took a row."""
+        self.num_unreturned = 0
+        """Steps in flight that will still bring a token for this request although it lost its row."""
+        self.num_cached_blocks = 0
+        """Leading blocks of its table that the prefix cache knows."""
+        self.cache_node = 0
+        """The prefix-cache node of the last of them."""
+
+    def append_token(self, token_id: int) -> None:
+        """Take a token that arrived after the request lost its row."""
+        self.token_ids = np.append(self.token_ids, np.int32(token_id))

@@ -1,0 +1,121 @@
+"""The columns of running requests: one entry per row, the same row numbers as on the step wire.
+
+Owns: row allocation, token ids, block tables and counters of rows.
+Must not know: queues, budgets, or why a row changes.
+"""
+
+import heapq
+
+import numpy as np
+
+from headway_proto.columns import Int32Array
+from headway_scheduler.core.request import Request
+
+NEVER = np.iinfo(np.int64).max
+
+
+class RowTable:
+    """``max_rows`` rows; the lowest free one is taken first, so that the columns stay dense.
+
+    Columns, shape ``[max_rows]``: ``num_tokens`` known (prompt and received output); ``num_computed_tokens`` after the
+    steps scheduled so far; ``num_blocks`` in the block table; ``limit`` most tokens allowed; ``num_prompt_tokens``;
+    ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
+    ``due_tick``; ``order_key`` the place in the service order (lower is served first).
+    ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self._free_rows = list(range(max_rows))
+        self.requests: list[Request | None] = [None] * max_rows
+        self.num_live = 0
+        self.end = 0
+        """One past the highest row that was ever live: columns are worked on up to here."""
+        self.num_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.limit = np.zeros(max_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.owner = np.zeros(max_rows, dtype=np.int32)
+        self.handle = np.zeros(max_rows, dtype=np.int32)
+        self.decoding = np.zeros(max_rows, dtype=np.int32)
+        self.due_tick = np.full(max_rows, NEVER, dtype=np.int64)
+        self.order_key = np.full(max_rows, -1, dtype=np.int64)
+        max_blocks = -(-max_model_len // block_size)
+        # Untouched pages of these two cost no memory.
+        self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
+        self.block_table = np.empty((max_rows, max_blocks), dtype=np.int32)
+        self._flat_token_ids = self.token_ids.reshape(-1)
+        self._row_start = np.arange(max_rows, dtype=np.int64) * max_model_len
+
+    def take(self, request: Request) -> int:
+        """Give ``request`` the lowest free row and copy its state in; it holds no blocks yet."""
+        row = heapq.heappop(self._free_rows)
+        num_tokens = len(request.token_ids)
+        new = request.new
+        self.requests[row] = request
+        self.num_live += 1
+        self.end = max(self.end, row + 1)
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = 0
+        self.num_blocks[row] = 0
+        self.limit[row] = request.limit
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.owner[row] = new.origin.owner
+        self.handle[row] = new.origin.handle
+        self.order_key[row] = request.order_key
+        request.row = row
+        request.num_admitted_tokens = num_tokens
+        return row
+
+    def give_back(self, row: int) -> Request:
+        """Free a row; the request takes its tokens with it. Returns the request."""
+        request = self.requests[row]
+        assert request is not None
+        request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        request.row = -1
+        self.requests[row] = None
+        self.num_live -= 1
+        self.decoding[row] = 0
+        self.due_tick[row] = NEVER
+        self.order_key[row] = -1
+        heapq.heappush(self._free_rows, row)
+        return request
+
+    def request_in(self, row: int) -> Request:
+        """The request that owns a live row."""
+        request = self.requests[row]
+        assert request is not None
+        return request
+
+    def live_rows(self) -> Int32Array:
+        """All live rows, ascending."""
+        return np.flatnonzero(self.order_key[: self.end] >= 0).astype(np.int32)
+
+    def last_in_service_order(self) -> int:
+        """The live row that is served last: the first to be preempted."""
+        return int(self.order_key[: self.end].argmax())
+
+    def append_blocks(self, row: int, blocks: Int32Array) -> None:
+        """Extend one row's block table."""
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] += len(blocks)
+
+    def append_one_block_each(self, rows: Int32Array, blocks: Int32Array) -> None:
+        """Extend several rows' block tables by one block each."""
+        self.block_table[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
+
+    def blocks_of(self, row: int) -> Int32Array:
+        """A copy of one row's block table."""
+        return self.block_table[row, : self.num_blocks[row]].copy()
+
+    def append_tokens(self, rows: Int32Array, token_ids: Int32Array) -> Int32Array:
+        """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``."""
+        positions = self.num_tokens[rows]
+        self._flat_token_ids[self._row_start[rows] + positions] = token_ids
+        self.num_tokens[rows] = positions + 1
+        return positions

@@ -1,0 +1,672 @@
+"""Who runs in the next step, on which blocks: ``schedule()``, and its inverse, ``update()``.
+
+Owns: the decisions. Must not know: sockets, clocks, processes; time is an argument, and nothing here is random.
+
+One rule: a request has ``num_tokens`` and ``num_computed_tokens``, and every step hands out tokens from one budget so
+that the second catches up with the first (the rule is vLLM's; chunking prompts so that decodes are never delayed is
+Sarathi-Serve's stall-free batching). ``num_computed_tokens`` advances when a step is scheduled, so that the next step
+can be scheduled before the first has returned.
+
+Two passes. Running requests first: every decoding row runs one token; rows that need something (a block, a chunk of
+their prompt) are served in service order. Then waiting requests take what is left of the budget, unless the first pass
+ran short of blocks.
+
+Cost follows change, not size. A row that only decodes is touched by array operations over all rows and by nothing
+else, until its *due tick*, the number of the step in which it needs a block or has nothing left to compute.
+``tests/specification.py`` states the same rules request by request, and property tests hold the two equal.
+
+Steps in flight:
+
+- A block that a step in flight may write is not reused before that step has returned (``BlockPool`` fences).
+- A request that stops at step k may sit in step k + 1 already; the surplus token is dropped (``InFlightStep.leavers``).
+- A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
+- Blocks enter the prefix cache when the step that filled them has returned without error.
+"""
+
+from collections import deque
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
+from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
+from headway_scheduler.core.block_pool import ROOT_NODE, BlockPool
+from headway_scheduler.core.counters import SchedulerCounters
+from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
+from headway_scheduler.core.row_table import NEVER, RowTable
+from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
+
+TOKEN_BYTES = 4
+
+TokenColumns: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
+"""Owner, handle, output index and id of new tokens."""
+
+
+class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
+    """A request that is not taken. ``reason`` is "invalid", "already_exists" or "overloaded"."""
+
+    def __init__(self, reason: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+        self.message = message
+
+
+class StateMismatch(Exception):  # noqa: N818 - named for what was found
+    """What the executor reports cannot follow from what it was sent; only a new epoch helps."""
+
+
+class Scheduler:
+    """The core for one executor.
+
+    Call ``add_request`` and ``abort`` as events arrive, ``schedule`` until it returns None, ``update`` with each answer
+    in order, and ``begin_epoch`` when the executor lost its state.
+    """
+
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
+        self.limits = limits
+        self.counters = SchedulerCounters()
+        self.paused = False
+        self._order = ORDER_POLICIES[limits.order]
+        # More requests than tokens in the budget could not all decode in one step.
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._requests: dict[Origin, Request] = {}
+        self._waiting = WaitingQueue()
+        self._num_arrivals = 0
+        self._begin(capacity, epoch)
+
+    def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
+        self.capacity = capacity
+        self.epoch = epoch
+        self.next_step = 0
+        self.pool = BlockPool(capacity.num_blocks)
+        self.rows = RowTable(self._max_running, capacity.max_model_len, capacity.block_size)
+        self._in_flight: deque[InFlightStep] = deque()
+        self._finished_rows: list[int] = []
+        self._prefilling: set[int] = set()
+        self._stalled: set[int] = set()  # decoding rows that found no block
+        self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
+        self._admitted: list[AdmittedEvent] = []
+        self._decoding_rows = EMPTY_COLUMN
+        self._decoding_changed = False
+        # How many running requests end at each token id: one gather tells whether any sampled token matters.
+        self._stop_uses = np.zeros(capacity.vocab_size, dtype=np.int32)
+
+    # ------------------------------------------------------------------------------------------ requests come and go
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return self.rows.num_live
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return len(self._in_flight)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    def requests(self) -> list[Request]:
+        """All live requests by arrival, for operators; O(n log n)."""
+        return sorted(self._requests.values(), key=lambda request: request.arrival)
+
+    def find(self, origin: Origin) -> Request | None:
+        """The live request of this origin."""
+        return self._requests.get(origin)
+
+    def token_ids_of(self, request: Request) -> Int32Array:
+        """A copy of all tokens known of a live request, shape ``[num_tokens]``."""
+        if request.row < 0:
+            return request.token_ids
+        return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]].copy()
+
+    def add_request(self, new: NewRequestEvent, now: float) -> None:
+        """Queue a request; ``now`` in seconds.
+
+        Raises:
+            RequestRejected: it can never run, or the queue is full.
+        """
+        limit = self._limit_of(new)
+        self._check_new(new, limit)
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        request = Request(new, arrival=arrival, order_key=self._order(new, arrival), limit=limit, now=now)
+        self._requests[new.origin] = request
+        self._waiting.push(request)
+
+    def abort(self, origin: Origin) -> FinishedEvent | None:
+        """End a request and release its blocks; None if it is unknown (it may just have ended)."""
+        request = self._requests.get(origin)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def begin_epoch(self, capacity: ExecutorCapacity, epoch: int) -> StepEvents:
+        """Start over with an executor that knows nothing: running requests go back to their place in the queue.
+
+        Returns what had not been told yet, and the ends of requests that the new executor can never hold.
+        """
+        admitted = tuple(self._admitted)
+        for row in self.rows.live_rows().tolist():
+            request = self.rows.give_back(row)
+            request.status = RequestStatus.PREEMPTED
+            self._waiting.push(request)
+        self._begin(capacity, epoch)
+        finished = []
+        for request in self.requests():
+            request.num_unreturned = 0
+            request.num_cached_blocks = 0
+            request.limit = self._limit_of(request.new)
+            if len(request.token_ids) >= request.limit or int(request.token_ids.max()) >= capacity.vocab_size:
+                message = "the executor that took over cannot hold this request"
+                finished.append(self._finish(request, FinishReason.ERROR, error=message))
+        return StepEvents(admitted=admitted, finished=tuple(finished))
+
+    def _limit_of(self, new: NewRequestEvent) -> int:
+        return min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens)
+
+    def _check_new(self, new: NewRequestEvent, limit: int) -> None:
+        num_tokens = len(new.token_ids)
+        vocab_size = self.capacity.vocab_size
+        if new.origin in self._requests:
+            raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
+        if not 1 <= new.num_prompt_tokens <= num_tokens:
+            raise RequestRejected(
+                "invalid", "prompt", f"{new.num_prompt_tokens} prompt tokens of {num_tokens}; allowed: 1 to all of them"
+            )
+        if num_tokens >= limit:
+            raise RequestRejected(
+                "invalid",
+                "prompt",
+                f"{num_tokens} tokens leave no room for another; allowed: at most {limit - 1} (max_tokens "
+                f"{new.max_tokens}, context {self.capacity.max_model_len}, KV pool of {self.capacity.num_blocks} "
+                f"blocks of {self.capacity.block_size})",
+            )
+        for field, low, high in (
+            ("token_ids", int(new.token_ids.min()), int(new.token_ids.max())),
+            ("stop_token_ids", min(new.stop_token_ids, default=0), max(new.stop_token_ids, default=0)),
+        ):
+            if low < 0 or high >= vocab_size:
+                bad = low if low < 0 else high
+                raise RequestRejected("invalid", field, f"{bad} is not allowed; allowed: 0 to {vocab_size - 1}")
+        if self.num_waiting >= self.limits.max_num_waiting:
+            raise RequestRejected(
+                "overloaded", "", f"{self.num_waiting} requests are waiting; allowed: {self.limits.max_num_waiting}"
+            )
+
+    # ------------------------------------------------------------------------------------------------------ schedule
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
+        if len(self._in_flight) >= self.limits.max_steps_in_flight:
+            return None
+        plan = StepPlan(self.limits.max_num_batched_tokens)
+        self._serve_decoding(plan)
+        if self._prefilling:
+            self._serve_prefilling(plan)
+        if not plan.short_of_blocks and not self.paused:
+            self._admit_waiting(plan, now)
+        total = self._num_decoding + plan.num_chunk_tokens
+        return self._commit(plan, total) if total else None
+
+    @property
+    def _num_decoding(self) -> int:
+        if self._decoding_changed:
+            rows = self.rows
+            self._decoding_rows = np.flatnonzero(rows.decoding[: rows.end]).astype(np.int32)
+            self._decoding_changed = False
+        return len(self._decoding_rows)
+
+    def _serve_decoding(self, plan: StepPlan) -> None:
+        """First pass, part one: give a block to each decoding row that has come to the end of its last."""
+        rows = self.rows
+        due = np.flatnonzero(rows.due_tick[: rows.end] == self.next_step)
+        if len(due):
+            exhausted = rows.num_computed_tokens[due] == rows.limit[due] - 1
+            if exhausted.any():
+                for row in due[exhausted].tolist():
+                    self._stop_decoding(row)
+                    self._idle.add(row)
+                due = due[~exhausted]
+        if self._stalled:
+            due = np.concatenate((due, np.asarray(sorted(self._stalled))))
+        if not len(due):
+            return
+        due = due[rows.order_key[due].argsort()]
+        if len(due) <= self.pool.num_free:
+            self._extend_decoding(plan, due)
+        else:
+            self._extend_decoding_one_by_one(plan, due.tolist())
+
+    def _extend_decoding(self, plan: StepPlan, due: NDArray[np.int64]) -> None:
+        rows = self.rows
+        due_rows = due.astype(np.int32)
+        blocks = self.pool.allocate(len(due))
+        rows.append_one_block_each(due_rows, blocks)
+        plan.add_blocks(due_rows, blocks)
+        steps_left = np.minimum(rows.block_size, rows.limit[due] - 1 - rows.num_computed_tokens[due])
+        rows.due_tick[due] = self.next_step + steps_left
+        if self._stalled:
+            rows.decoding[sorted(self._stalled)] = 1
+            self._decoding_changed = True
+            self._stalled.clear()
+
+    def _extend_decoding_one_by_one(self, plan: StepPlan, due: list[int]) -> None:
+        for row in due:
+            if self.rows.requests[row] is None:
+                continue  # preempted for a row before it
+            self._stop_decoding(row)
+            self._stalled.add(row)
+            if self._obtain_block(plan, row):
+                blocks = self.pool.allocate(1)
+                self.rows.append_blocks(row, blocks)
+                plan.add_blocks(np.full(1, row, dtype=np.int32), blocks)
+                self._stalled.discard(row)
+                self._start_decoding(row, self.next_step)
+
+    def _obtain_block(self, plan: StepPlan, row: int) -> bool:
+        """Whether a block is free for ``row`` now, after preempting requests that are served after it if need be.
+
+        A row sits out rather than preempt, if a step in flight is about to give back a block for it.
+        """
+        while not self.pool.num_free:
+            plan.short_of_blocks = True
+            if self.pool.num_fenced > plan.num_promised_blocks:
+                plan.num_promised_blocks += 1
+                return False
+            victim = self.rows.last_in_service_order()
+            self._preempt(plan, victim)
+            if victim == row:
+                return False
+        return True
+
+    def _serve_prefilling(self, plan: StepPlan) -> None:
+        """First pass, part two: the next chunk of each prompt under way."""
+        for row in sorted(self._prefilling, key=self.rows.order_key.__getitem__):
+            if row in self._prefilling:  # not preempted for a row before it
+                num_tokens = self._next_chunk(plan, row)
+                if num_tokens:
+                    self._run_chunk(plan, row, num_tokens)
+                elif row in self._prefilling:
+                    plan.exceptions.append((row, 0))
+
+    def _next_chunk(self, plan: StepPlan, row: int) -> int:
+        """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
+        rows = self.rows
+        computed = int(rows.num_computed_tokens[row])
+        wanted = min(int(rows.num_tokens[row]) - computed, plan.budget - plan.num_chunk_tokens - self._num_decoding)
+        if wanted <= 0:
+            return 0
+        room = int(rows.num_blocks[row]) * rows.block_size - computed
+        if room < wanted and not room and not self._obtain_block(plan, row):
+            return 0
+        room += self.pool.num_free * rows.block_size
+        plan.short_of_blocks |= room < wanted
+        return min(wanted, room)
+
+    def _run_chunk(self, plan: StepPlan, row: int, num_tokens: int) -> None:
+        """Schedule ``num_tokens`` more tokens of a prompt and the blocks for them."""
+        rows = self.rows
+        blocks = self._blocks_for(row, int(rows.num_computed_tokens[row]) + num_tokens)
+        plan.add_blocks(np.full(len(blocks), row, dtype=np.int32), blocks)
+        self._advance_prompt(plan, row, num_tokens)
+
+    def _blocks_for(self, row: int, num_tokens: int) -> Int32Array:
+        """Allocate what ``row`` lacks to hold ``num_tokens`` tokens."""
+        rows = self.rows
+        missing = -(-num_tokens // rows.block_size) - int(rows.num_blocks[row])
+        blocks = self.pool.allocate(max(missing, 0))
+        rows.append_blocks(row, blocks)
+        return blocks
+
+    def _advance_prompt(self, plan: StepPlan, row: int, num_tokens: int) -> None:
+        rows = self.rows
+        request = rows.request_in(row)
+        rows.num_computed_tokens[row] += num_tokens
+        completes = bool(rows.num_computed_tokens[row] == rows.num_tokens[row])
+        plan.add_chunk(row, num_tokens)
+        plan.chunks.append(
+            PrefillChunk(request, row, request.num_preemptions, int(rows.num_computed_tokens[row]), completes)
+        )
+        if completes:
+            self._prefilling.discard(row)
+        else:
+            self._prefilling.add(row)
+
+    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+        """Second pass: waiting requests, in service order, until the first that does not fit."""
+        request = self._waiting.first()
+        if request is None:
+            return
+        rows = self.rows
+        owed_blocks = sum(
+            -(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in self._prefilling
+        )
+        while request is not None and rows.num_live < self._max_running and not request.num_unreturned:
+            budget = plan.budget - plan.num_chunk_tokens - self._num_decoding
+            if budget <= 0:
+                return
+            owed = self._admit(plan, request, budget, owed_blocks, now)
+            if owed is None:
+                return
+            owed_blocks = owed
+            request = self._waiting.first()
+
+    def _admit(self, plan: StepPlan, request: Request, budget: int, owed_blocks: int, now: float) -> int | None:
+        """Give ``request`` a row, its cached blocks and a first chunk, if its whole prompt fits beside ``owed_blocks``.
+
+        Returns the blocks that prompts under way will still need, or None if it does not fit.
+        """
+        rows, pool = self.rows, self.pool
+        num_tokens = len(request.token_ids)
+        token_bytes = request.token_ids.tobytes()
+        shared = self._find_cached(token_bytes, num_tokens)
+        # One token beyond the prompt, so that a request does not stall at once; the very last token needs no place.
+        wanted_blocks = -(-min(num_tokens + 1, request.limit - 1) // rows.block_size) - len(shared)
+        if wanted_blocks > pool.num_free - pool.num_free_among(shared) - owed_blocks:
+            return None
+        self._waiting.remove(request)
+        pool.share(shared)
+        row = rows.take(request)
+        rows.append_blocks(row, np.asarray(shared, dtype=np.int32))
+        num_cached_tokens = len(shared) * rows.block_size
+        rows.num_computed_tokens[row] = num_cached_tokens
+        request.num_cached_blocks = len(shared)
+        request.cache_node = pool.node_of(shared[-1]) if shared else ROOT_NODE
+        request.status = RequestStatus.RUNNING
+        self._count_stops(request, 1)
+        chunk = min(num_tokens - num_cached_tokens, budget)
+        blocks = self._blocks_for(row, num_cached_tokens + chunk)
+        plan.new_requests.append(
+            NewRequest(
+                row=row,
+                token_ids=token_bytes,
+                num_prompt_tokens=request.new.num_prompt_tokens,
+                block_ids=encode_column(rows.blocks_of(row)),
+                num_computed_tokens=num_cached_tokens,
+                sampling=request.new.sampling,
+            )
+        )
+        self._advance_prompt(plan, row, chunk)
+        self._note_admission(request, num_tokens, num_cached_tokens, now)
+        return owed_blocks + -(-num_tokens // rows.block_size) - len(shared) - len(blocks)
+
+    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> list[int]:
+        if not self.limits.enable_prefix_caching:
+            return []
+        # At least one token must run, or there would be nothing to sample from.
+        block_size = self.rows.block_size
+        return self.pool.find_cached(token_bytes, block_size * TOKEN_BYTES, (num_tokens - 1) // block_size)
+
+    def _note_admission(self, request: Request, num_tokens: int, num_cached_tokens: int, now: float) -> None:
+        self.counters.num_prefix_query_tokens += num_tokens
+        self.counters.num_prefix_hit_tokens += num_cached_tokens
+        if request.scheduled_time is None:
+            request.scheduled_time = now
+            self.counters.num_prompt_tokens += request.new.num_prompt_tokens
+            self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
+
+    def _start_decoding(self, row: int, tick: int) -> None:
+        """From step ``tick`` on, ``row`` runs one token a step, until it needs a block or has nothing left to run."""
+        rows = self.rows
+        computed = int(rows.num_computed_tokens[row])
+        steps = min(int(rows.num_blocks[row]) * rows.block_size, int(rows.limit[row]) - 1) - computed
+        rows.due_tick[row] = tick + steps
+        rows.decoding[row] = 1
+        self._decoding_changed = True
+
+    def _stop_decoding(self, row: int) -> None:
+        self.rows.decoding[row] = 0
+        self.rows.due_tick[row] = NEVER
+        self._decoding_changed = True
+
+    def _preempt(self, plan: StepPlan, row: int) -> None:
+        """Take a row's blocks away; the request returns to its place in the queue and is computed again later."""
+        request = self._release_row(row, owed_tokens=True)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._waiting.push(request)
+        plan.drop_row(row)
+        plan.short_of_blocks = True
+
+    def _release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> Request:
+        """Give up a row and its blocks. ``owed_tokens``: the steps in flight still owe the request their tokens."""
+        rows = self.rows
+        request = rows.request_in(row)
+        if cache and rows.num_tokens[row] > request.num_admitted_tokens:
+            # Every token sampled in this stay has returned from a step that had computed all before it.
+            self._cache_blocks(request, row, int(rows.num_tokens[row]) - 1)
+        for step in self._in_flight:
+            if row not in step.leavers and step.samples(row):
+                step.leavers[row] = request if owed_tokens else None
+                request.num_unreturned += owed_tokens
+        fence = self._in_flight[-1].step if self._in_flight else None
+        self.pool.release(rows.blocks_of(row), fence)
+        self._decoding_changed |= bool(rows.decoding[row])
+        rows.give_back(row)
+        for rows_in_state in (self._prefilling, self._stalled, self._idle):
+            rows_in_state.discard(row)
+        self._finished_rows.append(row)
+        self._count_stops(request, -1)
+        return request
+
+    def _cache_blocks(self, request: Request, row: int, num_computed_tokens: int) -> None:
+        """Register the full blocks of a row's first ``num_computed_tokens`` tokens in the prefix cache."""
+        rows = self.rows
+        first, end = request.num_cached_blocks, num_computed_tokens // rows.block_size
+        if end <= first or not self.limits.enable_prefix_caching:
+            return
+        size = rows.block_size * TOKEN_BYTES
+        token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
+        node = request.cache_node
+        for index, block in enumerate(rows.block_table[row, first:end].tolist()):
+            node = self.pool.register(node, token_bytes[index * size : (index + 1) * size], block)
+        request.num_cached_blocks = end
+        request.cache_node = node
+
+    def _count_stops(self, request: Request, change: int) -> None:
+        for token_id in request.new.stop_token_ids:
+            self._stop_uses[token_id] += change
+
+    def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
+        """Make the plan a step in flight and the message for it."""
+        rows, step = self.rows, self.next_step
+        self.next_step += 1
+        rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
+        sampling_rows = self._decoding_rows
+        completed = [chunk.row for chunk in plan.chunks if chunk.completes]
+        if completed:
+            sampling_rows = np.sort(np.concatenate((sampling_rows, np.asarray(completed, dtype=np.int32))))
+        output = SchedulerOutput(
+            epoch=self.epoch,
+            step=step,
+            scheduled_new_reqs=tuple(plan.new_requests),
+            finished_rows=encode_column(sorted(self._finished_rows)) if self._finished_rows else b"",
+            new_blocks=plan.new_blocks(),
+            num_scheduled_tokens=plan.scheduled_tokens(self._idle, self._stalled),
+            total_num_scheduled_tokens=total,
+        )
+        self._finished_rows.clear()
+        digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
+        self._in_flight.append(InFlightStep(step, sampling_rows, plan.chunks, digest))
+        for row in completed:
+            self._start_decoding(row, self.next_step)
+        self.counters.num_steps += 1
+        return output
+
+    def _digest(self) -> int:
+        rows = self.rows
+        live = rows.live_rows()
+        return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table)
+
+    # -------------------------------------------------------------------------------------------------------- update
+
+    def update(self, output: ExecutorOutput, now: float) -> StepEvents:
+        """Take in the answer to the oldest step in flight. ``now`` in seconds.
+
+        Raises:
+            StateMismatch: it cannot be the answer to that step; call ``begin_epoch``.
+        """
+        step, token_ids = self._take_answer(output)
+        self.pool.complete_step(step.step)
+        finished: list[FinishedEvent] = []
+        failed = {error.row: error.message for error in output.errors}
+        self._confirm_chunks(step, failed, now)
+        logprobs = self._logprobs(step, output) if output.logprobs else ()
+        sampling_rows, sampled = step.sampling_rows, token_ids
+        late: list[tuple[Request, int]] = []
+        if failed or step.leavers:
+            stays = ~np.isin(sampling_rows, [*failed, *step.leavers])
+            late = self._late_tokens(step, token_ids, failed)
+            self._fail_rows(step, failed, finished)
+            sampling_rows, sampled = sampling_rows[stays], sampled[stays]
+        events = self._append_tokens(sampling_rows, sampled, finished)
+        events = self._append_late_tokens(events, late, finished) if late else events
+        admitted = tuple(self._admitted)
+        self._admitted.clear()
+        owners, handles, indices, new_token_ids = events
+        self.counters.num_output_tokens += len(new_token_ids)
+        return StepEvents(
+            admitted=admitted,
+            owners=owners,
+            handles=handles,
+            indices=indices,
+            token_ids=new_token_ids,
+            logprobs=logprobs,
+            finished=tuple(finished),
+        )
+
+    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array]:
+        if not self._in_flight or output.step != self._in_flight[0].step:
+            raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
+        step = self._in_flight[0]
+        token_ids = decode_column(output.sampled_token_ids)
+        if len(token_ids) != len(step.sampling_rows):
+            raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
+        if step.digest is not None and output.state_digest != step.digest:
+            raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
+        failed = [error.row for error in output.errors]
+        checked = token_ids[~np.isin(step.sampling_rows, failed)] if failed else token_ids
+        if len(checked) and int(checked.view(np.uint32).max()) >= self.capacity.vocab_size:
+            raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary")
+        self._in_flight.popleft()
+        return step, token_ids
+
+    def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
+        for chunk in step.chunks:
+            request = chunk.request
+            if chunk.row in failed:
+                continue
+            if chunk.completes and request.first_token_time is None:
+                request.first_token_time = now
+            if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.stay:
+                self._cache_blocks(request, chunk.row, chunk.num_computed_tokens)
+
+    def _logprobs(self, step: InFlightStep, output: ExecutorOutput) -> tuple[LogprobsEvent, ...]:
+        events = []
+        for values in output.logprobs:
+            request = step.leavers[values.row] if values.row in step.leavers else self.rows.requests[values.row]
+            if request is not None:
+                num_tokens = len(request.token_ids) if request.row < 0 else int(self.rows.num_tokens[request.row])
+                index = num_tokens - request.new.num_prompt_tokens
+                events.append(LogprobsEvent(request.new.origin, index, values))
+        return tuple(events)
+
+    def _late_tokens(
+        self, step: InFlightStep, token_ids: Int32Array, failed: dict[int, str]
+    ) -> list[tuple[Request, int]]:
+        """The tokens for requests that lost their row after this step was scheduled, rows ascending."""
+        late = []
+        for row, request in sorted(step.leavers.items()):
+            if request is not None:
+                request.num_unreturned -= 1
+                if row not in failed and request.status is not RequestStatus.FINISHED:
+                    late.append((request, int(token_ids[step.sampling_rows.searchsorted(row)])))
+        return late
+
+    def _fail_rows(self, step: InFlightStep, failed: dict[int, str], finished: list[FinishedEvent]) -> None:
+        for row, message in sorted(failed.items()):
+            request = step.leavers[row] if row in step.leavers else self.rows.requests[row]
+            if request is not None and request.status is not RequestStatus.FINISHED:
+                finished.append(self._finish(request, FinishReason.ERROR, error=message))
+
+    def _append_tokens(
+        self, sampling_rows: Int32Array, token_ids: Int32Array, finished: list[FinishedEvent]
+    ) -> TokenColumns:
+        rows = self.rows
+        positions = rows.append_tokens(sampling_rows, token_ids)
+        columns = (
+            rows.owner[sampling_rows],
+            rows.handle[sampling_rows],
+            positions - rows.num_prompt_tokens[sampling_rows],
+            token_ids,
+        )
+        at_end = (self._stop_uses[token_ids] > 0) | (positions + 1 == rows.limit[sampling_rows])
+        for entry in np.flatnonzero(at_end).tolist():
+            request = rows.request_in(int(sampling_rows[entry]))
+            end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
+            if end is not None:
+                finished.append(end)
+        return columns
+
+    def _append_late_tokens(
+        self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]
+    ) -> TokenColumns:
+        entries = []
+        for request, token_id in late:
+            index = len(request.token_ids) - request.new.num_prompt_tokens
+            request.append_token(token_id)
+            entries.append((request.new.origin.owner, request.new.origin.handle, index, token_id))
+            end = self._end_at(request, len(request.token_ids), token_id)
+            if end is not None:
+                finished.append(end)
+        owners, handles, indices, token_ids = np.asarray(entries, dtype=np.int32).T
+        return (
+            np.concatenate((columns[0], owners)),
+            np.concatenate((columns[1], handles)),
+            np.concatenate((columns[2], indices)),
+            np.concatenate((columns[3], token_ids)),
+        )
+
+    def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
+        """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""
+        new = request.new
+        if token_id in new.stop_token_ids and num_tokens - new.num_prompt_tokens >= new.sampling.min_tokens:
+            return self._finish(request, FinishReason.STOP, stop_token_id=token_id)
+        if num_tokens == request.limit:
+            return self._finish(request, FinishReason.LENGTH)
+        return None
+
+    def _finish(
+        self, request: Request, reason: FinishReason, *, stop_token_id: int = -1, error: str = ""
+    ) -> FinishedEvent:
+        if request.status is RequestStatus.RUNNING:
+            self._release_row(request.row, owed_tokens=False, cache=reason is not FinishReason.ERROR)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        new = request.new
+        del self._requests[new.origin]
+        self.counters.num_finished += 1
+        return FinishedEvent(
+            origin=new.origin,
+            reason=reason,
+            num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
+            arrival_time=request.arrival_time,
+            scheduled_time=request.scheduled_time,
+            first_token_time=request.first_token_time,
+            num_preemptions=request.num_preemptions,
+            stop_token_id=stop_token_id,
+            error=error,
+        )

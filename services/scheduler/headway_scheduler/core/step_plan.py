@@ -1,0 +1,113 @@
+"""A step while it is put together, and while it is in flight.
+
+Owns: the parts of one step. Must not know: how rows and blocks are chosen.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from headway_proto.columns import Int32Array, encode_columns
+from headway_proto.step import NewRequest
+from headway_scheduler.core.request import Request
+
+
+class PrefillChunk:
+    """Part of a prompt in a step.
+
+    When the step returns, ``num_computed_tokens`` tokens of ``request`` are in the blocks of ``row``, provided that the
+    request has not been preempted since (its ``num_preemptions`` is still ``stay``). ``completes``: it samples.
+    """
+
+    __slots__ = ("completes", "num_computed_tokens", "request", "row", "stay")
+
+    def __init__(self, request: Request, row: int, stay: int, num_computed_tokens: int, completes: bool) -> None:
+        self.request = request
+        self.row = row
+        self.stay = stay
+        self.num_computed_tokens = num_computed_tokens
+        self.completes = completes
+
+
+class StepPlan:
+    """A step being put together: what is left of the budget, and the parts of the message."""
+
+    __slots__ = (
+        "_block_ids",
+        "_block_rows",
+        "budget",
+        "chunks",
+        "exceptions",
+        "new_requests",
+        "num_chunk_tokens",
+        "num_promised_blocks",
+        "short_of_blocks",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_chunk_tokens = 0
+        self.exceptions: list[tuple[int, int]] = []
+        """(row, tokens) of live rows that do not run exactly one token."""
+        self.new_requests: list[NewRequest] = []
+        self.chunks: list[PrefillChunk] = []
+        self.num_promised_blocks = 0
+        """Fenced blocks that rows already sit out for."""
+        self.short_of_blocks = False
+        self._block_rows: list[Int32Array] = []
+        self._block_ids: list[Int32Array] = []
+
+    def add_blocks(self, rows: Int32Array, blocks: Int32Array) -> None:
+        """Append ``blocks[i]`` to the table of ``rows[i]``."""
+        if len(blocks):
+            self._block_rows.append(rows)
+            self._block_ids.append(blocks)
+
+    def add_chunk(self, row: int, num_tokens: int) -> None:
+        """Run ``num_tokens`` tokens of ``row``."""
+        self.num_chunk_tokens += num_tokens
+        if num_tokens != 1:
+            self.exceptions.append((row, num_tokens))
+
+    def drop_row(self, row: int) -> None:
+        """Forget the blocks planned for a row that is preempted after all."""
+        for index, rows in enumerate(self._block_rows):
+            stays = rows != row
+            self._block_rows[index] = rows[stays]
+            self._block_ids[index] = self._block_ids[index][stays]
+
+    def new_blocks(self) -> bytes:
+        """The column group (row, block id)."""
+        if not self._block_ids:
+            return b""
+        return encode_columns((np.concatenate(self._block_rows), np.concatenate(self._block_ids)))
+
+    def scheduled_tokens(self, *sitting_out: Iterable[int]) -> bytes:
+        """The column group (row, tokens) of all exceptions, rows ascending."""
+        exceptions = self.exceptions + [(row, 0) for rows in sitting_out for row in rows]
+        if not exceptions:
+            return b""
+        return np.asarray(sorted(exceptions), dtype=np.int32).T.tobytes()
+
+
+class InFlightStep:
+    """A step sent and not yet answered.
+
+    ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
+    still owed the token of this step (None: nobody wants it). ``digest`` of the mirrored state after the step, if the
+    executor reports it for this one.
+    """
+
+    __slots__ = ("chunks", "digest", "leavers", "sampling_rows", "step")
+
+    def __init__(self, step: int, sampling_rows: Int32Array, chunks: list[PrefillChunk], digest: int | None) -> None:
+        self.step = step
+        self.sampling_rows = sampling_rows
+        self.chunks = chunks
+        self.digest = digest
+        self.leavers: dict[int, Request | None] = {}
+
+    def samples(self, row: int) -> bool:
+        """Whether this step samples a token for ``row``."""
+        place = int(self.sampling_rows.searchsorted(row))
+        return place < len(self.sampling_rows) and int(self.sampling_rows[place]) == row

@@ -1,0 +1,169 @@
+"""The fast core makes exactly the decisions of the readable specification, over random workloads."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headway_proto.columns import decode_column, decode_columns, encode_column
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.events import StepEvents
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.scheduler import Scheduler
+from specification import Specification
+
+VOCAB_SIZE = 6  # so small that prefixes coincide and stop tokens are hit often
+
+
+def readable(output: SchedulerOutput) -> dict[str, object]:
+    """A message in the specification's form."""
+    scheduled = dict(decode_columns(output.num_scheduled_tokens, 2).T.tolist())
+    return {
+        "step": output.step,
+        "new": [
+            {
+                "row": new.row,
+                "token_ids": decode_column(new.token_ids).tolist(),
+                "block_ids": decode_column(new.block_ids).tolist(),
+                "num_computed_tokens": new.num_computed_tokens,
+                "scheduled": scheduled.get(new.row, 1),
+            }
+            for new in output.scheduled_new_reqs
+        ],
+        "finished_rows": decode_column(output.finished_rows).tolist(),
+        "new_blocks": sorted(
+            (tuple(pair) for pair in decode_columns(output.new_blocks, 2).T.tolist()), key=lambda entry: entry[0]
+        ),
+        "exceptions": sorted(scheduled.items()),
+        "total": output.total_num_scheduled_tokens,
+    }
+
+
+def readable_events(events: StepEvents) -> tuple[list[tuple[Origin, int, int]], list[tuple[Origin, str, int]]]:
+    columns = (events.owners, events.handles, events.indices, events.token_ids)
+    delivered = [(Origin(o, h), i, t) for o, h, i, t in zip(*(column.tolist() for column in columns), strict=True)]
+    return delivered, [(end.origin, end.reason.value, end.stop_token_id) for end in events.finished]
+
+
+class Pair:
+    """Core and specification side by side, given the same events."""
+
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+        self.core = Scheduler(limits, capacity)
+        self.specification = Specification(limits, capacity)
+        self.output_tokens: dict[Origin, list[int]] = {}
+        self.seen: Counter[str] = Counter()
+
+    def add(self, new: NewRequestEvent) -> None:
+        self.core.add_request(new, now=0.0)
+        self.specification.add(new)
+        self.output_tokens[new.origin] = []
+
+    def abort(self, origin: Origin) -> None:
+        assert (self.core.abort(origin) is not None) == self.specification.abort(origin)
+
+    def schedule(self) -> bool:
+        output = self.core.schedule(now=0.0)
+        expected = self.specification.schedule()
+        assert (output is None) == (expected is None)
+        if output is not None:
+            assert readable(output) == expected
+        return output is not None
+
+    def update(self, draw_token: "np.random.Generator") -> bool:
+        if not self.specification.in_flight:
+            return False
+        rows = self.specification.sampling_rows()
+        sampled = draw_token.integers(0, VOCAB_SIZE, size=len(rows)).tolist()
+        step = self.specification.in_flight[0].number
+        digest = self.core._in_flight[0].digest
+        assert (digest is not None) == (step % DIGEST_INTERVAL_STEPS == 0)
+        output = ExecutorOutput(epoch=0, step=step, sampled_token_ids=encode_column(sampled), state_digest=digest)
+        events = readable_events(self.core.update(output, now=0.0))
+        assert events == self.specification.update(sampled)
+        for origin, index, token in events[0]:
+            assert index == len(self.output_tokens[origin])
+            self.output_tokens[origin].append(token)
+        return True
+
+    def check(self) -> None:
+        core, specification = self.core, self.specification
+        tables = [core.rows.blocks_of(row) for row in core.rows.live_rows().tolist()]
+        core.pool.check(np.concatenate(tables) if tables else np.empty(0, dtype=np.int32))
+        assert core.pool.num_free == specification.pool.num_free
+        assert core.pool.num_fenced == len(specification.pool.fenced)
+        assert core.pool.num_cached == len(specification.pool.cache)
+        assert core.num_running == len(specification.running)
+        assert core.num_waiting == len(specification.waiting)
+        assert core.counters.num_preemptions == specification.num_preemptions
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, int]:
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    max_model_len = draw(st.integers(min_value=4, max_value=48))
+    least = -(-(max_model_len - 1) // block_size)
+    capacity = ExecutorCapacity(
+        num_blocks=draw(st.integers(min_value=least, max_value=4 * least)),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+    )
+    limits = SchedulerLimits(
+        max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),
+        max_num_seqs=draw(st.integers(min_value=1, max_value=12)),
+        max_steps_in_flight=draw(st.integers(min_value=1, max_value=4)),
+        order=draw(st.sampled_from(["fcfs", "priority"])),
+        enable_prefix_caching=draw(st.booleans()),
+    )
+    return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
+
+
+def random_request(rng: np.random.Generator, number: int, max_model_len: int) -> NewRequestEvent:
+    num_prompt_tokens = int(rng.integers(1, max_model_len))
+    shared = np.tile(np.arange(VOCAB_SIZE, dtype=np.int32), max_model_len)
+    split = int(rng.integers(0, num_prompt_tokens + 1))
+    own = rng.integers(0, VOCAB_SIZE, size=num_prompt_tokens - split).astype(np.int32)
+    return NewRequestEvent(
+        origin=Origin(int(rng.integers(0, 2)), number),
+        request_id=str(number),
+        token_ids=np.concatenate((shared[:split], own)),
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=int(rng.integers(1, max_model_len)),
+        sampling=SamplingParams(min_tokens=int(rng.integers(0, 4))),
+        stop_token_ids=frozenset({0} if rng.integers(0, 2) else ()),
+        priority=int(rng.integers(1, 5)),
+    )
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapacity, int, int]) -> None:
+    limits, capacity, seed, num_actions = workload
+    rng = np.random.default_rng(seed)
+    pair = Pair(limits, capacity)
+    origins: list[Origin] = []
+    for _ in range(num_actions):
+        action = rng.random()
+        if action < 0.25:
+            new = random_request(rng, len(origins), capacity.max_model_len)
+            pair.add(new)
+            origins.append(new.origin)
+        elif action < 0.3 and origins:
+            pair.abort(origins[int(rng.integers(0, len(origins)))])
+        elif action < 0.7:
+            pair.schedule()
+        else:
+            pair.update(rng)
+        pair.check()
+    for _ in range(100_000):
+        scheduled = pair.schedule()
+        if not pair.update(rng) and not scheduled:
+            break
+        pair.check()
+    # Everything that was accepted has ended, and every block came back.
+    assert pair.core.num_unfinished == 0
+    assert pair.core.pool.num_free == capacity.num_blocks

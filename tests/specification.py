@@ -1,0 +1,362 @@
+"""The scheduler's rules, written to be read: plain lists, every request looked at in every step.
+
+Owns: the executable specification that ``headway_scheduler.core`` must equal, decision for decision.
+Must not know: columns, due ticks, or any other means by which the core avoids looking at every request.
+"""
+
+from dataclasses import dataclass, field
+
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent, Origin
+
+
+@dataclass(eq=False)
+class SpecRequest:
+    origin: Origin
+    key: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    limit: int
+    stops: frozenset[int]
+    min_tokens: int
+    row: int | None = None
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    stay: int = 0
+    unreturned: int = 0
+    confirmed: int = 0
+    """Tokens of this stay whose KV is known to be in the blocks."""
+    chain: list[int] = field(default_factory=list)
+    """Cache versions of the leading blocks that the cache knows."""
+    prompt_end: int = 0
+    """Tokens known when it took its row: all of them are prefilled before it decodes."""
+    sampled_ahead: int = 0
+    """Tokens that steps in flight will bring to this stay."""
+
+    @property
+    def expected(self) -> int:
+        return len(self.tokens) + self.sampled_ahead
+
+
+@dataclass
+class SpecStep:
+    """One step in flight: what it runs, by request and stay."""
+
+    number: int
+    ran: list[tuple[SpecRequest, int, int, int, bool]]  # request, stay, row, computed afterwards, samples
+    message: dict[str, object]
+
+
+class SpecPool:
+    """Blocks as lists: ``plain`` is a stack, ``evictable`` a queue; ``cache`` maps (version of the block
+    before, own tokens) to (block, version); every registration is a new version."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.references = [0] * num_blocks
+        self.plain = list(reversed(range(num_blocks)))
+        self.evictable: list[int] = []
+        self.fenced: dict[int, int] = {}  # block -> step
+        self.cache: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self.chain_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.versions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self.plain) + len(self.evictable)
+
+    def allocate(self, count: int) -> list[int]:
+        blocks = []
+        for _ in range(count):
+            if self.plain:
+                block = self.plain.pop()
+            else:
+                block = self.evictable.pop(0)
+                del self.cache[self.chain_of.pop(block)]
+            self.references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: list[int], fence: int | None) -> None:
+        unused = []
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                unused.append(block)
+        for block in reversed(unused):
+            self.fenced[block] = -1 if fence is None else fence
+        if fence is None:
+            self.complete(-1)
+
+    def complete(self, step: int) -> None:
+        back = [block for block, fence in self.fenced.items() if fence <= step]
+        for block in sorted(back, key=lambda block: self.fenced[block]):  # stable: release order within a fence
+            del self.fenced[block]
+            (self.evictable if block in self.chain_of else self.plain).append(block)
+
+    def share(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] += 1
+            self.fenced.pop(block, None)
+            if block in self.evictable:
+                self.evictable.remove(block)
+
+    def find(self, tokens: list[int], block_size: int) -> tuple[list[int], list[int]]:
+        blocks: list[int] = []
+        versions: list[int] = []
+        for end in range(block_size, len(tokens), block_size):
+            entry = self.cache.get((versions[-1] if versions else 0, tuple(tokens[end - block_size : end])))
+            if entry is None:
+                break
+            blocks.append(entry[0])
+            versions.append(entry[1])
+        return blocks, versions
+
+    def register(self, request: SpecRequest, computed: int, block_size: int) -> None:
+        for index in range(len(request.chain), computed // block_size):
+            parent = request.chain[-1] if request.chain else 0
+            chain = (parent, tuple(request.tokens[index * block_size : (index + 1) * block_size]))
+            if chain not in self.cache:
+                self.versions += 1
+                self.cache[chain] = (request.blocks[index], self.versions)
+                self.chain_of[request.blocks[index]] = chain
+            request.chain.append(self.cache[chain][1])
+
+
+class Specification:
+    """The O(n) scheduler. ``schedule`` answers with the parts of the message as plain lists."""
+
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+        self.limits = limits
+        self.capacity = capacity
+        self.pool = SpecPool(capacity.num_blocks)
+        self.waiting: list[SpecRequest] = []
+        self.running: list[SpecRequest] = []
+        self.in_flight: list[SpecStep] = []
+        self.finished_rows: list[int] = []
+        self.arrivals = 0
+        self.step = 0
+        self.num_preemptions = 0
+
+    # -- requests
+
+    def add(self, new: NewRequestEvent) -> None:
+        key = self.arrivals if self.limits.order == "fcfs" else (new.priority << 48) + self.arrivals
+        self.arrivals += 1
+        tokens = new.token_ids.tolist()
+        limit = min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens)
+        self.waiting.append(
+            SpecRequest(
+                new.origin, key, tokens, new.num_prompt_tokens, limit, new.stop_token_ids, new.sampling.min_tokens
+            )
+        )
+
+    def abort(self, origin: Origin) -> bool:
+        for request in self.waiting + self.running:
+            if request.origin == origin:
+                self._end(request)
+                return True
+        return False
+
+    # -- schedule
+
+    def schedule(self) -> dict[str, object] | None:
+        if len(self.in_flight) >= self.limits.max_steps_in_flight:
+            return None
+        self.running.sort(key=lambda request: request.key)
+        self.short = False
+        self.promised = 0
+        self.tokens: dict[int, int] = {}  # row -> tokens in this step
+        self.new_blocks: list[tuple[int, int]] = []
+        self.new_requests: list[dict[str, object]] = []
+        self._serve_decoding()
+        self._serve_prompts()
+        if not self.short:
+            self._admit()
+        total = sum(self.tokens.values())
+        return self._commit(total) if total else None
+
+    def _budget(self) -> int:
+        return self.limits.max_num_batched_tokens - sum(self.tokens.values())
+
+    def _serve_decoding(self) -> None:
+        size = self.capacity.block_size
+        in_need = []
+        for request in [r for r in self.running if r.computed >= r.prompt_end]:
+            if request.computed == request.limit - 1:
+                continue  # only its last token is missing, which a step in flight will bring
+            if len(request.blocks) * size > request.computed:
+                self.tokens[request.row] = 1
+            else:
+                in_need.append(request)
+        for request in in_need:
+            if request.row is not None and self._obtain_block(request):
+                self._extend(request, 1)
+                self.tokens[request.row] = 1
+
+    def _serve_prompts(self) -> None:
+        for request in [r for r in self.running if r.computed < r.prompt_end]:
+            if request.row is None:
+                continue
+            wanted = min(request.prompt_end - request.computed, self._budget())
+            room = len(request.blocks) * self.capacity.block_size - request.computed
+            if wanted <= 0 or (room == 0 and not self._obtain_block(request)):
+                continue
+            room += self.pool.num_free * self.capacity.block_size
+            if room < wanted:
+                self.short = True
+            self._extend(request, min(wanted, room))
+            self.tokens[request.row] = min(wanted, room)
+
+    def _extend(self, request: SpecRequest, num_tokens: int) -> None:
+        missing = -(-(request.computed + num_tokens) // self.capacity.block_size) - len(request.blocks)
+        blocks = self.pool.allocate(max(0, missing))
+        request.blocks += blocks
+        self.new_blocks += [(request.row, block) for block in blocks]
+
+    def _obtain_block(self, request: SpecRequest) -> bool:
+        while not self.pool.num_free:
+            self.short = True
+            if len(self.pool.fenced) > self.promised:
+                self.promised += 1
+                return False
+            victim = max(self.running, key=lambda r: r.key)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: SpecRequest) -> None:
+        self.tokens.pop(victim.row, None)
+        self.new_blocks = [(row, block) for row, block in self.new_blocks if row != victim.row]
+        self._leave(victim, cache=True)
+        victim.unreturned = victim.sampled_ahead
+        victim.sampled_ahead = 0
+        victim.stay += 1
+        self.num_preemptions += 1
+        self.waiting.append(victim)
+
+    def _leave(self, request: SpecRequest, *, cache: bool) -> None:
+        self.running.remove(request)
+        if cache and self.limits.enable_prefix_caching:
+            self.pool.register(request, request.confirmed, self.capacity.block_size)
+        self.pool.release(request.blocks, self.in_flight[-1].number if self.in_flight else None)
+        self.finished_rows.append(request.row)
+        request.row, request.blocks, request.computed, request.chain = None, [], 0, []
+
+    def _admit(self) -> None:
+        size = self.capacity.block_size
+        max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        for request in sorted(self.waiting, key=lambda r: r.key):
+            if len(self.running) >= max_running or self._budget() <= 0 or request.unreturned:
+                return
+            shared, chain = self.pool.find(request.tokens, size) if self.limits.enable_prefix_caching else ([], [])
+            owed = sum(-(-r.prompt_end // size) - len(r.blocks) for r in self.running if r.computed < r.prompt_end)
+            wanted = -(-min(len(request.tokens) + 1, request.limit - 1) // size) - len(shared)
+            if wanted > self.pool.num_free - sum(block in self.pool.evictable for block in shared) - owed:
+                return
+            self._take_row(request, shared, chain)
+
+    def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int]) -> None:
+        taken = {r.row for r in self.running}
+        self.waiting.remove(request)
+        self.pool.share(shared)
+        request.row = min(set(range(len(taken) + 1)) - taken)
+        request.blocks, request.chain = list(shared), chain
+        request.computed = request.confirmed = len(shared) * self.capacity.block_size
+        request.prompt_end = len(request.tokens)
+        self.running.append(request)
+        count = min(request.prompt_end - request.computed, self._budget())
+        start = request.computed
+        before = list(self.new_blocks)
+        self._extend(request, count)
+        self.new_blocks = before  # a new request carries its blocks itself
+        self.tokens[request.row] = count
+        self.new_requests.append(
+            {
+                "row": request.row,
+                "token_ids": list(request.tokens),
+                "block_ids": list(request.blocks),
+                "num_computed_tokens": start,
+                "scheduled": count,
+            }
+        )
+
+    def _commit(self, total: int) -> dict[str, object]:
+        ran = []
+        by_row = {request.row: request for request in self.running}
+        for row, count in self.tokens.items():  # in the order of service
+            request = by_row[row]
+            request.computed += count
+            samples = request.computed == request.expected
+            request.sampled_ahead += samples
+            ran.append((request, request.stay, row, request.computed, samples))
+        message: dict[str, object] = {
+            "step": self.step,
+            "new": self.new_requests,
+            "finished_rows": sorted(self.finished_rows),
+            "new_blocks": sorted(self.new_blocks, key=lambda entry: entry[0]),
+            "exceptions": sorted(
+                (r.row, self.tokens.get(r.row, 0)) for r in self.running if self.tokens.get(r.row, 0) != 1
+            ),
+            "total": total,
+        }
+        self.in_flight.append(SpecStep(self.step, ran, message))
+        self.finished_rows = []
+        self.step += 1
+        return message
+
+    # -- update
+
+    def sampling_rows(self) -> list[int]:
+        """Rows of the oldest step in flight that bring a token, ascending."""
+        return sorted(row for _, _, row, _, samples in self.in_flight[0].ran if samples)
+
+    def update(self, sampled: list[int]) -> tuple[list[tuple[Origin, int, int]], list[tuple[Origin, str, int]]]:
+        """Take the oldest step's tokens in; answer with new tokens (origin, index, id) and ends (origin, why, stop)."""
+        step = self.in_flight.pop(0)
+        self.pool.complete(step.number)
+        by_row = dict(zip(sorted(row for _, _, row, _, samples in step.ran if samples), sampled, strict=True))
+        for request, stay, _, computed, _ in step.ran:
+            if request.row is not None and request.stay == stay:
+                request.confirmed = computed
+                self._cache_prompt(request)
+        delivered: list[tuple[Origin, int, int]] = []
+        ended: list[tuple[Origin, str, int]] = []
+        sampling = sorted((entry for entry in step.ran if entry[4]), key=lambda entry: entry[2])
+        stays = [entry for entry in sampling if entry[0].row is not None and entry[0].stay == entry[1]]
+        left = [entry for entry in sampling if entry[0] in self.waiting and entry[0].unreturned]
+        for request, _, row, _, _ in stays:
+            request.sampled_ahead -= 1
+            self._deliver(request, by_row[row], delivered)
+        for request, _, row, _, _ in stays:
+            self._end_if_done(request, by_row[row], ended)
+        for request, _, row, _, _ in left:
+            request.unreturned -= 1
+            self._deliver(request, by_row[row], delivered)
+            self._end_if_done(request, by_row[row], ended)
+        return delivered, ended
+
+    def _cache_prompt(self, request: SpecRequest) -> None:
+        # Output blocks are registered only when the request leaves: until then nobody is likely to ask for them.
+        if self.limits.enable_prefix_caching and request.confirmed <= request.prompt_end:
+            self.pool.register(request, request.confirmed, self.capacity.block_size)
+
+    def _deliver(self, request: SpecRequest, token: int, delivered: list[tuple[Origin, int, int]]) -> None:
+        delivered.append((request.origin, len(request.tokens) - request.num_prompt_tokens, token))
+        request.tokens.append(token)
+
+    def _end_if_done(self, request: SpecRequest, token: int, ended: list[tuple[Origin, str, int]]) -> None:
+        num_output = len(request.tokens) - request.num_prompt_tokens
+        if token in request.stops and num_output >= request.min_tokens:
+            ended.append((request.origin, "stop", token))
+        elif len(request.tokens) == request.limit:
+            ended.append((request.origin, "length", -1))
+        else:
+            return
+        self._end(request)
+
+    def _end(self, request: SpecRequest) -> None:
+        if request.row is None:
+            self.waiting.remove(request)
+        else:
+            self._leave(request, cache=True)
