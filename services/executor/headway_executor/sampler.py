@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
-from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.philox import uniforms
+from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
+from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 
 _RANDOM = 1
 _PENALTIES = 2

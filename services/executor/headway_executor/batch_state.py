@@ -1,0 +1,276 @@
+"""The executor's mirror of the scheduler's rows: counters and block tables, advanced by one diff per step.
+
+Owns: applying a ``SchedulerOutput`` by the rules of ``headway_proto.step``, refusing one that cannot be right, and the
+digest that proves both sides agree.
+Must not know: token values after admission, sockets, or what a backend does with a step.
+
+A step costs a few array operations over the live rows plus work for what changed. Everything is checked, because a diff
+that is wrong but plausible would make a backend read another request's cache: block ids, row states, coverage of the
+scheduled tokens by blocks, and the totals.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway_executor.backend import NewRow, StepBatch
+from headway_proto.columns import Int32Array, decode_column, decode_columns
+from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
+
+
+class ImpossibleDiff(ValueError):  # noqa: N818 (it names what arrived, which is what its readers look for)
+    """A diff that contradicts the mirrored state; the message says how, in one line. The epoch is lost."""
+
+
+class BlockMoves(NamedTuple):
+    """Blocks to move before a step runs; each column group int32, shape ``[2, n]``."""
+
+    copies: Int32Array
+    swap_out: Int32Array
+    swap_in: Int32Array
+
+
+class AppliedStep(NamedTuple):
+    """What one diff asks of a backend; ``moves`` is None in the usual step, which moves nothing."""
+
+    batch: StepBatch
+    moves: BlockMoves | None
+
+
+_NO_ROWS = np.empty(0, dtype=np.int32)
+_NO_BLOCKS = np.empty((2, 0), dtype=np.int32)
+
+
+class BatchState:
+    """Rows ``0 .. info.max_num_rows - 1``, with the limits that ``info`` announces."""
+
+    def __init__(self, info: BackendInfo) -> None:
+        self._info = info
+        max_blocks_per_row = -(-info.max_model_len // info.block_size) + 1
+        self._live = np.zeros(info.max_num_rows, dtype=bool)
+        self._num_tokens = np.zeros(info.max_num_rows, dtype=np.int32)
+        self._num_computed_tokens = np.zeros(info.max_num_rows, dtype=np.int32)
+        self._num_blocks = np.zeros(info.max_num_rows, dtype=np.int32)
+        self._block_table = np.zeros((info.max_num_rows, max_blocks_per_row), dtype=np.int32)
+        self._shown_block_table = _read_only(self._block_table.view())
+        self._rows = _NO_ROWS
+        self._one_each = _NO_ROWS
+        self._rows_given_out = _NO_ROWS
+        self._rows_of_earlier_epochs = _NO_ROWS
+        self._lost: str | None = None
+
+    def begin_epoch(self) -> None:
+        """Forget every row. The next batch lists them as finished, so that the backend forgets them too."""
+        self._rows_of_earlier_epochs = np.union1d(self._rows_of_earlier_epochs, self._rows_given_out)
+        self._rows_given_out = _NO_ROWS
+        self._live[:] = False
+        self._num_blocks[:] = 0
+        self._set_rows(_NO_ROWS)
+        self._lost = None
+
+    def apply(self, output: SchedulerOutput) -> AppliedStep:
+        """Advance the state by one step and describe the step to a backend.
+
+        Raises:
+            ImpossibleDiff: ``output`` contradicts the state. The state is lost from then on, and every further call
+                raises, until ``begin_epoch``.
+        """
+        if self._lost is not None:
+            raise ImpossibleDiff(f"the epoch was lost before: {self._lost}")
+        try:
+            return self._apply(output)
+        except ImpossibleDiff as error:
+            self._lost = str(error)
+            raise
+
+    def digest(self) -> int:
+        """The digest of rows, counters and block tables, as ``headway_proto.step.state_digest`` defines it."""
+        rows = self._rows
+        return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
+
+    @property
+    def live_rows(self) -> Int32Array:
+        """The live rows, ascending, int32, read-only."""
+        return self._rows
+
+    def _apply(self, output: SchedulerOutput) -> AppliedStep:
+        finished = self._finish(output.finished_rows) if output.finished_rows else _NO_ROWS
+        new_rows: tuple[NewRow, ...] = ()
+        if output.scheduled_new_reqs:
+            new_rows = tuple([self._admit(request) for request in output.scheduled_new_reqs])
+        if finished.size or new_rows:
+            self._set_rows(np.flatnonzero(self._live).astype(np.int32))
+        new_blocks = self._append_blocks(output) if output.new_blocks or new_rows else _NO_BLOCKS
+        moves = self._block_moves(output)
+        rows, scheduled, computed, samples = self._advance(output)
+        if self._rows_of_earlier_epochs.size:
+            finished = self._rows_of_earlier_epochs
+            self._rows_of_earlier_epochs = _NO_ROWS
+        self._rows_given_out = self._rows
+        batch = StepBatch(
+            step=output.step,
+            finished_rows=finished,
+            new_rows=new_rows,
+            new_blocks=new_blocks,
+            rows=rows,
+            num_scheduled_tokens=scheduled,
+            num_computed_tokens=computed,
+            samples=samples,
+            block_table=self._shown_block_table,
+        )
+        return AppliedStep(batch, moves)
+
+    def _finish(self, column: bytes) -> Int32Array:
+        rows = _column(column, "finished_rows")
+        _check_range(rows, len(self._live), "finished_rows: row")
+        _check_distinct(rows, "finished_rows: row")
+        if not self._live[rows].all():
+            raise ImpossibleDiff(f"finished_rows: row {rows[~self._live[rows]][0]} is not live")
+        self._live[rows] = False
+        self._num_blocks[rows] = 0
+        return rows
+
+    def _admit(self, request: NewRequest) -> NewRow:
+        row = request.row
+        token_ids = _column(request.token_ids, "token_ids")
+        if not 0 <= row < len(self._live):
+            raise ImpossibleDiff(f"new row {row} is outside 0 to {len(self._live) - 1}")
+        if self._live[row]:
+            raise ImpossibleDiff(f"new row {row} is already live")
+        if not 0 < len(token_ids) <= self._info.max_model_len:
+            raise ImpossibleDiff(f"new row {row} has {len(token_ids)} tokens; allowed: 1 to {self._info.max_model_len}")
+        _check_range(token_ids, self._info.vocab_size, f"new row {row}: token id")
+        if not 0 < request.num_prompt_tokens <= len(token_ids):
+            raise ImpossibleDiff(f"new row {row} has {request.num_prompt_tokens} prompt tokens of {len(token_ids)}")
+        if not 0 <= request.num_computed_tokens < len(token_ids):
+            raise ImpossibleDiff(f"new row {row} has {request.num_computed_tokens} computed of {len(token_ids)} tokens")
+        self._live[row] = True
+        self._num_tokens[row] = len(token_ids)
+        self._num_computed_tokens[row] = request.num_computed_tokens
+        self._num_blocks[row] = 0
+        return NewRow(
+            row=row,
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            sampling=request.sampling,
+        )
+
+    def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
+        """Append the blocks of new rows, then ``new_blocks``; return all of them as one column group."""
+        groups = [_columns(output.new_blocks, "new_blocks")]
+        for request in reversed(output.scheduled_new_reqs):
+            blocks = _column(request.block_ids, "block_ids")
+            groups.insert(0, np.stack((np.full_like(blocks, request.row), blocks)))
+        new_blocks = np.concatenate(groups, axis=1) if len(groups) > 1 else groups[0]
+        rows, blocks = new_blocks
+        _check_range(rows, len(self._live), "new_blocks: row")
+        _check_range(blocks, self._info.num_blocks, "new_blocks: block")
+        if not self._live[rows].all():
+            raise ImpossibleDiff(f"new_blocks: row {rows[~self._live[rows]][0]} is not live")
+        # A row may get several blocks in one step: each goes behind those before it in the column.
+        order = np.argsort(rows, kind="stable")
+        sorted_rows = rows[order]
+        place_in_run = np.arange(len(rows)) - np.searchsorted(sorted_rows, sorted_rows)
+        places = self._num_blocks[sorted_rows] + place_in_run
+        if len(places) and places.max() >= self._block_table.shape[1]:
+            full = sorted_rows[int(places.argmax())]
+            raise ImpossibleDiff(f"new_blocks: row {full} would exceed {self._block_table.shape[1]} blocks")
+        self._block_table[sorted_rows, places] = blocks[order]
+        np.add.at(self._num_blocks, rows, 1)
+        return new_blocks
+
+    def _block_moves(self, output: SchedulerOutput) -> BlockMoves | None:
+        if not (output.block_copies or output.swap_out or output.swap_in):
+            return None
+        moves = BlockMoves(
+            copies=_columns(output.block_copies, "block_copies"),
+            swap_out=_columns(output.swap_out, "swap_out"),
+            swap_in=_columns(output.swap_in, "swap_in"),
+        )
+        _check_range(moves.copies, self._info.num_blocks, "block_copies: block")
+        _check_range(moves.swap_out[0], self._info.num_blocks, "swap_out: device block")
+        _check_range(moves.swap_in[1], self._info.num_blocks, "swap_in: device block")
+        for host_blocks, field in ((moves.swap_out[1], "swap_out"), (moves.swap_in[0], "swap_in")):
+            _check_range(host_blocks, np.iinfo(np.int32).max, f"{field}: host block")
+        return moves
+
+    def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Move every running row on; return (rows, scheduled, computed before this step, samples)."""
+        rows, scheduled = self._rows, self._one_each
+        if output.num_scheduled_tokens:
+            rows, scheduled = self._with_exceptions(output.num_scheduled_tokens)
+        computed, known = self._num_computed_tokens[rows], self._num_tokens[rows]
+        reached = computed + scheduled
+        if (reached > known).any():
+            place = int((reached - known).argmax())
+            raise ImpossibleDiff(
+                f"row {rows[place]} is to run {scheduled[place]} tokens from {computed[place]} of {known[place]}"
+            )
+        covered = np.minimum(self._num_blocks[rows] * self._info.block_size, self._info.max_model_len)
+        if (reached > covered).any():
+            place = int((reached - covered).argmax())
+            raise ImpossibleDiff(
+                f"row {rows[place]} is to reach {reached[place]} tokens; its {self._num_blocks[rows[place]]} blocks and "
+                f"max_model_len {self._info.max_model_len} allow {covered[place]}"
+            )
+        total = int(scheduled.sum())
+        if total != output.total_num_scheduled_tokens:
+            raise ImpossibleDiff(
+                f"total_num_scheduled_tokens is {output.total_num_scheduled_tokens}; the rows add up to {total}"
+            )
+        samples = (reached == known).astype(np.int32)
+        self._num_computed_tokens[rows] = reached
+        self._num_tokens[rows] = known + samples
+        return rows, scheduled, computed, samples
+
+    def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
+        """The running rows and their token counts where ``num_scheduled_tokens`` lists exceptions."""
+        rows, counts = _columns(column, "num_scheduled_tokens")
+        _check_range(rows, len(self._live), "num_scheduled_tokens: row")
+        _check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")
+        _check_distinct(rows, "num_scheduled_tokens: row")
+        if not self._live[rows].all():
+            raise ImpossibleDiff(f"num_scheduled_tokens: row {rows[~self._live[rows]][0]} is not live")
+        scheduled = self._one_each.copy()
+        scheduled[np.searchsorted(self._rows, rows)] = counts
+        if counts.all():
+            return self._rows, scheduled
+        running = scheduled > 0
+        return self._rows[running], scheduled[running]
+
+    def _set_rows(self, rows: Int32Array) -> None:
+        self._rows = _read_only(rows)
+        self._one_each = _read_only(np.ones_like(rows))
+
+
+def _read_only(array: Int32Array) -> Int32Array:
+    array.flags.writeable = False
+    return array
+
+
+def _column(data: bytes, field: str) -> Int32Array:
+    try:
+        return decode_column(data)
+    except ValueError as error:
+        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not a column") from error
+
+
+def _columns(data: bytes, field: str) -> Int32Array:
+    try:
+        return decode_columns(data, 2)
+    except ValueError as error:
+        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not two columns") from error
+
+
+def _check_range(values: Int32Array, end: int, what: str) -> None:
+    """Every value must lie in ``[0, end)``."""
+    if values.size and not (values.min() >= 0 and values.max() < end):
+        wrong = values[(values < 0) | (values >= end)].flat[0]
+        raise ImpossibleDiff(f"{what} {wrong} is outside 0 to {end - 1}")
+
+
+def _check_distinct(values: Int32Array, what: str) -> None:
+    distinct, counts = np.unique(values, return_counts=True)
+    if len(distinct) != len(values):
+        raise ImpossibleDiff(f"{what} {distinct[counts.argmax()]} is listed twice")
