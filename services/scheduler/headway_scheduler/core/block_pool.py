@@ -134,23 +134,34 @@ class BlockPool:
         """The node of a cached block."""
         return self._node_of_block[block]
 
-    def register(self, parent_node: int, token_bytes: bytes, block: int) -> int:
-        """Remember that ``block`` holds the KV of ``token_bytes`` behind ``parent_node``; return the chain's node.
+    def register(self, parent_node: int, token_bytes: bytes, block_bytes: int, blocks: list[int]) -> int:
+        """Remember that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the chain's last node.
 
-        If another block already holds the same chain, that one stays the cached one: block tables are append-only, so
-        nobody's blocks are exchanged after the fact.
+        ``token_bytes`` holds ``block_bytes`` bytes of int32 ids for each block. Where another block already holds the
+        same chain, that one stays the cached one: block tables are append-only, so nobody's blocks are exchanged after
+        the fact.
         """
-        chain = (parent_node, token_bytes)
-        known = self._block_of_chain.get(chain)
-        if known is not None:
-            return self._node_of_block[known]
-        assert not self._is_cached[block]
-        self._last_node += 1
-        self._block_of_chain[chain] = block
-        self._chain_of_block[block] = chain
-        self._node_of_block[block] = self._last_node
-        self._is_cached[block] = True
-        return self._last_node
+        # This loop runs once per block of every prompt: it is the most expensive line of the scheduler.
+        block_of_chain, chain_of_block, node_of_block = self._block_of_chain, self._chain_of_block, self._node_of_block
+        node, last_node, start = parent_node, self._last_node, 0
+        new_blocks = []
+        for block in blocks:
+            end = start + block_bytes
+            chain = (node, token_bytes[start:end])
+            start = end
+            known = block_of_chain.setdefault(chain, block)
+            if known == block:
+                last_node += 1
+                chain_of_block[block] = chain
+                node_of_block[block] = node = last_node
+                new_blocks.append(block)
+            else:
+                node = node_of_block[known]
+        self._last_node = last_node
+        if new_blocks:
+            assert not self._is_cached[new_blocks].any()
+            self._is_cached[new_blocks] = True
+        return node
 
     def check(self, held: Int32Array) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
@@ -196,11 +207,8 @@ class BlockPool:
         blocks = np.concatenate(evicted)
         self._queue_place[blocks] = -1
         self._num_queued -= len(blocks)
+        self._is_cached[blocks] = False
         for block in blocks.tolist():
-            self._forget(block)
+            del self._block_of_chain[self._chain_of_block.pop(block)]
+            del self._node_of_block[block]
         return blocks
-
-    def _forget(self, block: int) -> None:
-        del self._block_of_chain[self._chain_of_block.pop(block)]
-        del self._node_of_block[block]
-        self._is_cached[block] = False

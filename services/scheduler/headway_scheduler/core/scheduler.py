@@ -376,9 +376,10 @@ class Scheduler:
         if wanted_blocks > pool.num_free - pool.num_free_among(shared) - owed_blocks:
             return None
         self._waiting.remove(request)
-        pool.share(shared)
         row = rows.take(request)
-        rows.append_blocks(row, np.asarray(shared, dtype=np.int32))
+        if shared:
+            pool.share(shared)
+            rows.append_blocks(row, np.asarray(shared, dtype=np.int32))
         num_cached_tokens = len(shared) * rows.block_size
         rows.num_computed_tokens[row] = num_cached_tokens
         request.num_cached_blocks = len(shared)
@@ -467,13 +468,14 @@ class Scheduler:
         first, end = request.num_cached_blocks, num_computed_tokens // rows.block_size
         if end <= first or not self.limits.enable_prefix_caching:
             return
-        size = rows.block_size * TOKEN_BYTES
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
-        node = request.cache_node
-        for index, block in enumerate(rows.block_table[row, first:end].tolist()):
-            node = self.pool.register(node, token_bytes[index * size : (index + 1) * size], block)
+        request.cache_node = self.pool.register(
+            request.cache_node,
+            token_bytes,
+            rows.block_size * TOKEN_BYTES,
+            rows.block_table[row, first:end].tolist(),
+        )
         request.num_cached_blocks = end
-        request.cache_node = node
 
     def _count_stops(self, request: Request, change: int) -> None:
         for token_id in request.new.stop_token_ids:

@@ -1,0 +1,239 @@
+"""What one scheduler step costs: schedule, encode, decode the answer, update, tell the gateway.
+
+Owns: the measurement of the core with its real frames, without sockets or a model.
+Must not know: any executor or gateway.
+
+All-decode: N requests with 512-token contexts, greedy, nothing finishes; block boundaries are spread over the steps
+(``--aligned`` puts all of them into one step out of ``block_size``). Churn: in every step 2% of the rows finish and as
+many new 512-token requests arrive. Times in microseconds; the mean counts the steps that hand out blocks as well.
+
+A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that prints one JSON object with
+``result -> "prefix_off/nN" -> sched_mean, update_mean`` (as the peer scripts for vLLM do) and adds the ratios.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from headway_proto import ingress, step
+from headway_proto.columns import encode_column, encode_columns
+from headway_proto.ingress import Tokens
+from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.events import StepEvents
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.scheduler import Scheduler
+
+PROMPT_TOKENS = 512
+BLOCK_SIZE = 16
+CHURN_SHARE = 0.02
+VOCAB_SIZE = 128_256
+
+
+class Bench:
+    """A scheduler with N running requests, and the executor's and gateway's ends of its frames."""
+
+    def __init__(self, num_running: int, depth: int, seed: int, *, aligned: bool, prefix_caching: bool) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.num_running = num_running
+        self.aligned = aligned
+        limits = SchedulerLimits(
+            max_num_batched_tokens=max(8192, num_running),
+            max_num_seqs=num_running,
+            max_steps_in_flight=depth,
+            max_num_waiting=1 << 20,
+            enable_prefix_caching=prefix_caching,
+        )
+        capacity = ExecutorCapacity(
+            num_blocks=num_running * 160 + 4096, block_size=BLOCK_SIZE, max_model_len=2600, vocab_size=VOCAB_SIZE
+        )
+        self.core = Scheduler(limits, capacity, epoch=1 << 20)
+        self.step_writer = step.scheduler_frame_writer()
+        self.executor_writer = step.executor_frame_writer()
+        self.reader = step.scheduler_frame_reader()
+        self.gateway_writer = ingress.scheduler_frame_writer()
+        self.in_flight: deque[bytes] = deque()
+        self.num_arrived = 0
+        self.message_bytes: list[tuple[int, int]] = []
+        for _ in range(num_running):
+            self.core.add_request(self.new_request(max_tokens=2000), now=0.0)
+
+    def new_request(self, max_tokens: int) -> NewRequestEvent:
+        """A request as it comes off the wire."""
+        number = self.num_arrived
+        self.num_arrived += 1
+        extra = 0 if self.aligned else number % BLOCK_SIZE
+        return NewRequestEvent(
+            origin=Origin(1, number),
+            request_id=str(number),
+            token_ids=self.rng.integers(3, 4000, size=PROMPT_TOKENS + extra).astype(np.int32),
+            num_prompt_tokens=PROMPT_TOKENS + extra,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(temperature=0.0),
+            stop_token_ids=frozenset({2}),
+        )
+
+    def schedule(self) -> bytes | None:
+        """One step out, as a frame; and, untimed by the caller, the answer that an executor would give."""
+        output = self.core.schedule(0.0)
+        return None if output is None else self.step_writer.encode(output)
+
+    def answer(self) -> bytes:
+        """The executor's frame for the newest step in flight."""
+        newest = self.core._in_flight[-1]  # noqa: SLF001 - the benchmark plays the executor
+        tokens = self.rng.integers(3, 4000, size=len(newest.sampling_rows))
+        return self.executor_writer.encode(
+            step.ExecutorOutput(
+                epoch=self.core.epoch,
+                step=newest.step,
+                sampled_token_ids=encode_column(tokens),
+                state_digest=newest.digest,
+            )
+        )
+
+    def update(self, frame: bytes) -> StepEvents:
+        """Take one answer in and encode the gateway's message."""
+        body = self.reader.decode(frame).body
+        assert isinstance(body, step.ExecutorOutput)
+        events = self.core.update(body, 0.0)
+        self.gateway_writer.encode(Tokens(columns=encode_columns((events.handles, events.indices, events.token_ids))))
+        return events
+
+    def settle(self) -> None:
+        """Run until every request decodes."""
+        while self.core.num_waiting or self.core._prefilling:  # noqa: SLF001
+            self.untimed_step()
+        for _ in range(32):
+            self.untimed_step()
+
+    def untimed_step(self) -> None:
+        """One step and the oldest answer, without a clock."""
+        if self.schedule() is not None:
+            self.in_flight.append(self.answer())
+        if len(self.in_flight) == self.core.limits.max_steps_in_flight or not self.core.num_running:
+            self.update(self.in_flight.popleft())
+
+    def timed_step(self, arrivals: list[NewRequestEvent]) -> float:
+        """Microseconds for one arrival batch, schedule, encode, decode, update."""
+        clock = time.perf_counter_ns
+        start = clock()
+        for new in arrivals:
+            self.core.add_request(new, now=0.0)
+        frame = self.schedule()
+        spent = clock() - start
+        assert frame is not None
+        blocks = len(self.core._in_flight[-1].sampling_rows)  # noqa: SLF001
+        self.message_bytes.append((len(frame), blocks))
+        self.in_flight.append(self.answer())
+        if len(self.in_flight) < self.core.limits.max_steps_in_flight:
+            return spent / 1e3
+        answer = self.in_flight.popleft()
+        start = clock()
+        self.update(answer)
+        return (spent + clock() - start) / 1e3
+
+
+def all_decode(num_running: int, steps: int, depth: int, seed: int, *, aligned: bool) -> dict[str, float]:
+    bench = Bench(num_running, depth, seed, aligned=aligned, prefix_caching=True)
+    bench.settle()
+    gc.collect()
+    gc.freeze()
+    times = [bench.timed_step([]) for _ in range(steps)]
+    gc.unfreeze()
+    return {**figures(times), "message_bytes_min": min(size for size, _ in bench.message_bytes)}
+
+
+def churn(num_running: int, steps: int, depth: int, seed: int) -> dict[str, float]:
+    bench = Bench(num_running, depth, seed, aligned=False, prefix_caching=True)
+    bench.settle()
+    share = max(1, round(num_running * CHURN_SHARE))
+    origins = deque(request.new.origin for request in bench.core.requests())
+    gc.collect()
+    gc.freeze()
+    times = []
+    for _ in range(steps):
+        # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.
+        leaving = [origins.popleft() for _ in range(share)]
+        origins.extend(Origin(1, bench.num_arrived + place) for place in range(share))
+        arrivals = [bench.new_request(max_tokens=2000) for _ in range(share)]
+        start = time.perf_counter_ns()
+        for origin in leaving:
+            bench.core.abort(origin)
+        ending = (time.perf_counter_ns() - start) / 1e3
+        times.append(ending + bench.timed_step(arrivals))
+    gc.unfreeze()
+    return figures(times)
+
+
+def figures(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "median_us": round(statistics.median(ordered), 1),
+        "mean_us": round(statistics.fmean(ordered), 1),
+        "p99_us": round(ordered[int(len(ordered) * 0.99)], 1),
+    }
+
+
+def run_peer(command: str) -> dict[str, dict[str, float]]:
+    done = subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    result: dict[str, dict[str, float]] = json.loads(line)["result"]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", default="32,128,256,1024,4096", help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--depth", type=int, default=2, help="steps in flight")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--aligned", action="store_true", help="all block boundaries in the same step")
+    parser.add_argument("--peer", default="", help="command that measures a peer's scheduler")
+    parser.add_argument("--commit", default="", help="commit to note in the result")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.running.split(",")]
+    peer = run_peer(arguments.peer) if arguments.peer else {}
+    rows = []
+    print(
+        f"{'running':>8} {'decode median':>14} {'mean':>8} {'p99':>8} {'bytes':>6} {'churn mean':>11} {'peer mean':>10} {'ratio':>7}"
+    )
+    for size in sizes:
+        decode = all_decode(size, arguments.steps, arguments.depth, arguments.seed, aligned=arguments.aligned)
+        turnover = churn(size, arguments.steps, arguments.depth, arguments.seed)
+        entry = peer.get(f"prefix_off/n{size}")
+        peer_us = entry["sched_mean"] + entry["update_mean"] if entry else None
+        ratio = peer_us / decode["mean_us"] if peer_us else None
+        rows.append({"running": size, "decode": decode, "churn": turnover, "peer_mean_us": peer_us, "ratio": ratio})
+        print(
+            f"{size:>8} {decode['median_us']:>14} {decode['mean_us']:>8} {decode['p99_us']:>8} "
+            f"{decode['message_bytes_min']:>6} {turnover['mean_us']:>11} "
+            f"{peer_us or '-':>10} {f'{ratio:.0f}x' if ratio else '-':>7}"
+        )
+    if arguments.output:
+        record = {
+            "benchmark": "scheduler_step",
+            "commit": arguments.commit,
+            "python": platform.python_version(),
+            "machine": platform.processor() or platform.machine(),
+            "seed": arguments.seed,
+            "steps": arguments.steps,
+            "depth": arguments.depth,
+            "aligned": arguments.aligned,
+            "rows": rows,
+            "peer": peer,
+        }
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

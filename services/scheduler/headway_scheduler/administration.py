@@ -1,0 +1,155 @@
+"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain.
+
+Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
+"""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from headway_proto.ingress import AdminCall, AdminReply, SequenceState, Status
+from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from headway_scheduler.engine import SchedulerEngine
+
+MAX_REMEMBERED_ENDS = 16384
+"""How many ended request ids are kept, so that cancelling one twice is no error."""
+
+
+class Administration:
+    """Answers operators about one engine."""
+
+    def __init__(self, engine: "SchedulerEngine") -> None:
+        self._engine = engine
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def remember_ended(self, request_id: str) -> None:
+        """A request ended; remember its id for a while."""
+        self._ended[request_id] = None
+        self._ended.move_to_end(request_id)
+        if len(self._ended) > MAX_REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+
+    def answer(self, call: AdminCall, now: float) -> AdminReply:
+        """Do what ``call`` asks for."""
+        match call.method:
+            case "status":
+                return AdminReply(call_id=call.call_id, status=self.status())
+            case "list":
+                return AdminReply(call_id=call.call_id, sequences=self._sequences(now))
+            case "explain":
+                return self._explain(call, now)
+            case "cancel":
+                return self._cancel(call, now)
+            case "pause" | "resume":
+                return self._pause(call, paused=call.method == "pause")
+            case "drain":
+                self._engine.drain()
+                return AdminReply(call_id=call.call_id)
+        return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
+
+    def status(self) -> Status:
+        """The figures of this moment."""
+        engine, core = self._engine, self._engine.core
+        limits = engine.limits if core is None else core.limits
+        waiting = [] if core is None else core.requests()
+        counters = None if core is None else core.counters
+        return Status(
+            scheduler_state=engine.state,
+            executor_state=engine.step_link.executor_state,
+            epoch=engine.step_link.epoch,
+            step=0 if core is None else core.next_step,
+            num_running=0 if core is None else core.num_running,
+            num_waiting=0 if core is None else core.num_waiting,
+            num_preempted=sum(request.status is RequestStatus.PREEMPTED for request in waiting),
+            num_total_blocks=0 if core is None else core.pool.num_blocks,
+            num_free_blocks=0 if core is None else core.pool.num_free,
+            num_cached_blocks=0 if core is None else core.pool.num_cached,
+            num_steps=counters.num_steps if counters else 0,
+            num_prompt_tokens=counters.num_prompt_tokens if counters else 0,
+            num_output_tokens=counters.num_output_tokens if counters else 0,
+            num_preemptions=counters.num_preemptions if counters else 0,
+            num_finished=counters.num_finished if counters else 0,
+            num_prefix_query_tokens=counters.num_prefix_query_tokens if counters else 0,
+            num_prefix_hit_tokens=counters.num_prefix_hit_tokens if counters else 0,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            num_gateways=len(engine.gateways),
+        )
+
+    def _sequences(self, now: float) -> tuple[SequenceState, ...]:
+        core = self._engine.core
+        if core is None:
+            return ()
+        return tuple(_state_of(core, request, now) for request in core.requests())
+
+    def _explain(self, call: AdminCall, now: float) -> AdminReply:
+        core = self._engine.core
+        origins = self._engine.origins_named(call.request_id)
+        request = core.find(origins[0]) if core is not None and origins else None
+        if core is None or request is None:
+            return AdminReply(call_id=call.call_id, error="not found")
+        return AdminReply(
+            call_id=call.call_id,
+            sequences=(_state_of(core, request, now),),
+            explanation=self._explanation(core, request, now),
+        )
+
+    def _explanation(self, core: Scheduler, request: Request, now: float) -> str:
+        age = f"It arrived {now - request.arrival_time:.1f} s ago"
+        if not self._engine.step_link.is_open:
+            return f"{age}. No executor is connected, so nothing runs; it keeps its place."
+        if request.row >= 0:
+            rows = core.rows
+            computed, known = int(rows.num_computed_tokens[request.row]), int(rows.num_tokens[request.row])
+            blocks = int(rows.num_blocks[request.row])
+            doing = f"{computed} of {known} known tokens are computed, in {blocks} blocks"
+            preempted = f" It was preempted {request.num_preemptions} times." if request.num_preemptions else ""
+            return f"{age} and runs: {doing}.{preempted}"
+        ahead = sum(other.order_key < request.order_key for other in core.requests() if other.row < 0)
+        lost = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
+        return f"{age}{lost} and waits behind {ahead} others: {self._bottleneck(core, request)}."
+
+    def _bottleneck(self, core: Scheduler, request: Request) -> str:
+        if core.paused:
+            return "admission is paused"
+        if core.num_running >= core.limits.max_num_seqs:
+            return f"max_num_seqs = {core.limits.max_num_seqs} requests are running"
+        needed = -(-len(request.token_ids) // core.capacity.block_size)
+        if needed > core.pool.num_free:
+            return f"its {len(request.token_ids)} tokens need {needed} blocks and {core.pool.num_free} are free"
+        return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
+
+    def _cancel(self, call: AdminCall, now: float) -> AdminReply:
+        origins = self._engine.origins_named(call.request_id)
+        if not origins and call.request_id not in self._ended:
+            return AdminReply(call_id=call.call_id, error="not found")
+        for origin in origins:
+            self._engine.end(origin, now)
+        return AdminReply(call_id=call.call_id)
+
+    def _pause(self, call: AdminCall, *, paused: bool) -> AdminReply:
+        if self._engine.core is None:
+            return AdminReply(call_id=call.call_id, error="no executor has joined yet")
+        self._engine.core.paused = paused
+        self._engine.announce()
+        return AdminReply(call_id=call.call_id)
+
+
+def _state_of(core: Scheduler, request: Request, now: float) -> SequenceState:
+    row, rows, new = request.row, core.rows, request.new
+    num_tokens = len(request.token_ids) if row < 0 else int(rows.num_tokens[row])
+    return SequenceState(
+        request_id=new.request_id,
+        index=new.index,
+        state=request.status.value,
+        priority=new.priority,
+        tenant=new.tenant,
+        num_prompt_tokens=new.num_prompt_tokens,
+        num_output_tokens=num_tokens - new.num_prompt_tokens,
+        num_computed_tokens=0 if row < 0 else int(rows.num_computed_tokens[row]),
+        num_blocks=0 if row < 0 else int(rows.num_blocks[row]),
+        num_preemptions=request.num_preemptions,
+        age_ms=(now - request.arrival_time) * 1e3,
+    )

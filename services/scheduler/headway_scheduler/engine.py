@@ -1,0 +1,393 @@
+"""The scheduler process without its sockets and clock: frames and the time in, frames out.
+
+Owns: how the core, the step link and the gateways' links work together: receive, schedule, send, update.
+Must not know: ZeroMQ, signals, wall clocks. Production, simulation and fault tests run this same object.
+
+Order within a beat: an answer is taken in, the next step is decided and sent, and only then are the gateways told, so
+that the executor never waits for them.
+"""
+
+import msgspec
+
+from headway_proto import ingress
+from headway_proto.columns import INT32, decode_column
+from headway_proto.ingress import Abort, AdminCall, Admitted, Finished, ModelInfo, Rejected, Submit, TokenLogprobs
+from headway_proto.sampling import violations
+from headway_proto.step import BackendInfo
+from headway_scheduler.administration import Administration
+from headway_scheduler.core.events import FinishedEvent, StepEvents
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.scheduler import RequestRejected, Scheduler, StateMismatch
+from headway_scheduler.ingress_link import (
+    Announcement,
+    GatewayGone,
+    GatewayLink,
+    GatewayMessage,
+    IngressEvent,
+    IngressLinks,
+)
+from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepLink
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_TENANT_BYTES = 128
+RETRY_AFTER_MS = 1000
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Something an operator wants to read in the log."""
+
+    event: str
+    details: dict[str, str | int | float]
+
+
+class SchedulerEngine:
+    """The whole scheduler as one object.
+
+    Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
+    latest, then take ``step_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    """
+
+    def __init__(self, limits: SchedulerLimits, incarnation: int) -> None:
+        self.limits = limits
+        self.incarnation = incarnation
+        self.notices: list[Notice] = []
+        self.step_link = StepLink(incarnation)
+        self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
+        self.administration = Administration(self)
+        self.draining = False
+        self.core: Scheduler | None = None
+        self.info: BackendInfo | None = None
+        self._origin_of: dict[tuple[str, int], Origin] = {}
+        self._names: dict[Origin, tuple[str, int]] = {}
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``run`` wants to be called next, even if nothing arrives."""
+        return min(self.step_link.next_deadline, self.gateways.next_deadline)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences waiting or running."""
+        return 0 if self.core is None else self.core.num_unfinished
+
+    @property
+    def state(self) -> str:
+        """One of ``ingress.STATE_*``."""
+        if self.draining:
+            return ingress.STATE_DRAINING
+        if not self.step_link.is_open:
+            return ingress.STATE_WAITING_FOR_EXECUTOR
+        return ingress.STATE_PAUSED if self.core is not None and self.core.paused else ingress.STATE_SERVING
+
+    def executor_frame(self, peer: bytes, data: bytes, now: float) -> None:
+        """Take in one frame of the step protocol."""
+        self._on_step_events(self.step_link.receive(peer, data, now), now)
+
+    def gateway_frame(self, peer: bytes, data: bytes, now: float) -> None:
+        """Take in one frame of the ingress protocol."""
+        for event in self.gateways.receive(peer, data, now, self._announcement()):
+            self._on_gateway_event(event, now)
+
+    def executor_unreachable(self, peer: bytes, now: float) -> None:
+        """The transport could not deliver to this executor."""
+        self._on_step_events(self.step_link.unreachable(peer), now)
+
+    def gateway_unreachable(self, peer: bytes, now: float) -> None:
+        """The transport could not deliver to this gateway."""
+        for event in self.gateways.unreachable(peer):
+            self._on_gateway_event(event, now)
+
+    def send_steps(self, now: float) -> None:
+        """Schedule and send as many steps as may be in flight."""
+        if self.core is None or not self.step_link.is_open:
+            return
+        while (output := self.core.schedule(now)) is not None:
+            self.step_link.send_step(output)
+
+    def run(self, now: float) -> None:
+        """Do what is due: heartbeats, time-outs, steps, and the news for the gateways, in this order."""
+        self._on_step_events(self.step_link.tick(now), now)
+        for event in self.gateways.tick(now, self._announcement()):
+            self._on_gateway_event(event, now)
+        self.send_steps(now)
+        self.gateways.flush()
+
+    def drain(self) -> None:
+        """Refuse new sequences from now on."""
+        self.draining = True
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell every gateway the state now rather than with the next heartbeat."""
+        self.gateways.announce(self._announcement())
+
+    def end(self, origin: Origin, now: float) -> None:
+        """Abort a sequence and tell its gateway."""
+        assert self.core is not None
+        finished = self.core.abort(origin)
+        if finished is not None:
+            self._deliver(StepEvents(finished=(finished,)), now)
+
+    def origins_named(self, request_id: str) -> list[Origin]:
+        """The live sequences of a request, by index."""
+        found = sorted((index, origin) for (name, index), origin in self._origin_of.items() if name == request_id)
+        return [origin for _, origin in found]
+
+    # ------------------------------------------------------------------------------------------------------- executor
+
+    def _on_step_events(self, events: list[StepEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, StepAnswered):
+                self._on_answer(event, now)
+            elif isinstance(event, EpochOpened):
+                self._on_epoch(event, now)
+            elif isinstance(event, ExecutorLost):
+                self._notice("executor lost", reason=event.reason)
+                self.announce()
+
+    def _on_answer(self, event: StepAnswered, now: float) -> None:
+        assert self.core is not None
+        try:
+            events = self.core.update(event.output, now)
+        except (StateMismatch, ValueError) as error:
+            self._on_step_events(self.step_link.reopen(str(error), now), now)
+            return
+        self.send_steps(now)
+        self._deliver(events, now)
+
+    def _on_epoch(self, event: EpochOpened, now: float) -> None:
+        info = event.info
+        capacity = ExecutorCapacity(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+        )
+        if self.core is None:
+            limits = msgspec.structs.replace(self.limits, max_num_seqs=min(self.limits.max_num_seqs, info.max_num_rows))
+            self.core = Scheduler(limits, capacity, event.epoch)
+        else:
+            self._deliver(self.core.begin_epoch(capacity, event.epoch), now)
+        changed = self.info != info
+        self.info = info
+        self._notice(
+            "epoch opened", epoch=event.epoch, reason=event.reason, model=info.model_name, backend=info.backend
+        )
+        if changed:
+            self._notice("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
+        self.announce()
+
+    # ------------------------------------------------------------------------------------------------------- gateways
+
+    def _on_gateway_event(self, event: IngressEvent, now: float) -> None:
+        if isinstance(event, GatewayGone):
+            self._on_gateway_gone(event)
+            return
+        body = event.body
+        if isinstance(body, Submit):
+            self._on_submit(event.owner, body, now)
+        elif isinstance(body, Abort):
+            self._on_abort(event.owner, body)
+        else:
+            self._on_admin_call(event, body, now)
+
+    def _on_gateway_gone(self, event: GatewayGone) -> None:
+        origins = [origin for origin in self._names if origin.owner == event.owner]
+        self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
+        for origin in origins:
+            self._forget(origin)
+            if self.core is not None:
+                self.core.abort(origin)
+
+    def _on_abort(self, owner: int, abort: Abort) -> None:
+        for handle in _handles(abort.handles):
+            origin = Origin(owner, handle)
+            if origin in self._names and self.core is not None:
+                self._forget(origin)
+                self.core.abort(origin)
+
+    def _on_admin_call(self, event: GatewayMessage, call: AdminCall, now: float) -> None:
+        self.gateways.send(event.owner, self.administration.answer(call, now))
+
+    def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
+        rejected = self._refusal(submit)
+        if rejected is None:
+            rejected = self._accept(owner, submit, now)
+        if rejected is not None:
+            self.gateways.send(owner, rejected)
+
+    def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
+        assert self.core is not None
+        new = self._new_request(owner, submit)
+        try:
+            self.core.add_request(new, now)
+        except RequestRejected as rejection:
+            retry = RETRY_AFTER_MS if rejection.reason == ingress.REJECT_OVERLOADED else 0
+            return Rejected(
+                handle=submit.handle,
+                reason=rejection.reason,
+                field=rejection.field,
+                message=rejection.message,
+                retry_after_ms=retry,
+            )
+        name = (submit.request_id, submit.index)
+        self._origin_of[name] = new.origin
+        self._names[new.origin] = name
+        return None
+
+    def _new_request(self, owner: int, submit: Submit) -> NewRequestEvent:
+        assert self.info is not None
+        sampling = submit.sampling
+        stops = set(sampling.stop_token_ids)
+        if not submit.ignore_eos:
+            stops.update(self.info.eos_token_ids)
+        # The executor needs the stop ids only to forbid them until min_tokens is reached.
+        forbidden = tuple(sorted(stops)) if sampling.min_tokens else ()
+        if forbidden != sampling.stop_token_ids:
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=forbidden)
+        return NewRequestEvent(
+            origin=Origin(owner, submit.handle),
+            request_id=submit.request_id,
+            index=submit.index,
+            token_ids=decode_column(submit.token_ids),
+            num_prompt_tokens=submit.num_prompt_tokens,
+            max_tokens=submit.max_tokens,
+            sampling=sampling,
+            stop_token_ids=frozenset(stops),
+            priority=submit.priority,
+            tenant=submit.tenant,
+        )
+
+    def _refusal(self, submit: Submit) -> Rejected | None:
+        """Everything about a submission that can be judged without the core; None if all is well."""
+
+        def refuse(reason: str, field: str, message: str, retry_after_ms: int = 0) -> Rejected:
+            return Rejected(
+                handle=submit.handle, reason=reason, field=field, message=message, retry_after_ms=retry_after_ms
+            )
+
+        if self.draining:
+            return refuse(ingress.REJECT_UNAVAILABLE, "", "the scheduler is draining; it takes no new requests")
+        if self.info is None:
+            return refuse(ingress.REJECT_UNAVAILABLE, "", "no executor has joined yet", RETRY_AFTER_MS)
+        if (submit.request_id, submit.index) in self._origin_of:
+            return refuse(
+                ingress.REJECT_ALREADY_EXISTS, "request_id", f"{submit.request_id!r:.64} is the id of a live request"
+            )
+        if len(submit.token_ids) % INT32.itemsize or not submit.token_ids:
+            return refuse(ingress.REJECT_INVALID, "token_ids", f"{len(submit.token_ids)} bytes are no int32 column")
+        num_tokens = len(submit.token_ids) // INT32.itemsize
+        checks = (
+            (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
+            (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
+            (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
+            (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
+            (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
+             f"at most max_tokens, {submit.max_tokens}"),
+            (ingress.PRIORITY_REALTIME <= submit.priority <= ingress.PRIORITY_LOW, "priority", submit.priority, "1 to 4"),
+        )  # fmt: skip
+        for ok, field, value, allowed in checks:
+            if not ok:
+                return refuse(ingress.REJECT_INVALID, field, f"{value!r:.64} is not allowed; allowed: {allowed}")
+        num_held = num_tokens - submit.num_prompt_tokens
+        if num_held >= submit.max_tokens:
+            return refuse(
+                ingress.REJECT_OUT_OF_RANGE, "resume", f"{num_held} tokens held of max_tokens {submit.max_tokens}"
+            )
+        for field, problem in violations(submit.sampling, self.info.vocab_size):
+            return refuse(ingress.REJECT_INVALID, field, problem)
+        return None
+
+    def _deliver(self, events: StepEvents, now: float) -> None:
+        """Sort what a step brought by gateway."""
+        for admitted in events.admitted:
+            link = self.gateways.get(admitted.origin.owner)
+            if link is not None:
+                link.hold(admitted=(Admitted(admitted.origin.handle, admitted.num_cached_tokens),))
+        if len(events.owners):
+            self._deliver_tokens(events)
+        for logprobs in events.logprobs:
+            link = self.gateways.get(logprobs.origin.owner)
+            if link is not None:
+                values = logprobs.values
+                link.hold(
+                    logprobs=(
+                        TokenLogprobs(
+                            logprobs.origin.handle,
+                            logprobs.index,
+                            values.logprob,
+                            values.top_token_ids,
+                            values.top_logprobs,
+                        ),
+                    )
+                )
+        for finished in events.finished:
+            self._deliver_end(finished, now)
+
+    def _deliver_tokens(self, events: StepEvents) -> None:
+        links: list[GatewayLink] = self.gateways.links()
+        for link in links:
+            if len(links) == 1:
+                link.hold(columns=(events.handles, events.indices, events.token_ids))
+            else:
+                mine = events.owners == link.owner
+                link.hold(columns=(events.handles[mine], events.indices[mine], events.token_ids[mine]))
+
+    def _deliver_end(self, end: FinishedEvent, now: float) -> None:
+        self._forget(end.origin)
+        link = self.gateways.get(end.origin.owner)
+        if link is None:
+            return
+        scheduled = now if end.scheduled_time is None else end.scheduled_time
+        first = end.arrival_time if end.first_token_time is None else end.first_token_time
+        link.hold(
+            finished=(
+                Finished(
+                    handle=end.origin.handle,
+                    reason=end.reason.value,
+                    num_output_tokens=end.num_output_tokens,
+                    stop_token_id=end.stop_token_id,
+                    queue_ms=(scheduled - end.arrival_time) * 1e3,
+                    ttft_ms=(first - end.arrival_time) * 1e3,
+                    num_preemptions=end.num_preemptions,
+                    error=end.error,
+                ),
+            )
+        )
+
+    def _forget(self, origin: Origin) -> None:
+        name = self._names.pop(origin, None)
+        if name is not None:
+            del self._origin_of[name]
+            self.administration.remember_ended(name[0])
+
+    def _announcement(self) -> Announcement:
+        return Announcement(self._model_info(), self.state, self._num_steps(), self.num_unfinished)
+
+    def _num_steps(self) -> int:
+        return 0 if self.core is None else self.core.counters.num_steps
+
+    def _model_info(self) -> ModelInfo | None:
+        if self.info is None or self.core is None:
+            return None
+        return ModelInfo(
+            name=self.info.model_name,
+            fingerprint=self.info.model_fingerprint,
+            backend=self.info.backend,
+            device=self.info.device,
+            dtype=self.info.dtype,
+            max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
+            eos_token_ids=self.info.eos_token_ids,
+            max_request_tokens=self.core.capacity.max_request_tokens,
+        )
+
+    def _notice(self, event: str, **details: str | float) -> None:
+        self.notices.append(Notice(event, dict(details)))
+
+
+def _handles(column: bytes) -> list[int]:
+    usable = len(column) - len(column) % INT32.itemsize
+    handles: list[int] = decode_column(column[:usable]).tolist()
+    return handles

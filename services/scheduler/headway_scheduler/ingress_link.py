@@ -1,0 +1,265 @@
+"""The scheduler's side of the ingress protocol, as a state machine without sockets or clock.
+
+Owns: the links of all gateways: lives, frame order, flow control, the tokens not yet sent.
+Must not know: how requests are scheduled, or what carries the frames.
+
+A link is known to the core as an *owner*, an integer that is never used again; when a gateway opens another link, the
+old owner is reported gone and its requests end (the gateway submits again what it still wants).
+"""
+
+import msgspec
+import numpy as np
+
+from headway_proto.columns import Int32Array, encode_columns
+from headway_proto.framing import Frame, FramingError
+from headway_proto.ingress import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_UNACKNOWLEDGED_FRAMES,
+    Abort,
+    AdminCall,
+    Admitted,
+    Finished,
+    GatewayHeartbeat,
+    GatewayHello,
+    ModelInfo,
+    SchedulerHello,
+    SchedulerStatus,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    scheduler_frame_reader,
+    scheduler_frame_writer,
+)
+
+SILENCE_TIMEOUT_S = 10.0
+REOPEN_INTERVAL_S = 0.5
+MAX_HELD_TOKENS = 1 << 22
+"""Tokens held for a gateway that does not acknowledge, before its link is dropped."""
+
+
+class GatewayMessage(msgspec.Struct, frozen=True):
+    """A message of an open link."""
+
+    owner: int
+    body: Submit | Abort | AdminCall
+
+
+class GatewayGone(msgspec.Struct, frozen=True):
+    """A link ended; nobody wants the tokens of ``owner`` any more."""
+
+    owner: int
+    reason: str
+
+
+IngressEvent = GatewayMessage | GatewayGone
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What every gateway is told with hello and heartbeat."""
+
+    model: ModelInfo | None
+    state: str
+    num_steps: int
+    num_unfinished: int
+
+
+class GatewayLink:
+    """One open link: the frames to and from one gateway, and what it has not been sent yet."""
+
+    def __init__(self, peer: bytes, owner: int, hello: GatewayHello, epoch: int, now: float) -> None:
+        self.peer = peer
+        self.owner = owner
+        self.incarnation = hello.incarnation
+        self.number = hello.link
+        self.epoch = epoch
+        self.opened_at = self.heard_at = now
+        self.next_sequence = 0
+        self._acknowledged = 0
+        self._writer = scheduler_frame_writer()
+        self._writer.begin_epoch(epoch)
+        self._admitted: list[Admitted] = []
+        self._columns: list[tuple[Int32Array, Int32Array, Int32Array]] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._finished: list[Finished] = []
+        self._num_held = 0
+
+    def encode(self, body: msgspec.Struct) -> bytes:
+        """The next frame of this link."""
+        return self._writer.encode(body)
+
+    def acknowledge(self, num_frames: int) -> None:
+        """The gateway has taken in ``num_frames`` frames of this link."""
+        self._acknowledged = max(self._acknowledged, min(num_frames, self._writer.next_sequence))
+
+    def hold(
+        self,
+        columns: tuple[Int32Array, Int32Array, Int32Array] | None = None,
+        admitted: tuple[Admitted, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        finished: tuple[Finished, ...] = (),
+    ) -> None:
+        """Add to the next ``Tokens`` message. ``columns``: handle, index, token id."""
+        if columns is not None and len(columns[0]):
+            self._columns.append(columns)
+            self._num_held += len(columns[0])
+        self._admitted += admitted
+        self._logprobs += logprobs
+        self._finished += finished
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether the gateway has left more unread than may be held for it."""
+        return self._num_held > MAX_HELD_TOKENS
+
+    def flush(self) -> bytes | None:
+        """One message with all that is held; None if there is nothing, or too much is unacknowledged."""
+        if not (self._columns or self._admitted or self._finished):
+            return None
+        if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:
+            return None
+        columns = self._columns
+        parts = columns[0] if len(columns) == 1 else [np.concatenate(part) for part in zip(*columns, strict=True)]
+        message = Tokens(
+            admitted=tuple(self._admitted),
+            columns=encode_columns(parts),
+            logprobs=tuple(self._logprobs),
+            finished=tuple(self._finished),
+        )
+        self._columns, self._admitted, self._logprobs, self._finished = [], [], [], []
+        self._num_held = 0
+        return self._writer.encode(message)
+
+
+class IngressLinks:
+    """Fed with frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
+
+    def __init__(self, incarnation: int, submit_credits: int) -> None:
+        self.incarnation = incarnation
+        self.outgoing: list[tuple[bytes, bytes]] = []
+        self.num_damaged_frames = 0
+        self._submit_credits = submit_credits
+        self._reader = scheduler_frame_reader()
+        self._links: dict[int, GatewayLink] = {}
+        self._owner_of_peer: dict[bytes, int] = {}
+        self._last_owner = 0
+        self._first_epoch = incarnation % (1 << 30) + 1
+        self._last_heartbeat = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``tick`` wants to be called next."""
+        return self._last_heartbeat + HEARTBEAT_INTERVAL_S
+
+    def get(self, owner: int) -> GatewayLink | None:
+        """The open link of this owner."""
+        return self._links.get(owner)
+
+    def links(self) -> list[GatewayLink]:
+        """All open links, oldest first."""
+        return list(self._links.values())
+
+    def receive(self, peer: bytes, data: bytes, now: float, announcement: Announcement) -> list[IngressEvent]:
+        """Take one frame in."""
+        link = self._links.get(self._owner_of_peer.get(peer, 0))
+        try:
+            frame = self._reader.decode(data)
+        except FramingError as error:
+            self.num_damaged_frames += 1
+            return self._drop(link, f"damaged frame: {error}") if link else []
+        body = frame.body
+        if isinstance(body, GatewayHello):
+            return self._on_hello(peer, link, body, now, announcement)
+        if link is None or frame.epoch != link.epoch:
+            return []
+        return self._on_numbered(link, frame, now)
+
+    def tick(self, now: float, announcement: Announcement) -> list[IngressEvent]:
+        """Send heartbeats if they are due; notice silence."""
+        if now - self._last_heartbeat < HEARTBEAT_INTERVAL_S:
+            return []
+        self._last_heartbeat = now
+        events: list[IngressEvent] = []
+        for link in self.links():
+            if now - link.heard_at > SILENCE_TIMEOUT_S:
+                events += self._drop(link, f"silent for {now - link.heard_at:.1f} s")
+            elif link.is_overfull:
+                events += self._drop(link, f"{MAX_HELD_TOKENS} tokens unread")
+        self.announce(announcement)
+        return events
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tell every gateway the news."""
+        status = SchedulerStatus(
+            announcement.model, announcement.state, announcement.num_steps, announcement.num_unfinished
+        )
+        for link in self.links():
+            self.send(link.owner, status)
+
+    def unreachable(self, peer: bytes) -> list[IngressEvent]:
+        """The transport found that ``peer`` is gone."""
+        link = self._links.get(self._owner_of_peer.get(peer, 0))
+        return self._drop(link, "unreachable") if link else []
+
+    def send(self, owner: int, body: msgspec.Struct) -> None:
+        """Send one message, if the link is still open."""
+        link = self._links.get(owner)
+        if link is not None:
+            self.outgoing.append((link.peer, link.encode(body)))
+
+    def flush(self) -> None:
+        """Send every gateway what is held for it."""
+        for link in self._links.values():
+            frame = link.flush()
+            if frame is not None:
+                self.outgoing.append((link.peer, frame))
+
+    def _on_hello(
+        self, peer: bytes, link: GatewayLink | None, hello: GatewayHello, now: float, announcement: Announcement
+    ) -> list[IngressEvent]:
+        events: list[IngressEvent] = []
+        if link is not None:
+            same_life = hello.incarnation == link.incarnation
+            if same_life and hello.link < link.number:
+                return []
+            if same_life and hello.link == link.number and now - link.opened_at < REOPEN_INTERVAL_S:
+                return []  # sent before our answer arrived
+            events += self._drop(link, "the gateway opened another link")
+        self._last_owner += 1
+        owner = self._last_owner
+        epoch = (self._first_epoch + owner) % (1 << 32)
+        self._links[owner] = GatewayLink(peer, owner, hello, epoch, now)
+        self._owner_of_peer[peer] = owner
+        self.send(
+            owner,
+            SchedulerHello(
+                incarnation=self.incarnation,
+                gateway_incarnation=hello.incarnation,
+                link=hello.link,
+                submit_credits=self._submit_credits,
+                model=announcement.model,
+                state=announcement.state,
+            ),
+        )
+        return events
+
+    def _on_numbered(self, link: GatewayLink, frame: Frame, now: float) -> list[IngressEvent]:
+        link.heard_at = now
+        if frame.sequence < link.next_sequence:
+            return []  # a duplicate
+        if frame.sequence > link.next_sequence:
+            return self._drop(link, f"frame {frame.sequence} arrived, {link.next_sequence} was expected")
+        link.next_sequence += 1
+        body = frame.body
+        if isinstance(body, GatewayHeartbeat):
+            link.acknowledge(body.received)
+            return []
+        assert isinstance(body, Submit | Abort | AdminCall)
+        return [GatewayMessage(link.owner, body)]
+
+    def _drop(self, link: GatewayLink, reason: str) -> list[IngressEvent]:
+        del self._links[link.owner]
+        del self._owner_of_peer[link.peer]
+        return [GatewayGone(link.owner, reason)]

@@ -1,0 +1,127 @@
+"""The scheduler process: sockets, clock, signals and logs around the engine.
+
+Owns: the loop of four beats, start and stop. Must not know: how anything is decided.
+"""
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from types import FrameType
+
+import structlog
+import zmq
+
+from headway_scheduler.config import SchedulerConfig
+from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.transport import Transport
+
+EXIT_OK = 0
+EXIT_BAD_CONFIGURATION = 2
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SLEEP_S = 0.25
+
+
+def run(config: SchedulerConfig) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code.
+
+    After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
+    """
+    log = _logger(config)
+    try:
+        config.validate()
+        transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
+    except (ValueError, zmq.ZMQError, OSError) as error:
+        sys.stderr.write(f"headway scheduler: {error}\n")
+        return EXIT_BAD_CONFIGURATION
+    if config.exit_with_parent:
+        _exit_with_parent()
+    stop = _StopRequest()
+    engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
+    log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
+    try:
+        _serve(engine, transport, stop, config.grace_s, log)
+    finally:
+        transport.close()
+    log.info("scheduler stopped")
+    return EXIT_OK
+
+
+def _serve(
+    engine: SchedulerEngine,
+    transport: Transport,
+    stop: "_StopRequest",
+    grace_s: float,
+    log: structlog.typing.FilteringBoundLogger,
+) -> None:
+    stop_by = float("inf")
+    while True:
+        now = time.monotonic()
+        if stop.count and stop_by == float("inf"):
+            stop_by = now + grace_s
+            engine.drain()
+            log.info("draining", unfinished=engine.num_unfinished)
+        if stop.count > 1 or now >= stop_by or (stop.count and not engine.num_unfinished):
+            _send(engine, transport, now)
+            return
+        # The steps go out before the gateways' mail is opened: the executor must never wait for it.
+        for peer, data in transport.receive(transport.executor):
+            engine.executor_frame(peer, data, now)
+            _send_steps(engine, transport, now)
+        for peer, data in transport.receive(transport.gateways):
+            engine.gateway_frame(peer, data, now)
+        engine.run(now)
+        _send(engine, transport, now)
+        for notice in engine.notices:
+            log.info(notice.event, **notice.details)
+        engine.notices.clear()
+        transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
+
+
+def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:
+    for peer in transport.send(transport.executor, engine.step_link.outgoing):
+        engine.executor_unreachable(peer, now)
+
+
+def _send(engine: SchedulerEngine, transport: Transport, now: float) -> None:
+    _send_steps(engine, transport, now)
+    for peer in transport.send(transport.gateways, engine.gateways.outgoing):
+        engine.gateway_unreachable(peer, now)
+
+
+class _StopRequest:
+    """How often SIGTERM or SIGINT came."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        self.count += 1
+
+
+def _exit_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent ends (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _logger(config: SchedulerConfig) -> structlog.typing.FilteringBoundLogger:
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if config.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=False)
+    )
+    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(sys.stderr),
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
+    )
+    return logger.bind(process="scheduler")

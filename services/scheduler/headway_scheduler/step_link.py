@@ -1,0 +1,176 @@
+"""The scheduler's side of the step protocol, as a state machine without sockets or clock.
+
+Owns: which executor is the executor, its epochs, and the order of frames.
+Must not know: how steps are decided, or what carries the frames.
+
+One executor at a time. An executor that says hello gets a new epoch, unless another one is alive: alive means heard
+from within ``TAKEOVER_SILENCE_S`` and not reported unreachable. Whatever breaks the thread (a damaged frame, a gap, an
+answer that cannot be, a request of the executor's own) ends the epoch and opens another with the same executor; its
+late answers carry the old epoch and are ignored. The executor's side is told in ``headway_executor.step_link``.
+"""
+
+import msgspec
+
+from headway_proto.framing import Frame, FramingError
+from headway_proto.step import (
+    BackendInfo,
+    ExecutorHeartbeat,
+    ExecutorHello,
+    ExecutorOutput,
+    NewEpoch,
+    ResyncRequest,
+    SchedulerHeartbeat,
+    SchedulerOutput,
+    scheduler_frame_reader,
+    scheduler_frame_writer,
+)
+
+HEARTBEAT_INTERVAL_S = 0.25
+TAKEOVER_SILENCE_S = 1.0
+SILENCE_TIMEOUT_S = 10.0
+REOPEN_INTERVAL_S = 0.5
+MAX_EPOCH = (1 << 32) - 1
+
+
+class EpochOpened(msgspec.Struct, frozen=True):
+    """An executor that knows nothing is ready for step 0 of ``epoch``. ``reason`` says why in a few words."""
+
+    epoch: int
+    info: BackendInfo
+    reason: str
+
+
+class StepAnswered(msgspec.Struct, frozen=True):
+    """The answer to a step of the current epoch."""
+
+    output: ExecutorOutput
+
+
+class ExecutorLost(msgspec.Struct, frozen=True):
+    """There is no executor any more; steps can be sent again after the next ``EpochOpened``."""
+
+    reason: str
+
+
+StepEvent = EpochOpened | StepAnswered | ExecutorLost
+
+
+class StepLink:
+    """Fed with frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.outgoing: list[tuple[bytes, bytes]] = []
+        self.num_damaged_frames = 0
+        # Epochs of two scheduler lives must not be mistaken for one another.
+        self.epoch = incarnation % (1 << 30)
+        self._reader = scheduler_frame_reader()
+        self._writer = scheduler_frame_writer()
+        self._peer: bytes | None = None
+        self._executor = 0
+        self._info: BackendInfo | None = None
+        self._next_sequence = 0
+        self._heard_at = float("-inf")
+        self._opened_at = float("-inf")
+        self._last_heartbeat = float("-inf")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps can be sent."""
+        return self._peer is not None
+
+    @property
+    def executor_state(self) -> str:
+        """For operators: "absent" or "ready"."""
+        return "ready" if self.is_open else "absent"
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``tick`` wants to be called next."""
+        return self._last_heartbeat + HEARTBEAT_INTERVAL_S
+
+    def send_step(self, output: SchedulerOutput) -> None:
+        """Send one step."""
+        assert self._peer is not None
+        self.outgoing.append((self._peer, self._writer.encode(output)))
+
+    def receive(self, peer: bytes, data: bytes, now: float) -> list[StepEvent]:
+        """Take one frame in."""
+        try:
+            frame = self._reader.decode(data)
+        except FramingError as error:
+            self.num_damaged_frames += 1
+            return self.reopen(f"damaged frame: {error}", now) if peer == self._peer else []
+        body = frame.body
+        if isinstance(body, ExecutorHello):
+            return self._on_hello(peer, body, now)
+        if peer != self._peer:
+            return []
+        self._heard_at = now
+        if isinstance(body, ResyncRequest):
+            return self._on_resync(frame, body, now)
+        return self._on_numbered(frame, now)
+
+    def tick(self, now: float) -> list[StepEvent]:
+        """Send a heartbeat if one is due; notice silence."""
+        if self._peer is None:
+            self._last_heartbeat = now
+            return []
+        if now - self._heard_at > SILENCE_TIMEOUT_S:
+            return self._lose(f"silent for {now - self._heard_at:.1f} s")
+        if now - self._last_heartbeat >= HEARTBEAT_INTERVAL_S:
+            self._last_heartbeat = now
+            self.outgoing.append((self._peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
+        return []
+
+    def unreachable(self, peer: bytes) -> list[StepEvent]:
+        """The transport found that ``peer`` is gone."""
+        return self._lose("unreachable") if peer == self._peer else []
+
+    def reopen(self, reason: str, now: float) -> list[StepEvent]:
+        """Open a new epoch with the current executor."""
+        assert self._peer is not None
+        assert self._info is not None
+        return self._open(self._peer, self._executor, self._info, reason, now)
+
+    def _on_hello(self, peer: bytes, hello: ExecutorHello, now: float) -> list[StepEvent]:
+        if hello.incarnation == self._executor and peer == self._peer:
+            self._heard_at = now
+            if now - self._opened_at < REOPEN_INTERVAL_S:
+                return []  # sent before our answer arrived
+            return self._open(peer, hello.incarnation, hello.info, "the executor said hello again", now)
+        if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
+            return []  # it will say hello again, should the present executor be gone
+        return self._open(peer, hello.incarnation, hello.info, "an executor joined", now)
+
+    def _on_resync(self, frame: Frame, request: ResyncRequest, now: float) -> list[StepEvent]:
+        if frame.epoch not in {self.epoch, 0} or request.incarnation != self._executor:
+            return []
+        return self.reopen(f"the executor asked for it: {request.reason}", now)
+
+    def _on_numbered(self, frame: Frame, now: float) -> list[StepEvent]:
+        if frame.epoch != self.epoch:
+            return []
+        if frame.sequence != self._next_sequence:
+            if frame.sequence < self._next_sequence:
+                return []  # a duplicate
+            return self.reopen(f"frame {frame.sequence} arrived, {self._next_sequence} was expected", now)
+        self._next_sequence += 1
+        body = frame.body
+        if isinstance(body, ExecutorOutput):
+            return [StepAnswered(body)]
+        assert isinstance(body, ExecutorHeartbeat)
+        return []
+
+    def _open(self, peer: bytes, executor: int, info: BackendInfo, reason: str, now: float) -> list[StepEvent]:
+        self._peer, self._executor, self._info = peer, executor, info
+        self.epoch = self.epoch % MAX_EPOCH + 1
+        self._writer.begin_epoch(self.epoch)
+        self._next_sequence = 0
+        self._heard_at = self._opened_at = now
+        self.outgoing.append((peer, self._writer.encode(NewEpoch(self.epoch, executor, self.incarnation))))
+        return [EpochOpened(self.epoch, info, reason)]
+
+    def _lose(self, reason: str) -> list[StepEvent]:
+        self._peer = None
+        return [ExecutorLost(reason)]

@@ -1,0 +1,109 @@
+"""The scheduler's two ZeroMQ sockets.
+
+Owns: binding, limits, authentication, non-blocking sends and receives.
+Must not know: what a frame means.
+
+Both are ROUTERs with ``ROUTER_MANDATORY``: a frame that cannot be delivered is reported instead of being dropped.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from headway_proto.framing import MAX_FRAME_BYTES
+
+HIGH_WATER_MARK = 100_000
+MAX_FRAMES_PER_BEAT = 256
+_HEARTBEAT_MS = 500
+_HEARTBEAT_TIMEOUT_MS = 5000
+
+
+class Transport:
+    """Bound sockets for executor and gateways."""
+
+    def __init__(self, step_address: str, ingress_address: str, curve_keys: str = "") -> None:
+        """Bind both sockets.
+
+        Raises:
+            zmq.ZMQError: an address cannot be bound.
+            ValueError: the key files cannot be used.
+        """
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            if curve_keys:
+                self._start_authenticator(curve_keys)
+            self.executor = self._bind(step_address, curve_keys)
+            self.gateways = self._bind(ingress_address, curve_keys)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self.executor, zmq.POLLIN)
+        self._poller.register(self.gateways, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a frame arrives, at most ``timeout_s``."""
+        self._poller.poll(max(0, int(timeout_s * 1000) + 1))
+
+    @staticmethod
+    def receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
+        """The (peer, frame) pairs that have arrived, a bounded number of them."""
+        for _ in range(MAX_FRAMES_PER_BEAT):
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                yield parts[0], parts[1]
+
+    @staticmethod
+    def send(socket: "zmq.Socket[bytes]", outgoing: list[tuple[bytes, bytes]]) -> list[bytes]:
+        """Send and clear ``outgoing``; answers with the peers that could not be reached."""
+        unreachable: list[bytes] = []
+        for peer, frame in outgoing:
+            if peer in unreachable:
+                continue
+            try:
+                socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno not in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
+                    raise
+                unreachable.append(peer)
+        outgoing.clear()
+        return unreachable
+
+    def close(self) -> None:
+        """Close everything without waiting for peers."""
+        for socket in self._sockets:
+            socket.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _bind(self, address: str, curve_keys: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.ROUTER)
+        self._sockets.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        if curve_keys:
+            public, secret = zmq.auth.load_certificate(Path(curve_keys) / "scheduler.key_secret")
+            if secret is None:
+                raise ValueError(f"curve_keys: no secret key in {curve_keys!r:.64}/scheduler.key_secret")
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+        socket.bind(address)
+        return socket
+
+    def _start_authenticator(self, curve_keys: str) -> None:
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve(domain="*", location=str(Path(curve_keys) / "clients"))
