@@ -95,7 +95,7 @@ class Pair:
         core.pool.check(np.concatenate(tables) if tables else np.empty(0, dtype=np.int32))
         assert core.pool.num_free == specification.pool.num_free
         assert core.pool.num_fenced == len(specification.pool.fenced)
-        assert core.pool.num_cached == len(specification.pool.cache)
+        assert core.cache.num_cached == len(specification.pool.cache)
         assert core.num_running == len(specification.running)
         assert core.num_waiting == len(specification.waiting)
         assert core.counters.num_preemptions == specification.num_preemptions

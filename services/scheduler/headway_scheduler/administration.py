@@ -65,7 +65,7 @@ class Administration:
             num_preempted=sum(request.status is RequestStatus.PREEMPTED for request in waiting),
             num_total_blocks=0 if core is None else core.pool.num_blocks,
             num_free_blocks=0 if core is None else core.pool.num_free,
-            num_cached_blocks=0 if core is None else core.pool.num_cached,
+            num_cached_blocks=0 if core is None else core.cache.num_cached,
             num_steps=counters.num_steps if counters else 0,
             num_prompt_tokens=counters.num_prompt_tokens if counters else 0,
             num_output_tokens=counters.num_output_tokens if counters else 0,

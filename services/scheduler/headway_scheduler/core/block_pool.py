@@ -1,6 +1,6 @@
-"""The KV blocks: who holds each, which are free, which still wait for a step in flight, and what the cached ones hold.
+"""The KV blocks: how many hold each, which are free, and which still wait for a step in flight.
 
-Owns: reference counts, the two free lists, fences, and the prefix cache.
+Owns: reference counts, the two free lists, and fences. Content is the prefix cache's affair.
 Must not know: requests, rows, or steps beyond their number.
 
 Life of a block: allocated (count 1), shared by prefix hits (count up), released (count down). At count 0 it is *fenced*
@@ -9,32 +9,25 @@ one to the end of the eviction queue, from which a prefix hit can still take it 
 out first, then the least recently used cached ones are evicted.
 
 All lists are columns and all operations work on slices of them, so releasing a long request costs a few array
-operations; only the dictionary of the prefix cache is touched block by block, and only for blocks that it holds.
+operations.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
 from headway_proto.columns import Int32Array
-
-ROOT_NODE = 0
-"""The node before the first block of every chain."""
+from headway_scheduler.core.prefix_cache import PrefixCache
 
 _NO_FENCE = -1
+_NOT_QUEUED = -1
 
 
 class BlockPool:
-    """A fixed number of equal blocks, numbered from 0.
+    """A fixed number of equal blocks, numbered from 0."""
 
-    Prefix cache: a full block is known by its *chain*, the node of the block before it and its own token ids. Nodes are
-    numbered anew each time that content is registered and are never reused, so two chains are equal exactly when their
-    tokens are: where others compare digests of tokens, a collision cannot occur here. The idea of chaining blocks by
-    their prefix is vLLM's automatic prefix caching.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+        self._cache = cache
         self.num_blocks = num_blocks
         self._ref_count = np.zeros(num_blocks, dtype=np.int32)
         # Stack of free blocks without content; the top is at the end. Low numbers are handed out first.
@@ -44,26 +37,16 @@ class BlockPool:
         self._queue = np.empty(2 * num_blocks + 1, dtype=np.int32)
         self._queue_head = 0
         self._queue_tail = 0
-        self._queue_place = np.full(num_blocks, -1, dtype=np.int64)
+        self._queue_place = np.full(num_blocks, _NOT_QUEUED, dtype=np.int64)
         self._num_queued = 0
         self._fence_step = np.full(num_blocks, _NO_FENCE, dtype=np.int64)
         self._fences: deque[tuple[int, Int32Array]] = deque()
         self.num_fenced = 0
-        self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
-        self._block_of_chain: dict[tuple[int, bytes], int] = {}
-        self._chain_of_block: dict[int, tuple[int, bytes]] = {}
-        self._node_of_block: dict[int, int] = {}
-        self._last_node = ROOT_NODE
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
         return self._num_plain + self._num_queued
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks in the prefix cache, whether in use or free."""
-        return len(self._chain_of_block)
 
     def allocate(self, count: int) -> Int32Array:
         """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
@@ -102,66 +85,20 @@ class BlockPool:
             self.num_fenced -= len(blocks)
             self._make_free(blocks)
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def share(self, blocks: Int32Array) -> None:
         """Add a reference to each of these cached blocks, taking back free and fenced ones."""
-        for block in blocks:
-            self._ref_count[block] += 1
-            if self._ref_count[block] == 1:
-                if self._fence_step[block] != _NO_FENCE:
-                    self._fence_step[block] = _NO_FENCE
-                    self.num_fenced -= 1
-                else:
-                    self._queue_place[block] = -1
-                    self._num_queued -= 1
+        unused = blocks[self._ref_count[blocks] == 0]
+        self._ref_count[blocks] += 1
+        fenced = self._fence_step[unused] != _NO_FENCE
+        num_fenced = int(np.count_nonzero(fenced))
+        self._fence_step[unused] = _NO_FENCE
+        self._queue_place[unused] = _NOT_QUEUED
+        self.num_fenced -= num_fenced
+        self._num_queued -= len(unused) - num_fenced
 
-    def find_cached(self, token_bytes: bytes, block_bytes: int, max_blocks: int) -> list[int]:
-        """The longest cached chain that ``token_bytes`` (int32 ids) begins with, in blocks, at most ``max_blocks``."""
-        found: list[int] = []
-        node = ROOT_NODE
-        for index in range(max_blocks):
-            block = self._block_of_chain.get((node, token_bytes[index * block_bytes : (index + 1) * block_bytes]))
-            if block is None:
-                break
-            found.append(block)
-            node = self._node_of_block[block]
-        return found
-
-    def num_free_among(self, blocks: Sequence[int]) -> int:
+    def num_free_among(self, blocks: Int32Array) -> int:
         """How many of these cached blocks count towards ``num_free``."""
-        return sum(self._queue_place[block] >= 0 for block in blocks)
-
-    def node_of(self, block: int) -> int:
-        """The node of a cached block."""
-        return self._node_of_block[block]
-
-    def register(self, parent_node: int, token_bytes: bytes, block_bytes: int, blocks: list[int]) -> int:
-        """Remember that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the chain's last node.
-
-        ``token_bytes`` holds ``block_bytes`` bytes of int32 ids for each block. Where another block already holds the
-        same chain, that one stays the cached one: block tables are append-only, so nobody's blocks are exchanged after
-        the fact.
-        """
-        # This loop runs once per block of every prompt: it is the most expensive line of the scheduler.
-        block_of_chain, chain_of_block, node_of_block = self._block_of_chain, self._chain_of_block, self._node_of_block
-        node, last_node, start = parent_node, self._last_node, 0
-        new_blocks = []
-        for block in blocks:
-            end = start + block_bytes
-            chain = (node, token_bytes[start:end])
-            start = end
-            known = block_of_chain.setdefault(chain, block)
-            if known == block:
-                last_node += 1
-                chain_of_block[block] = chain
-                node_of_block[block] = node = last_node
-                new_blocks.append(block)
-            else:
-                node = node_of_block[known]
-        self._last_node = last_node
-        if new_blocks:
-            assert not self._is_cached[new_blocks].any()
-            self._is_cached[new_blocks] = True
-        return node
+        return int(np.count_nonzero(self._queue_place[blocks] != _NOT_QUEUED))
 
     def check(self, held: Int32Array) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
@@ -171,7 +108,7 @@ class BlockPool:
     def _make_free(self, blocks: Int32Array) -> None:
         if not len(blocks):
             return
-        cached = self._is_cached[blocks]
+        cached = self._cache.holds(blocks)
         if cached.any():
             self._enqueue(blocks[cached])
             blocks = blocks[~cached]
@@ -205,10 +142,7 @@ class BlockPool:
             count -= len(current)
             evicted.append(current)
         blocks = np.concatenate(evicted)
-        self._queue_place[blocks] = -1
+        self._queue_place[blocks] = _NOT_QUEUED
         self._num_queued -= len(blocks)
-        self._is_cached[blocks] = False
-        for block in blocks.tolist():
-            del self._block_of_chain[self._chain_of_block.pop(block)]
-            del self._node_of_block[block]
+        self._cache.forget(blocks)
         return blocks

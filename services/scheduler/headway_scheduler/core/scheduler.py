@@ -31,16 +31,15 @@ from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
-from headway_scheduler.core.block_pool import ROOT_NODE, BlockPool
+from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
 from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
-
-TOKEN_BYTES = 4
 
 TokenColumns: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 """Owner, handle, output index and id of new tokens."""
@@ -83,7 +82,8 @@ class Scheduler:
         self.capacity = capacity
         self.epoch = epoch
         self.next_step = 0
-        self.pool = BlockPool(capacity.num_blocks)
+        self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
+        self.pool = BlockPool(capacity.num_blocks, self.cache)
         self.rows = RowTable(self._max_running, capacity.max_model_len, capacity.block_size)
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_rows: list[int] = []
@@ -370,20 +370,20 @@ class Scheduler:
         rows, pool = self.rows, self.pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
-        shared = self._find_cached(token_bytes, num_tokens)
+        shared, node = self._find_cached(token_bytes, num_tokens)
         # One token beyond the prompt, so that a request does not stall at once; the very last token needs no place.
         wanted_blocks = -(-min(num_tokens + 1, request.limit - 1) // rows.block_size) - len(shared)
         if wanted_blocks > pool.num_free - pool.num_free_among(shared) - owed_blocks:
             return None
         self._waiting.remove(request)
         row = rows.take(request)
-        if shared:
+        if len(shared):
             pool.share(shared)
-            rows.append_blocks(row, np.asarray(shared, dtype=np.int32))
+            rows.append_blocks(row, shared)
         num_cached_tokens = len(shared) * rows.block_size
         rows.num_computed_tokens[row] = num_cached_tokens
         request.num_cached_blocks = len(shared)
-        request.cache_node = pool.node_of(shared[-1]) if shared else ROOT_NODE
+        request.cache_node = node
         request.status = RequestStatus.RUNNING
         self._count_stops(request, 1)
         chunk = min(num_tokens - num_cached_tokens, budget)
@@ -402,12 +402,11 @@ class Scheduler:
         self._note_admission(request, num_tokens, num_cached_tokens, now)
         return owed_blocks + -(-num_tokens // rows.block_size) - len(shared) - len(blocks)
 
-    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> list[int]:
+    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> tuple[Int32Array, int]:
         if not self.limits.enable_prefix_caching:
-            return []
+            return EMPTY_COLUMN, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
-        block_size = self.rows.block_size
-        return self.pool.find_cached(token_bytes, block_size * TOKEN_BYTES, (num_tokens - 1) // block_size)
+        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size)
 
     def _note_admission(self, request: Request, num_tokens: int, num_cached_tokens: int, now: float) -> None:
         self.counters.num_prefix_query_tokens += num_tokens
@@ -449,7 +448,8 @@ class Scheduler:
             # Every token sampled in this stay has returned from a step that had computed all before it.
             self._cache_blocks(request, row, int(rows.num_tokens[row]) - 1)
         for step in self._in_flight:
-            if row not in step.leavers and step.samples(row):
+            places = step.places_of(row)
+            if row not in step.leavers and places.stop > places.start:
                 step.leavers[row] = request if owed_tokens else None
                 request.num_unreturned += owed_tokens
         fence = self._in_flight[-1].step if self._in_flight else None
@@ -469,11 +469,8 @@ class Scheduler:
         if end <= first or not self.limits.enable_prefix_caching:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
-        request.cache_node = self.pool.register(
-            request.cache_node,
-            token_bytes,
-            rows.block_size * TOKEN_BYTES,
-            rows.block_table[row, first:end].tolist(),
+        request.cache_node = self.cache.register(
+            request.cache_node, token_bytes, rows.block_table[row, first:end].copy()
         )
         request.num_cached_blocks = end
 
@@ -529,7 +526,9 @@ class Scheduler:
         sampling_rows, sampled = step.sampling_rows, token_ids
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            stays = ~np.isin(sampling_rows, [*failed, *step.leavers])
+            stays = np.ones(len(sampling_rows), dtype=np.bool_)
+            for row in (*failed, *step.leavers):
+                stays[step.places_of(row)] = False
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, failed, finished)
             sampling_rows, sampled = sampling_rows[stays], sampled[stays]
@@ -558,8 +557,9 @@ class Scheduler:
             raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
         if step.digest is not None and output.state_digest != step.digest:
             raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
-        failed = [error.row for error in output.errors]
-        checked = token_ids[~np.isin(step.sampling_rows, failed)] if failed else token_ids
+        checked = token_ids
+        if output.errors:
+            checked = token_ids[~np.isin(step.sampling_rows, [error.row for error in output.errors])]
         if len(checked) and int(checked.view(np.uint32).max()) >= self.capacity.vocab_size:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary")
         self._in_flight.popleft()
@@ -594,7 +594,7 @@ class Scheduler:
             if request is not None:
                 request.num_unreturned -= 1
                 if row not in failed and request.status is not RequestStatus.FINISHED:
-                    late.append((request, int(token_ids[step.sampling_rows.searchsorted(row)])))
+                    late.append((request, int(token_ids[step.places_of(row)][0])))
         return late
 
     def _fail_rows(self, step: InFlightStep, failed: dict[int, str], finished: list[FinishedEvent]) -> None:

@@ -107,7 +107,8 @@ class InFlightStep:
         self.digest = digest
         self.leavers: dict[int, Request | None] = {}
 
-    def samples(self, row: int) -> bool:
-        """Whether this step samples a token for ``row``."""
+    def places_of(self, row: int) -> slice:
+        """Where ``row`` is among the sampling rows: one place, or none."""
         place = int(self.sampling_rows.searchsorted(row))
-        return place < len(self.sampling_rows) and int(self.sampling_rows[place]) == row
+        found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
+        return slice(place, place + int(found))
