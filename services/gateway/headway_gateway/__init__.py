@@ -1,0 +1,1 @@
+"""The gateway process: knows text and gRPC; no blocks, no tensors, no scheduling."""

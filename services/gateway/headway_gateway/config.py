@@ -1,0 +1,151 @@
+"""The gateway's configuration: one frozen struct, and what makes it acceptable.
+
+Owns: every setting of a gateway process, its default, its description and its allowed range.
+Must not know: where values come from (flags, files, environment) or what is done with them.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_IPC_PATH_BYTES = 107
+"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
+
+_SHOWN_VALUE_CHARS = 64
+_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one gateway process. Durations in seconds."""
+
+    model: Annotated[str, Meta(description="directory with the checkpoint's tokenizer.json and tokenizer_config.json")]
+    ingress_address: Annotated[
+        str, Meta(description="ZeroMQ address of the scheduler's ingress: ipc://PATH or tcp://HOST:PORT")
+    ] = "tcp://127.0.0.1:50053"
+    grpc_address: Annotated[str, Meta(description="HOST:PORT to serve gRPC on; port 0 picks a free one")] = (
+        "127.0.0.1:50051"
+    )
+    workers: Annotated[int, Meta(description="gateway processes that share the port")] = 1
+    max_concurrent_streams: Annotated[
+        int, Meta(description="Generate calls open at one time, per worker; more are RESOURCE_EXHAUSTED")
+    ] = 4096
+    max_message_bytes: Annotated[int, Meta(description="largest gRPC message accepted, in bytes")] = 16 * 1024 * 1024
+    tokenizer_threads: Annotated[int, Meta(description="threads that tokenise prompts of ordinary length")] = 2
+    unavailable_grace_s: Annotated[
+        float, Meta(description="seconds a new request waits for a scheduler and a model before it is UNAVAILABLE")
+    ] = 2.0
+    stall_s: Annotated[
+        float, Meta(description="seconds without a step while work is pending until health says NOT_SERVING")
+    ] = 10.0
+    grace_s: Annotated[float, Meta(description="seconds that open calls get to finish after SIGTERM")] = 30.0
+    silence_timeout_s: Annotated[
+        float, Meta(description="seconds without a word from the scheduler until the link is opened anew")
+    ] = 1.0
+    tls_cert_file: Annotated[str, Meta(description="PEM certificate chain; serve TLS (with tls_key_file)")] = ""
+    tls_key_file: Annotated[str, Meta(description="PEM private key of tls_cert_file")] = ""
+    auth_token_file: Annotated[
+        str, Meta(description="file with the bearer token that every call but a health check must carry")
+    ] = ""
+    allow_insecure_bind: Annotated[
+        bool, Meta(description="listen beyond loopback without TLS and token; only behind something that guards it")
+    ] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
+    ] = "info"
+    log_format: Annotated[
+        Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
+    ] = "console"
+    exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
+    reuse_port: Annotated[
+        bool, Meta(description="share grpc_address with other processes that do the same (set for workers)")
+    ] = False
+
+    def validate(self) -> None:
+        """Check what types alone cannot.
+
+        Raises:
+            ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
+        """
+        host, _ = split_address(self.grpc_address)
+        _require_positive(self)
+        _check_ingress(self.ingress_address)
+        _check_files(self)
+        guarded = bool(self.tls_cert_file) and bool(self.auth_token_file)
+        if not _is_loopback(host) and not guarded and not self.allow_insecure_bind:
+            raise ValueError(
+                _refusal(
+                    "grpc_address",
+                    self.grpc_address,
+                    "a loopback address; beyond it set tls_cert_file, tls_key_file and auth_token_file, "
+                    "or allow_insecure_bind=true",
+                )
+            )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``HOST:PORT`` (IPv6 hosts in brackets) into host and port.
+
+    Raises:
+        ValueError: no such form, or a port outside 0 to 65535.
+    """
+    host, separator, port_text = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
+        raise ValueError(_refusal("grpc_address", address, "HOST:PORT with a port from 0 to 65535"))
+    return host, int(port_text)
+
+
+def _require_positive(config: GatewayConfig) -> None:
+    counts = (
+        ("workers", 64),
+        ("max_concurrent_streams", 1_000_000),
+        ("max_message_bytes", 1 << 30),
+        ("tokenizer_threads", 64),
+    )
+    for field, most in counts:
+        value = getattr(config, field)
+        if not 1 <= value <= most:
+            raise ValueError(_refusal(field, value, f"1 to {most}"))
+    for field, least in (("unavailable_grace_s", 0.0), ("grace_s", 0.0), ("stall_s", 0.1), ("silence_timeout_s", 0.1)):
+        value = getattr(config, field)
+        if not least <= value <= 86400.0:
+            raise ValueError(_refusal(field, value, f"{least:g} to 86400 seconds"))
+
+
+def _check_files(config: GatewayConfig) -> None:
+    if not config.model:
+        raise ValueError(_refusal("model", config.model, "a directory with tokenizer.json"))
+    if bool(config.tls_cert_file) != bool(config.tls_key_file):
+        pair = ("tls_cert_file", "tls_key_file")
+        present, missing = pair if config.tls_cert_file else reversed(pair)
+        raise ValueError(_refusal(missing, "", f"a PEM file, because {present} is given"))
+    for field in ("tls_cert_file", "tls_key_file", "auth_token_file"):
+        path = getattr(config, field)
+        if path and not Path(path).is_file():
+            raise ValueError(_refusal(field, path, "a file that exists"))
+    if config.auth_token_file and not Path(config.auth_token_file).read_text().strip():
+        raise ValueError(_refusal("auth_token_file", config.auth_token_file, "a file with a token in it"))
+
+
+def _check_ingress(address: str) -> None:
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in {"ipc", "tcp"} or not rest:
+        raise ValueError(_refusal("ingress_address", address, "ipc://PATH or tcp://HOST:PORT"))
+    if scheme == "ipc" and len(rest.encode()) > MAX_IPC_PATH_BYTES:
+        raise ValueError(_refusal("ingress_address", address, f"an IPC path of at most {MAX_IPC_PATH_BYTES} bytes"))
+
+
+def _is_loopback(host: str) -> bool:
+    if host in _LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refusal(field: str, value: object, allowed: str) -> str:
+    return f"{field}: {str(value)[:_SHOWN_VALUE_CHARS]!r} is not allowed; allowed: {allowed}"

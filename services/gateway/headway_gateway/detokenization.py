@@ -1,0 +1,165 @@
+"""Token ids to text, piece by piece, so that the pieces joined equal the decoding of the whole.
+
+Owns: what text is certain after each token, and what must wait for the next one.
+Must not know: streams, stop strings, gRPC.
+
+Two detokenisers answer to one Protocol. ``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen): every
+token is a fixed run of bytes, so a table and Python's incremental UTF-8 decoder are exact and cost a lookup per token.
+``WindowDetokenizer`` serves every other decoder (SentencePiece with byte fallback, WordPiece): it decodes the new
+tokens behind the last token already told, and tells what that adds.
+
+``tokenizers.DecodeStream`` is not used: it has no way to flush an unfinished character at the end, it takes text that
+ends in a genuine U+FFFD for an unfinished character for ever, and byte-fallback runs that turn out to be invalid make
+it contradict text it has already given out.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """State of one output sequence. What it has told is a function of the tokens alone, however they were chunked."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take in more tokens; return the text that has become certain."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text still held back; an unfinished character becomes U+FFFD, as in whole decoding."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """Joins the bytes of tokens. ``table[id]`` is a token's bytes, empty for special tokens."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See ``Detokenizer``. Ids outside the tokenizer's vocabulary have no text."""
+        table = self._table
+        try:
+            return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+        except IndexError:
+            width = len(table)
+            return self._decode(b"".join([table[token_id] for token_id in token_ids if token_id < width]))
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Decodes through the tokenizer itself, a few tokens at a time.
+
+    The text of new tokens is what they add behind the *anchor*, the last token whose text was told; decoding them alone
+    would lose, for instance, the space that a decoder strips from the start. Tokens wait while they might end inside a
+    character: byte-fallback tokens until their run is over (only then is it known whether the run is valid), others
+    while the text ends in U+FFFD.
+    """
+
+    __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_hidden_ids", "_waiting")
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], hidden_ids: frozenset[int], byte_ids: frozenset[int]
+    ) -> None:
+        """``hidden_ids`` are special tokens, ``byte_ids`` the tokens that stand for one byte each."""
+        self._decode = decode
+        self._hidden_ids = hidden_ids
+        self._byte_ids = byte_ids
+        self._anchor: list[int] = []
+        self._anchor_text = ""
+        self._waiting: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See ``Detokenizer``."""
+        texts = [self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden_ids]
+        return "".join(texts)
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._tell() if self._waiting else ""
+
+    def _push_one(self, token_id: int) -> str:
+        # One at a time: where a window begins decides its text for some decoders, and must not depend on chunking.
+        self._waiting.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        return self._tell(wait_for_whole_character=True)
+
+    def _tell(self, *, wait_for_whole_character: bool = False) -> str:
+        text = self._decode(self._anchor + self._waiting)
+        if wait_for_whole_character and text.endswith(REPLACEMENT) and self._waiting[-1] not in self._byte_ids:
+            return ""
+        new_text = text[len(self._anchor_text) :]
+        self._anchor = self._waiting[-1:]
+        self._anchor_text = self._decode(self._anchor)
+        self._waiting = []
+        return new_text
+
+
+def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
+    """A function that makes the right detokeniser for ``tokenizer``, one per output sequence."""
+    definition: dict[str, Any] = json.loads(tokenizer.to_str())
+    special_ids = frozenset(
+        token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    )
+    if _is_byte_level(definition.get("decoder")):
+        table = _byte_table(tokenizer, special_ids)
+        return lambda: ByteLevelDetokenizer(table)
+    byte_ids = frozenset(token_id for token, token_id in tokenizer.get_vocab().items() if _is_byte_token(token))
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    return lambda: WindowDetokenizer(decode, special_ids, byte_ids)
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return bool(decoder["type"] == "ByteLevel")
+
+
+def _is_byte_token(token: str) -> bool:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return False
+    return all(digit in "0123456789ABCDEFabcdef" for digit in token[3:5])
+
+
+def _byte_table(tokenizer: Tokenizer, special_ids: frozenset[int]) -> list[bytes]:
+    byte_of_character = _byte_of_character()
+    vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    width = max(vocabulary, default=-1) + 1
+    return [
+        b"" if token_id in special_ids else _bytes_of(vocabulary.get(token_id, ""), byte_of_character)
+        for token_id in range(width)
+    ]
+
+
+def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:
+    try:
+        return bytes([byte_of_character[character] for character in token])
+    except KeyError:
+        return token.encode()  # An added token is kept as it is written.
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others, in
+    order, for the characters from U+0100 on.
+    """
+    printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}

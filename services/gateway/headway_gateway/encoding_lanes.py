@@ -1,0 +1,50 @@
+"""Runs tokenisation beside the event loop, long prompts in a lane of their own.
+
+Owns: the threads, and which work goes to which.
+Must not know: gRPC, the scheduler.
+
+The tokenizer releases the interpreter lock while it works, so threads are enough. A prompt of a megabyte takes its
+time; were it in the same queue as everybody's, it would take everybody's time too.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headway_gateway.tokenization import TextModel
+
+_LONG_PROMPT_CHARACTERS = 65536
+
+_Result = TypeVar("_Result")
+
+
+class EncodingLanes:
+    """Asynchronous access to a ``TextModel``."""
+
+    def __init__(self, text_model: TextModel, num_threads: int) -> None:
+        self._text_model = text_model
+        self._ordinary = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+
+    async def encode(self, text: str) -> list[int]:
+        """See ``TextModel.encode``; raises what it raises."""
+        return await self._run(len(text), lambda: self._text_model.encode(text))
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
+        """See ``TextModel.encode_chat``; raises what it raises."""
+        num_characters = sum(len(content) for _, content in messages)
+        return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``TextModel.decode``."""
+        return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))
+
+    def close(self) -> None:
+        """Take no more work; what runs is left to end."""
+        self._ordinary.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        lane = self._long if size > _LONG_PROMPT_CHARACTERS else self._ordinary
+        return await asyncio.get_running_loop().run_in_executor(lane, work)

@@ -1,0 +1,113 @@
+"""Whether this gateway is worth sending requests to, told through ``grpc.health.v1``.
+
+Owns: the rule (a model is ready and progress is being made) and keeping the health service up to date.
+Must not know: generation calls, sockets.
+"""
+
+import asyncio
+import time
+
+import structlog
+from grpc_health.v1 import health, health_pb2
+
+from headway_gateway.scheduler_client import SchedulerClient
+from headway_gateway.wakeup import Wakeup
+from headway_proto.ingress import STATE_SERVING
+
+_log = structlog.get_logger("headway.gateway.health")
+
+
+class ProgressWatch:
+    """Notices work that stands still. Fed with the scheduler's figures and the time; knows no clock.
+
+    Work stands still when sequences are unfinished and the number of steps has not grown for ``stall_s`` seconds.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._num_steps = -1
+        self._moved_at = float("-inf")
+
+    def is_stalled(self, *, num_steps: int, num_unfinished: int, now: float) -> bool:
+        """Take in the latest figures and judge."""
+        if num_unfinished == 0 or num_steps != self._num_steps:
+            self._num_steps = num_steps
+            self._moved_at = now
+        return now - self._moved_at > self._stall_s
+
+
+class HealthReporter:
+    """Keeps ``service`` telling the truth about each of ``service_names``, until ``close``."""
+
+    def __init__(
+        self,
+        *,
+        service: health.aio.HealthServicer,
+        service_names: tuple[str, ...],
+        client: SchedulerClient,
+        tokenizer_width: int,
+        stall_s: float,
+    ) -> None:
+        self._service = service
+        self._service_names = service_names
+        self._client = client
+        self._tokenizer_width = tokenizer_width
+        self._watch = ProgressWatch(stall_s)
+        self._interval_s = min(1.0, stall_s / 4)
+        self._wakeup = Wakeup()
+        self._is_shutting_down = False
+        self._told: str | None = "not known yet"
+        self._task: asyncio.Task[None] | None = None
+        client.add_status_listener(self._wakeup.ring)
+
+    async def start(self) -> None:
+        """Tell the state at once and keep telling it."""
+        await self._tell()
+        self._task = asyncio.create_task(self._keep_telling(), name="health")
+
+    async def shut_down(self) -> None:
+        """NOT_SERVING from now on, whatever happens."""
+        self._is_shutting_down = True
+        await self._tell()
+
+    async def close(self) -> None:
+        """Stop telling."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep_telling(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                pass
+            await self._tell()
+
+    async def _tell(self) -> None:
+        problem = self._problem()
+        if problem == self._told:
+            return
+        self._told = problem
+        _log.info("health", serving=problem is None, reason=problem)
+        status = health_pb2.HealthCheckResponse.NOT_SERVING if problem else health_pb2.HealthCheckResponse.SERVING
+        for name in self._service_names:
+            await self._service.set(name, status)
+
+    def _problem(self) -> str | None:
+        """Why not to serve, None if nothing speaks against it."""
+        link = self._client.link
+        is_stalled = self._watch.is_stalled(
+            num_steps=link.num_steps, num_unfinished=link.num_unfinished, now=time.monotonic()
+        )
+        if self._is_shutting_down:
+            return "shutting down"
+        model = self._client.model
+        if model is None:
+            return "no scheduler with a model"
+        if self._tokenizer_width > model.vocab_size:
+            return f"the tokenizer knows {self._tokenizer_width} tokens, the model's logits {model.vocab_size}"
+        if link.scheduler_state != STATE_SERVING:
+            return f"the scheduler is {link.scheduler_state}"
+        return "work is pending and no step is made" if is_stalled else None

@@ -1,0 +1,411 @@
+"""The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
+
+Owns: hello and relink, frame order, acknowledgements, the live sequences with every token received for them, and their
+resubmission on a new link, so that a stream outlives its scheduler without a token lost or repeated.
+Must not know: sockets, clocks, tasks, text, or who waits for a sequence.
+
+The rules are those of ``headway_proto.ingress``. Tokens are judged by their index: one already held is a duplicate and
+dropped; one beyond the next is a gap, and a gap, like a damaged frame or silence, opens a new link.
+"""
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from headway_proto.columns import decode_columns, encode_column
+from headway_proto.framing import Frame, FramingError
+from headway_proto.ingress import (
+    ACKNOWLEDGE_EVERY_FRAMES,
+    HEARTBEAT_INTERVAL_S,
+    REJECT_ALREADY_EXISTS,
+    REJECT_OVERLOADED,
+    REJECT_UNAVAILABLE,
+    Abort,
+    AdminCall,
+    AdminReply,
+    Finished,
+    GatewayHeartbeat,
+    GatewayHello,
+    ModelInfo,
+    Rejected,
+    SchedulerHello,
+    SchedulerStatus,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    gateway_frame_reader,
+    gateway_frame_writer,
+)
+
+MAX_HANDLE = (1 << 31) - 1
+_PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
+_LEAST_RETRY_S = 0.1
+
+
+class LiveSequence:
+    """One continuation that the gateway wants, and all that has come of it.
+
+    ``tokens`` are its output token ids from index 0, those held at submission first. ``logprobs`` belong to the tokens
+    behind the ``num_held`` first. ``num_cached_tokens`` is None until the sequence has run. ``end`` tells how it ended.
+    ``on_news`` is called (by the owner of the link's loop) after any of these have changed.
+    """
+
+    __slots__ = (
+        "end",
+        "handle",
+        "has_news",
+        "logprobs",
+        "num_cached_tokens",
+        "num_held",
+        "on_news",
+        "submission",
+        "tokens",
+    )
+
+    def __init__(self, submission: Submit, held_tokens: Iterable[int], on_news: Callable[[], None]) -> None:
+        """``submission.token_ids`` is the prompt alone; held tokens are added each time it is sent."""
+        self.submission = submission
+        self.handle = submission.handle
+        self.tokens = list(held_tokens)
+        self.num_held = len(self.tokens)
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens: int | None = None
+        self.end: Finished | Rejected | None = None
+        self.on_news = on_news
+        self.has_news = False
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the scheduler has taken it: from then on it is owed an end, not a refusal."""
+        return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
+
+    def to_submit(self) -> Submit:
+        """What to send so that generation goes on behind the tokens already here."""
+        if not self.tokens:
+            return self.submission
+        return msgspec.structs.replace(
+            self.submission, token_ids=self.submission.token_ids + encode_column(self.tokens)
+        )
+
+
+class LinkPhase(enum.Enum):
+    """Where the link stands."""
+
+    HAILING = "hailing"
+    OPEN = "open"
+
+
+class LinkCounters(msgspec.Struct):
+    """What went wrong on the way, and how often the link was opened."""
+
+    links_opened: int = 0
+    damaged_frames: int = 0
+    sequence_gaps: int = 0
+    token_gaps: int = 0
+    duplicate_frames: int = 0
+    duplicate_tokens: int = 0
+    stale_frames: int = 0
+    silences: int = 0
+
+
+class IngressLink:
+    """Speaks ingress for one gateway life. All times are seconds of one monotonic clock.
+
+    After any call that may have produced something, the owner empties ``take_frames``, ``take_news`` and
+    ``take_admin_replies``. ``status_version`` grows when ``phase``, ``model`` or ``scheduler_state`` may have changed.
+    ``frames_version`` grows when frames taken earlier have become pointless, should they still wait to be sent.
+    ``silence_version`` grows when the link was given up for silence, a hint to replace the connection as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        now: float,
+        silence_timeout_s: float = 1.0,
+        hello_interval_s: float = HEARTBEAT_INTERVAL_S,
+    ) -> None:
+        self._incarnation = incarnation
+        self._silence_timeout_s = silence_timeout_s
+        self._hello_interval_s = hello_interval_s
+        self._reader = gateway_frame_reader()
+        self._writer = gateway_frame_writer()
+        self._frames: list[bytes] = []
+        self._news: list[LiveSequence] = []
+        self._admin_replies: list[AdminReply] = []
+        self._live: dict[int, LiveSequence] = {}
+        self._aborted_handles: list[int] = []
+        self._resubmit_at: dict[int, float] = {}
+        self._admin_calls: dict[int, AdminCall] = {}
+        self._handles = self._count_handles()
+        self._last_call_id = 0
+        self._link_number = 0
+        self._epochs_of_this_number: set[int] = set()
+        self._epoch = 0
+        self._next_sequence = 0
+        self._acknowledged = 0
+        self._heard_at = now
+        self._heartbeat_at = now
+        self._hello_at = now
+        self.phase = LinkPhase.HAILING
+        self.model: ModelInfo | None = None
+        self.scheduler_state = ""
+        self.submit_credits = 0
+        self.num_steps = 0
+        self.num_unfinished = 0
+        self.status_version = 0
+        self.frames_version = 0
+        self.silence_version = 0
+        self.counters = LinkCounters()
+
+    @property
+    def live_sequences(self) -> Iterable[LiveSequence]:
+        """Every sequence without an end, in order of submission."""
+        return self._live.values()
+
+    def next_handle(self) -> int:
+        """A handle for a new sequence."""
+        return next(self._handles)
+
+    def submit(self, sequence: LiveSequence) -> None:
+        """Have ``sequence`` generated, now or as soon as a link opens."""
+        self._live[sequence.handle] = sequence
+        if self.phase is LinkPhase.OPEN:
+            self._send(sequence.to_submit())
+
+    def abort(self, sequences: Iterable[LiveSequence]) -> None:
+        """Give up sequences. Their Abort is among the frames taken next; what still arrives for them is ignored."""
+        for sequence in sequences:
+            if self._live.pop(sequence.handle, None) is None:
+                continue
+            self._resubmit_at.pop(sequence.handle, None)
+            if self.phase is LinkPhase.OPEN:
+                self._aborted_handles.append(sequence.handle)
+
+    def call_admin(self, method: str, request_id: str = "") -> int:
+        """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
+        self._last_call_id += 1
+        call = AdminCall(call_id=self._last_call_id, method=method, request_id=request_id)
+        self._admin_calls[call.call_id] = call
+        if self.phase is LinkPhase.OPEN:
+            self._send(call)
+        return call.call_id
+
+    def forget_admin_call(self, call_id: int) -> None:
+        """Nobody waits for this call any more."""
+        self._admin_calls.pop(call_id, None)
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Take in one message as it came from the wire."""
+        try:
+            frame = self._reader.decode(data)
+        except FramingError:
+            self.counters.damaged_frames += 1
+            if self.phase is LinkPhase.OPEN:
+                self._hail_again(now)
+            return
+        if isinstance(frame.body, SchedulerHello) and self._opens_link(frame, frame.body):
+            self._open(frame.epoch, frame.body, now)
+        elif self.phase is not LinkPhase.OPEN or frame.epoch != self._epoch:
+            self.counters.stale_frames += 1
+        elif frame.sequence < self._next_sequence:
+            self.counters.duplicate_frames += 1
+        elif frame.sequence > self._next_sequence:
+            self.counters.sequence_gaps += 1
+            self._hail_again(now)
+        else:
+            self._next_sequence += 1
+            self._heard_at = now
+            self._take_in(frame.body, now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass. To be called a few times per heartbeat interval, after all that has arrived was received."""
+        if self.phase is LinkPhase.HAILING:
+            if now >= self._hello_at:
+                self._say_hello(now)
+            return
+        if now - self._heard_at > self._silence_timeout_s:
+            self.counters.silences += 1
+            self.silence_version += 1
+            self._hail_again(now)
+            return
+        if now - self._heartbeat_at >= HEARTBEAT_INTERVAL_S:
+            self._acknowledge(now)
+        self._resubmit_due(now)
+
+    def take_frames(self) -> list[bytes]:
+        """The messages to send, in order; they are the caller's from now on."""
+        if self._aborted_handles:
+            handles, self._aborted_handles = self._aborted_handles, []
+            self._send(Abort(handles=encode_column(handles)))
+        frames, self._frames = self._frames, []
+        return frames
+
+    def take_news(self) -> list[LiveSequence]:
+        """Each sequence that has changed since the last call, once."""
+        news, self._news = self._news, []
+        for sequence in news:
+            sequence.has_news = False
+        return news
+
+    def take_admin_replies(self) -> list[AdminReply]:
+        """Answers to operators' calls that are still waited for."""
+        replies, self._admin_replies = self._admin_replies, []
+        return replies
+
+    def _count_handles(self) -> Iterator[int]:
+        # Handles travel as int32. After 2^31 of them counting starts over; no message about the first is left by then.
+        while True:
+            for handle in range(1, MAX_HANDLE + 1):
+                if handle not in self._live:
+                    yield handle
+
+    def _send(self, body: msgspec.Struct) -> None:
+        self._frames.append(self._writer.encode(body))
+
+    def _discard_frames(self) -> None:
+        self._frames.clear()
+        self.frames_version += 1
+
+    def _say_hello(self, now: float) -> None:
+        self._writer.begin_epoch(0)
+        self._discard_frames()
+        self._send(GatewayHello(incarnation=self._incarnation, link=self._link_number))
+        self._hello_at = now + self._hello_interval_s
+
+    def _hail_again(self, now: float) -> None:
+        self.phase = LinkPhase.HAILING
+        self._link_number += 1
+        self._epochs_of_this_number.clear()
+        self._aborted_handles.clear()
+        self._resubmit_at.clear()
+        self.status_version += 1
+        self._say_hello(now)
+
+    def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
+        """Whether this hello answers ours. A second answer to one hello moves us on to the scheduler's newer epoch."""
+        return (
+            hello.gateway_incarnation == self._incarnation
+            and hello.link == self._link_number
+            and frame.sequence == 0
+            and frame.epoch != 0
+            and frame.epoch not in self._epochs_of_this_number
+        )
+
+    def _open(self, epoch: int, hello: SchedulerHello, now: float) -> None:
+        self.phase = LinkPhase.OPEN
+        self._epoch = epoch
+        self._epochs_of_this_number.add(epoch)
+        self._writer.begin_epoch(epoch)
+        self._discard_frames()
+        self._aborted_handles.clear()
+        self._resubmit_at.clear()
+        self._next_sequence = 1
+        self._heard_at = now
+        self.submit_credits = hello.submit_credits
+        self._note_status(hello.model, hello.state)
+        self.counters.links_opened += 1
+        for sequence in self._live.values():
+            self._send(sequence.to_submit())
+        for call in self._admin_calls.values():
+            self._send(call)
+        self._acknowledge(now)
+
+    def _acknowledge(self, now: float) -> None:
+        self._send(GatewayHeartbeat(received=self._next_sequence))
+        self._acknowledged = self._next_sequence
+        self._heartbeat_at = now
+
+    def _resubmit_due(self, now: float) -> None:
+        for handle in [handle for handle, due in self._resubmit_at.items() if due <= now]:
+            del self._resubmit_at[handle]
+            self._send(self._live[handle].to_submit())
+
+    def _take_in(self, body: msgspec.Struct, now: float) -> None:
+        if isinstance(body, Tokens):
+            if not self._take_in_tokens(body):
+                self.counters.token_gaps += 1
+                self._hail_again(now)
+                return
+        elif isinstance(body, SchedulerStatus):
+            self.num_steps = body.num_steps
+            self.num_unfinished = body.num_unfinished
+            self._note_status(body.model, body.state)
+        elif isinstance(body, Rejected):
+            self._take_in_rejection(body, now)
+        elif isinstance(body, AdminReply) and self._admin_calls.pop(body.call_id, None) is not None:
+            self._admin_replies.append(body)
+        if self._next_sequence - self._acknowledged >= ACKNOWLEDGE_EVERY_FRAMES:
+            self._acknowledge(now)
+
+    def _take_in_tokens(self, body: Tokens) -> bool:
+        """Whether the message fitted what was here: every token new or held already, every end after its last token."""
+        for admitted in body.admitted:
+            sequence = self._live.get(admitted.handle)
+            if sequence is not None and sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = admitted.num_cached_tokens
+                self._note_news(sequence)
+        if body.columns and not self._append_tokens(body.columns):
+            return False
+        for logprobs in body.logprobs:
+            sequence = self._live.get(logprobs.handle)
+            if sequence is not None and logprobs.index == sequence.num_held + len(sequence.logprobs):
+                sequence.logprobs.append(logprobs)
+        for finished in body.finished:
+            sequence = self._live.get(finished.handle)
+            if sequence is None:
+                continue
+            if finished.num_output_tokens > len(sequence.tokens):
+                return False
+            del self._live[finished.handle]
+            sequence.end = finished
+            self._note_news(sequence)
+        return True
+
+    def _append_tokens(self, columns: bytes) -> bool:
+        # The hot loop: once per token of every stream, so nothing here but a lookup, a comparison and an append.
+        try:
+            handles, indices, token_ids = decode_columns(columns, 3)
+        except ValueError:
+            return False
+        live = self._live
+        news = self._news
+        for handle, index, token_id in zip(handles.tolist(), indices.tolist(), token_ids.tolist(), strict=True):
+            sequence = live.get(handle)
+            if sequence is None:
+                continue
+            tokens = sequence.tokens
+            if index == len(tokens):
+                tokens.append(token_id)
+                if not sequence.has_news:
+                    sequence.has_news = True
+                    news.append(sequence)
+            elif index > len(tokens):
+                return False
+            else:
+                self.counters.duplicate_tokens += 1
+        return True
+
+    def _take_in_rejection(self, rejected: Rejected, now: float) -> None:
+        sequence = self._live.get(rejected.handle)
+        if sequence is None:
+            return
+        if sequence.has_run and rejected.reason in _PASSING_REJECTIONS:
+            # It was accepted before the link broke, so it is owed its end: ask again when there may be room.
+            self._resubmit_at[rejected.handle] = now + max(_LEAST_RETRY_S, rejected.retry_after_ms / 1000)
+            return
+        del self._live[rejected.handle]
+        sequence.end = rejected
+        self._note_news(sequence)
+
+    def _note_news(self, sequence: LiveSequence) -> None:
+        if not sequence.has_news:
+            sequence.has_news = True
+            self._news.append(sequence)
+
+    def _note_status(self, model: ModelInfo | None, state: str) -> None:
+        if model != self.model or state != self.scheduler_state or self._next_sequence == 1:
+            self.status_version += 1
+        self.model = model
+        self.scheduler_state = state

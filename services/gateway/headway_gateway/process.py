@@ -1,0 +1,143 @@
+"""A gateway as an operating system process: logging, signals, exit codes.
+
+Owns: what happens before the event loop, around it and after it.
+Must not know: how configuration was read, or how requests are served.
+
+Exit codes: 0 after SIGTERM or SIGINT; 2 for a configuration that cannot work, an address in use included; 3 for
+tokenizer files that cannot be used. Each failure is one line on standard error.
+"""
+
+import asyncio
+import ctypes
+import io
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO, cast
+
+import structlog
+
+from headway_gateway.config import GatewayConfig
+from headway_gateway.server import AddressInUseError, GatewayServer
+from headway_gateway.tokenization import TokenizerFilesError, load_text_model
+from headway_gateway.worker_group import WorkerGroup
+
+EXIT_OK = 0
+EXIT_CONFIGURATION = 2
+EXIT_MODEL_FILES = 3
+_PR_SET_PDEATHSIG = 1
+
+_log = structlog.get_logger("headway.gateway")
+
+
+def run(config: GatewayConfig) -> int:
+    """Run a gateway until it is told to stop; return the exit code."""
+    _configure_logging(config)
+    try:
+        config.validate()
+        if config.exit_with_parent and not _end_with_parent():
+            return EXIT_OK
+        return asyncio.run(_run_workers(config) if config.workers > 1 else _run_server(config))
+    except (ValueError, AddressInUseError) as error:
+        _tell(error)
+        return EXIT_CONFIGURATION
+    except TokenizerFilesError as error:
+        _tell(error)
+        return EXIT_MODEL_FILES
+
+
+class ForgivingStream(io.TextIOBase):
+    """A text stream whose failures (a full disk, a closed pipe) never reach the one who logs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write if possible."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush if possible."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            return
+
+
+async def _run_server(config: GatewayConfig) -> int:
+    text_model = load_text_model(Path(config.model))
+    stop, stop_now = _events_of_signals()
+    server = GatewayServer(config, text_model)
+    try:
+        await server.start()
+        await stop.wait()
+        _log.info("draining", grace_s=config.grace_s)
+        drained = asyncio.create_task(server.drain(config.grace_s))
+        hurry = asyncio.create_task(stop_now.wait())
+        await asyncio.wait([drained, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        _log.info("stopping", drained=drained.done() and drained.result())
+        drained.cancel()
+    finally:
+        await server.close()
+    return EXIT_OK
+
+
+async def _run_workers(config: GatewayConfig) -> int:
+    load_text_model(Path(config.model))  # Fails here, once, rather than in every worker.
+    stop, stop_now = _events_of_signals()
+    return await WorkerGroup(config).run(stop, stop_now)
+
+
+def _events_of_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events set by the first and by the second SIGTERM or SIGINT."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            stop_now.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop, stop_now
+
+
+def _end_with_parent() -> bool:
+    """Have the kernel send SIGTERM when the parent ends; False if it has ended already.
+
+    The kernel means the parent's *thread*; a parent that starts processes from short-lived threads must not use this.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return os.getppid() == parent
+
+
+def _configure_logging(config: GatewayConfig) -> None:
+    stream = ForgivingStream(sys.stderr)
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if config.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, stream)),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _tell(error: Exception) -> None:
+    ForgivingStream(sys.stderr).write(f"headway gateway: {error}\n")

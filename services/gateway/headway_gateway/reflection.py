@@ -1,0 +1,57 @@
+"""gRPC server reflection under both of its names, v1 and v1alpha.
+
+Owns: the v1 service, which the companion package does not offer. Must not know: what is reflected upon.
+
+The two versions differ in nothing but the package name: same messages, same numbers. So the v1 descriptors are made
+from the v1alpha ones by renaming, and one servicer answers both.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+_ALPHA_PACKAGE = "grpc.reflection.v1alpha"
+_FILE = "grpc/reflection/v1/reflection.proto"
+_PACKAGE = "grpc.reflection.v1"
+_SERVICE = f"{_PACKAGE}.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Let ``server`` tell clients about ``service_names`` and about reflection itself."""
+    pool = descriptor_pool.Default()
+    _add_v1_descriptors(pool)
+    servicer = reflection.aio.ReflectionServicer((*service_names, reflection.SERVICE_NAME, _SERVICE), pool=pool)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"ServerReflectionInfo": method}),))
+
+
+def _add_v1_descriptors(pool: descriptor_pool.DescriptorPool) -> None:
+    """Make the v1 service known to ``pool``, so that tools which ask for its own description get one."""
+    try:
+        pool.FindFileByName(_FILE)
+    except KeyError:
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        file.name = _FILE
+        file.package = _PACKAGE
+        for message in file.message_type:
+            for field in message.field:
+                if not field.HasField("type_name"):
+                    continue  # a scalar
+                field.type_name = _renamed(field.type_name)
+        for service in file.service:
+            for method in service.method:
+                method.input_type = _renamed(method.input_type)
+                method.output_type = _renamed(method.output_type)
+        pool.AddSerializedFile(file.SerializeToString())
+
+
+def _renamed(type_name: str) -> str:
+    return type_name.replace(f".{_ALPHA_PACKAGE}.", f".{_PACKAGE}.")

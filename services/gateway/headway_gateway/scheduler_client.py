@@ -1,0 +1,264 @@
+"""Carries an ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
+
+Owns: the socket, its options, the timer behind ``tick``, and waking those who wait for sequences, answers or a model.
+Must not know: the protocol's rules (the link's affair), text, gRPC.
+
+The socket's file descriptor is watched directly instead of through ``zmq.asyncio``: no future and no task per message.
+That descriptor is edge-triggered, so after every use of the socket its event flags are read again.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import structlog
+import zmq
+
+from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
+from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, AdminReply, ModelInfo
+
+_TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
+_MOST_FRAMES_PER_TURN = 32
+_SOCKET_HIGH_WATER_MARK = 16384
+_HEARTBEAT_INTERVAL_MS = 200
+_HEARTBEAT_TIMEOUT_MS = 600
+_RECONNECT_INTERVAL_MS = 20
+_RECONNECT_INTERVAL_MAX_MS = 250
+
+_log = structlog.get_logger("headway.gateway.ingress")
+
+
+class SchedulerUnavailableError(Exception):
+    """The scheduler did not answer in time; the message says what was waited for."""
+
+
+class SchedulerClient:
+    """One gateway process's connection to its scheduler. Lives in one event loop; no method may be called from threads.
+
+    ``on_status`` is called whenever the link, the model or the scheduler's state may have changed.
+    """
+
+    def __init__(self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0) -> None:
+        self._address = address
+        self._link = IngressLink(incarnation=incarnation, now=time.monotonic(), silence_timeout_s=silence_timeout_s)
+        self._context = zmq.Context(io_threads=1)
+        self._outgoing: deque[bytes] = deque()
+        self._admin_waiters: dict[int, asyncio.Future[AdminReply]] = {}
+        self._status_waiters: set[asyncio.Future[None]] = set()
+        self._status_listeners: list[Callable[[], None]] = []
+        self._seen_status_version = -1
+        self._seen_silence_version = 0
+        self._seen_frames_version = 0
+        self._seen_phase = LinkPhase.HAILING
+        self._pump_scheduled = False
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def link(self) -> IngressLink:
+        """The protocol state, to be read."""
+        return self._link
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model behind an open link, None while there is none."""
+        return self._link.model if self._link.phase is LinkPhase.OPEN else None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a scheduler with a model and an executor answers."""
+        return self.model is not None and self._link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
+
+    def add_status_listener(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every change of status."""
+        self._status_listeners.append(listener)
+
+    def start(self) -> None:
+        """Connect, within the running event loop. The scheduler may come later, or again."""
+        self._loop = asyncio.get_running_loop()
+        self._connect()
+        self._on_timer()
+
+    async def close(self) -> None:
+        """Leave. Sequences still live are simply no longer heard of; abort them first."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiter in self._admin_waiters.values():
+            waiter.cancel()
+        self._disconnect(linger_ms=200)
+        # Terminating the context waits for lingering messages, so it must not block the loop.
+        await asyncio.to_thread(self._context.term)
+
+    def next_handle(self) -> int:
+        """A handle for a new sequence."""
+        return self._link.next_handle()
+
+    def submit(self, sequences: Iterable[LiveSequence]) -> None:
+        """Have sequences generated; news reaches them through their ``on_news``."""
+        for sequence in sequences:
+            self._link.submit(sequence)
+        self._flush()
+
+    def abort(self, sequences: Iterable[LiveSequence]) -> None:
+        """Tell the scheduler at once that nobody wants these any more; ended ones are passed over."""
+        self._link.abort(sequences)
+        self._flush()
+
+    async def call_admin(self, method: str, request_id: str = "", *, timeout_s: float) -> AdminReply:
+        """Ask the scheduler one operator's question.
+
+        Raises:
+            SchedulerUnavailableError: no answer within ``timeout_s``.
+        """
+        call_id = self._link.call_admin(method, request_id)
+        waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+        self._admin_waiters[call_id] = waiter
+        self._flush()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiter
+        except TimeoutError:
+            raise SchedulerUnavailableError(f"the scheduler did not answer within {timeout_s:g} s") from None
+        finally:
+            self._link.forget_admin_call(call_id)
+            self._admin_waiters.pop(call_id, None)
+
+    async def wait_until_serving(self, timeout_s: float) -> ModelInfo:
+        """Wait for a scheduler that has a model and an executor, and return the model.
+
+        Raises:
+            SchedulerUnavailableError: none within ``timeout_s``; the message says what is missing.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.can_serve:
+                    await self._status_change()
+        except TimeoutError:
+            raise SchedulerUnavailableError(self._what_is_missing()) from None
+        model = self.model
+        assert model is not None
+        return model
+
+    def _what_is_missing(self) -> str:
+        if self._link.phase is not LinkPhase.OPEN:
+            return "no scheduler is connected"
+        if self._link.model is None:
+            return "the model is still loading"
+        return "the scheduler is waiting for its executor"
+
+    async def _status_change(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._status_waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._status_waiters.discard(waiter)
+
+    def _connect(self) -> None:
+        assert self._loop is not None
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),  # Queue only for a scheduler that is there: an old link's frames help nobody.
+            (zmq.SNDHWM, _SOCKET_HIGH_WATER_MARK),
+            (zmq.RCVHWM, _SOCKET_HIGH_WATER_MARK),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_INTERVAL_MAX_MS),
+        ):
+            socket.setsockopt(option, value)
+        socket.connect(self._address)
+        self._socket = socket
+        self._loop.add_reader(socket.fileno(), self._pump)
+
+    def _disconnect(self, *, linger_ms: int) -> None:
+        if self._socket is None:
+            return
+        assert self._loop is not None
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(linger=linger_ms)
+        self._socket = None
+        self._outgoing.clear()
+
+    def _on_timer(self) -> None:
+        if self._closed:
+            return
+        assert self._loop is not None
+        self._pump()
+        if not self._pump_scheduled:  # Everything that has arrived was received, so silence is silence.
+            self._link.tick(time.monotonic())
+            self._after_link()
+        self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
+
+    def _pump(self) -> None:
+        """Receive what has arrived, a bounded amount per turn of the loop, and pass it on."""
+        self._pump_scheduled = False
+        if self._closed or self._socket is None:
+            return
+        socket, link = self._socket, self._link
+        now = time.monotonic()
+        try:
+            for _ in range(_MOST_FRAMES_PER_TURN):
+                link.receive(socket.recv(zmq.DONTWAIT), now)
+        except zmq.Again:
+            pass
+        self._after_link()
+
+    def _after_link(self) -> None:
+        link = self._link
+        if link.silence_version != self._seen_silence_version:
+            self._seen_silence_version = link.silence_version
+            self._disconnect(linger_ms=0)
+            self._connect()
+        for sequence in link.take_news():
+            sequence.on_news()
+        for reply in link.take_admin_replies():
+            waiter = self._admin_waiters.get(reply.call_id)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(reply)
+        if link.status_version != self._seen_status_version:
+            self._seen_status_version = link.status_version
+            self._announce_status()
+        self._flush()
+
+    def _announce_status(self) -> None:
+        link = self._link
+        if link.phase is not self._seen_phase:
+            self._seen_phase = link.phase
+            _log.info(
+                "scheduler link", phase=link.phase.value, state=link.scheduler_state, links=link.counters.links_opened
+            )
+        for waiter in self._status_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        for listener in self._status_listeners:
+            listener()
+
+    def _flush(self) -> None:
+        """Send what the link has to say; what the socket does not take now goes out when it becomes writable."""
+        if self._socket is None:
+            return
+        assert self._loop is not None
+        frames = self._link.take_frames()
+        if self._link.frames_version != self._seen_frames_version:
+            self._seen_frames_version = self._link.frames_version
+            self._outgoing.clear()
+        self._outgoing.extend(frames)
+        with contextlib.suppress(zmq.Again):
+            while self._outgoing:
+                self._socket.send(self._outgoing[0], zmq.DONTWAIT)
+                self._outgoing.popleft()
+        flags = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(flags, int)
+        waiting = zmq.POLLIN | (zmq.POLLOUT if self._outgoing else 0)
+        if flags & waiting and not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)

@@ -1,0 +1,144 @@
+"""One gateway process's gRPC server, put together from its parts, and its life from start to drained.
+
+Owns: which services are offered, channel options, TLS, and the order of starting and stopping.
+Must not know: signals, exit codes, logging set-up (the process's affair), or what the services do.
+"""
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2_grpc
+
+from headway_gateway.admin import AdminServicer
+from headway_gateway.config import GatewayConfig, split_address
+from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.health import HealthReporter
+from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
+from headway_gateway.reflection import add_reflection
+from headway_gateway.scheduler_client import SchedulerClient
+from headway_gateway.servicer import GenerationServicer, ServingLimits
+from headway_gateway.tokenization import TextModel
+from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+_CANCEL_GRACE_S = 0.5
+
+_log = structlog.get_logger("headway.gateway.server")
+
+
+class AddressInUseError(Exception):
+    """The gRPC address cannot be listened on; the message is one line."""
+
+
+class GatewayServer:
+    """A gateway that can be started, drained and closed, inside one event loop."""
+
+    def __init__(self, config: GatewayConfig, text_model: TextModel) -> None:
+        """``config`` has passed ``validate``."""
+        self._config = config
+        self._client = SchedulerClient(
+            config.ingress_address,
+            incarnation=secrets.randbits(63),
+            silence_timeout_s=config.silence_timeout_s,
+        )
+        self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
+        self._generation = GenerationServicer(
+            client=self._client,
+            text_model=text_model,
+            lanes=self._lanes,
+            limits=ServingLimits(
+                max_concurrent_streams=config.max_concurrent_streams, unavailable_grace_s=config.unavailable_grace_s
+            ),
+        )
+        health_service = health.aio.HealthServicer()
+        self._health = HealthReporter(
+            service=health_service,
+            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE),
+            client=self._client,
+            tokenizer_width=text_model.vocab_size,
+            stall_s=config.stall_s,
+        )
+        self._server = grpc.aio.server(interceptors=_interceptors(config), options=_channel_options(config))
+        generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._client), self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
+        add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME))
+
+    @property
+    def client(self) -> SchedulerClient:
+        """The connection to the scheduler, to be looked at."""
+        return self._client
+
+    async def start(self) -> int:
+        """Listen and serve; return the port. Healthy it becomes when the scheduler and its model are there.
+
+        Raises:
+            AddressInUseError: the address is taken or not this machine's.
+        """
+        port = self._listen()
+        self._client.start()
+        await self._health.start()
+        await self._server.start()
+        host, _ = split_address(self._config.grpc_address)
+        _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
+        return port
+
+    async def drain(self, grace_s: float) -> bool:
+        """Say NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
+        await self._health.shut_down()
+        self._generation.begin_drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._generation.wait_until_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End what is still open (the scheduler is told of each) and let go of everything."""
+        await self._server.stop(_CANCEL_GRACE_S)
+        await self._health.close()
+        await self._client.close()
+        self._lanes.close()
+
+    def _listen(self) -> int:
+        address = self._config.grpc_address
+        try:
+            if self._config.tls_cert_file:
+                return self._server.add_secure_port(address, _credentials(self._config))
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise AddressInUseError(
+                f"grpc_address: cannot listen on {address[:64]!r}; allowed: a free address"
+            ) from error
+
+
+def _interceptors(config: GatewayConfig) -> list[grpc.aio.ServerInterceptor]:
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    if config.auth_token_file:
+        interceptors.append(AuthenticationInterceptor(Path(config.auth_token_file).read_text().strip()))
+    return interceptors
+
+
+def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
+    pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
+    return grpc.ssl_server_credentials([pair])
+
+
+def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", int(config.reuse_port)),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # A client whose machine stopped is noticed by nothing else.
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 2_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may keep themselves alive as eagerly.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]

@@ -1,0 +1,378 @@
+"""The Generation service: checks a request, has its sequences generated, and streams what comes.
+
+Owns: the life of a call, from arrival to the one ``finished`` per continuation, or to the abort of what nobody reads.
+Must not know: ZeroMQ, how tokens become text, how errors are written on the wire (it raises ``CallRefusedError``).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+from urllib.parse import quote
+
+import grpc
+import msgspec
+
+from headway_gateway.continuation import Continuation, OutputText
+from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
+from headway_gateway.tokenization import PromptError, TextModel
+from headway_gateway.validation import (
+    GenerationSpec,
+    chat_violations,
+    check_prompt,
+    check_request,
+    most_prompt_tokens,
+    require_token_ids,
+    resolve_max_tokens,
+)
+from headway_gateway.wakeup import Wakeup
+from headway_proto import generation_pb2 as api
+from headway_proto import generation_pb2_grpc as api_grpc
+from headway_proto.columns import encode_column
+from headway_proto.ingress import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    REJECT_ALREADY_EXISTS,
+    REJECT_INVALID,
+    REJECT_OUT_OF_RANGE,
+    REJECT_OVERLOADED,
+    STATE_DRAINING,
+    Finished,
+    ModelInfo,
+    Rejected,
+    Submit,
+)
+
+REQUEST_ID_METADATA_KEY = "headway-request-id"
+_RETRY_WHEN_FULL_S = 1.0
+
+GenerateContext: TypeAlias = "grpc.aio.ServicerContext[api.GenerateRequest, api.GenerateResponse]"
+
+_REFUSAL_CODES = {
+    REJECT_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    REJECT_OUT_OF_RANGE: grpc.StatusCode.OUT_OF_RANGE,
+    REJECT_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    REJECT_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+class ServingLimits(msgspec.Struct, frozen=True):
+    """What one gateway process takes on."""
+
+    max_concurrent_streams: int
+    unavailable_grace_s: float
+
+
+class GenerationServicer(api_grpc.GenerationServicer):
+    """Serves ``headway.v1.Generation`` for one model directory and one scheduler."""
+
+    def __init__(
+        self, *, client: SchedulerClient, text_model: TextModel, lanes: EncodingLanes, limits: ServingLimits
+    ) -> None:
+        self._client = client
+        self._text_model = text_model
+        self._lanes = lanes
+        self._limits = limits
+        self._live_request_ids: set[str] = set()
+        self._num_open_streams = 0
+        self._is_draining = False
+        self._became_idle = Wakeup()
+
+    def begin_drain(self) -> None:
+        """Refuse new generations from now on; open ones go on."""
+        self._is_draining = True
+
+    async def wait_until_idle(self) -> None:
+        """Return when no generation is open."""
+        while self._num_open_streams:
+            await self._became_idle.wait()
+
+    async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
+        """Stream the continuations of one prompt. See generation.proto."""
+        try:
+            async with asyncio.timeout(context.time_remaining()):
+                async with self._counted():
+                    await self._generate(request, context)
+        except TimeoutError:
+            raise CallRefusedError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
+            ) from None
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: api.TokenizeRequest,
+        context: "grpc.aio.ServicerContext[api.TokenizeRequest, api.TokenizeResponse]",  # noqa: ARG002
+    ) -> api.TokenizeResponse:
+        """Tokenise as Generate would. Texts longer than the model's context are refused, as Generate would."""
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise invalid_argument("input", "there is none; allowed: one of text, chat")
+        model = await self._serving_model()
+        if kind == "text":
+            return api.TokenizeResponse(token_ids=await self._encode_text(request.text, model))
+        wrong = dict(chat_violations(request.chat))
+        if wrong:
+            raise invalid_arguments(wrong)
+        return api.TokenizeResponse(token_ids=await self._encode_chat(request.chat, model))
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: api.DetokenizeRequest,
+        context: "grpc.aio.ServicerContext[api.DetokenizeRequest, api.DetokenizeResponse]",  # noqa: ARG002
+    ) -> api.DetokenizeResponse:
+        """The text that Generate would give for these output tokens."""
+        model = await self._serving_model()
+        require_token_ids(request.token_ids, "token_ids", model.vocab_size)
+        return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
+
+    async def GetModel(  # noqa: N802
+        self,
+        request: api.GetModelRequest,  # noqa: ARG002
+        context: "grpc.aio.ServicerContext[api.GetModelRequest, api.GetModelResponse]",  # noqa: ARG002
+    ) -> api.GetModelResponse:
+        """What is served."""
+        model = await self._serving_model()
+        return api.GetModelResponse(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            backend=model.backend,
+            device=model.device,
+            dtype=model.dtype,
+            has_chat_template=self._text_model.has_chat_template,
+        )
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        if self._is_draining:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining")
+        if self._num_open_streams >= self._limits.max_concurrent_streams:
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
+                retry_after_s=_RETRY_WHEN_FULL_S,
+            )
+        self._num_open_streams += 1
+        try:
+            yield
+        finally:
+            self._num_open_streams -= 1
+            if not self._num_open_streams:
+                self._became_idle.ring()
+
+    async def _generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:
+        model = await self._serving_model(for_new_work=True)
+        spec = check_request(request, model)
+        if spec.request_id in self._live_request_ids:
+            raise CallRefusedError(
+                grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(spec.request_id)} is the id of a live request"
+            )
+        self._live_request_ids.add(spec.request_id)
+        try:
+            metadata_value = quote(spec.request_id, safe="".join(map(chr, range(0x20, 0x7F))))
+            await context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, metadata_value),))
+            prompt_ids = await self._encode_prompt(request, model)
+            max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
+            call = GenerationCall(
+                client=self._client,
+                text_model=self._text_model,
+                context=context,
+                spec=spec,
+                prompt_ids=prompt_ids,
+                max_tokens=max_tokens,
+                end_ids=frozenset(() if spec.ignore_eos else model.eos_token_ids)
+                | frozenset(spec.sampling.stop_token_ids),
+            )
+            await call.run()
+        finally:
+            self._live_request_ids.discard(spec.request_id)
+
+    async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
+        """The model, waiting a short while for one."""
+        try:
+            model = await self._client.wait_until_serving(self._limits.unavailable_grace_s)
+        except SchedulerUnavailableError as error:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        if for_new_work and self._client.link.scheduler_state == STATE_DRAINING:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining")
+        if self._text_model.vocab_size > model.vocab_size:
+            raise CallRefusedError(
+                grpc.StatusCode.UNAVAILABLE, "the gateway's tokenizer does not belong to the served model"
+            )
+        return model
+
+    async def _encode_prompt(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            field, prompt_ids = "text", await self._encode_text(request.text, model)
+        elif kind == "chat":
+            field, prompt_ids = "chat", await self._encode_chat(request.chat, model)
+        else:
+            field, prompt_ids = "token_ids.ids", list(request.token_ids.ids)
+        check_prompt(prompt_ids, field, model)
+        return prompt_ids
+
+    async def _encode_text(self, text: str, model: ModelInfo) -> list[int]:
+        try:
+            self._text_model.require_plausible_length(len(text), most_prompt_tokens(model))
+            return await self._lanes.encode(text)
+        except PromptError as error:
+            raise invalid_argument("text", str(error)) from error
+
+    async def _encode_chat(self, chat: api.Chat, model: ModelInfo) -> list[int]:
+        messages = [(message.role, message.content) for message in chat.messages]
+        most = most_prompt_tokens(model)
+        try:
+            self._text_model.require_plausible_length(sum(len(content) for _, content in messages), most)
+            return await self._lanes.encode_chat(messages, max_tokens=most)
+        except PromptError as error:
+            raise invalid_argument("chat", str(error)) from error
+
+
+class GenerationCall:
+    """One accepted-to-be Generate call: its continuations, and the writing of their news."""
+
+    def __init__(
+        self,
+        *,
+        client: SchedulerClient,
+        text_model: TextModel,
+        context: GenerateContext,
+        spec: GenerationSpec,
+        prompt_ids: list[int],
+        max_tokens: int,
+        end_ids: frozenset[int],
+    ) -> None:
+        """``end_ids`` are the tokens that end an output."""
+        self._client = client
+        self._text_model = text_model
+        self._context = context
+        self._spec = spec
+        self._num_prompt_tokens = len(prompt_ids)
+        self._prompt_column = encode_column(prompt_ids)
+        self._max_tokens = max_tokens
+        self._end_ids = end_ids
+        self._wakeup = Wakeup()
+        self._continuations = [self._continuation(index) for index in range(spec.num_continuations)]
+
+    async def run(self) -> None:
+        """Stream until every continuation has ended.
+
+        Raises:
+            CallRefusedError: the scheduler refused a continuation before any had begun.
+        """
+        sequences = [continuation.sequence for continuation in self._continuations]
+        try:
+            self._client.submit([sequence for sequence in sequences if sequence.end is None])
+            await self._until_begun()
+            await self._context.write(api.GenerateResponse(accepted=self._accepted()))
+            await self._stream()
+        finally:
+            # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
+            # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
+            self._client.abort(sequences)
+
+    async def _until_begun(self) -> None:
+        while not any(continuation.has_begun for continuation in self._continuations):
+            for continuation in self._continuations:
+                if continuation.refusal is not None:
+                    raise _refused(continuation.refusal)
+            await self._wakeup.wait()
+
+    async def _stream(self) -> None:
+        write = self._context.write
+        open_continuations = list(self._continuations)
+        while open_continuations:
+            for continuation in open_continuations:
+                for response in continuation.take():
+                    if continuation.is_over and continuation.sequence.end is None:
+                        self._client.abort(
+                            (continuation.sequence,)
+                        )  # A stop string ended it; the scheduler cannot know.
+                    await write(response)
+            open_continuations = [one for one in open_continuations if not one.is_over]
+            if open_continuations:
+                await self._wakeup.wait()
+
+    def _continuation(self, index: int) -> Continuation:
+        spec = self._spec
+        held = spec.held_tokens or ()
+        submission = Submit(
+            handle=self._client.next_handle(),
+            request_id=spec.request_id,
+            index=index,
+            token_ids=self._prompt_column,
+            num_prompt_tokens=self._num_prompt_tokens,
+            max_tokens=self._max_tokens,
+            sampling=spec.sampling_of(index),
+            ignore_eos=spec.ignore_eos,
+            priority=spec.priority,
+            tenant=spec.tenant,
+            ttft_slo_ms=spec.ttft_slo_ms,
+            itl_slo_ms=spec.itl_slo_ms,
+        )
+        sequence = LiveSequence(submission, held, self._wakeup.ring)
+        text = OutputText(self._text_model.new_detokenizer(), spec.stops, spec.sampling.min_tokens)
+        text.push(sequence.tokens)
+        sequence.end = self._end_of_held(held, text)
+        continuation = Continuation(
+            index=index, sequence=sequence, text=text, num_prompt_tokens=self._num_prompt_tokens
+        )
+
+        def on_news() -> None:
+            continuation.note_arrival()
+            self._wakeup.ring()
+
+        sequence.on_news = on_news
+        return continuation
+
+    def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
+        """How resumed tokens end the output already, if they do: then only the end is left to tell.
+
+        Raises:
+            CallRefusedError: OUT_OF_RANGE, tokens are held beyond the end.
+        """
+        end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
+        num_until_end = min(text.num_tokens, end_place + 1)
+        if num_until_end < len(held):
+            raise CallRefusedError(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"resume.token_ids: {len(held)} tokens are held; the output ended after {num_until_end}",
+            )
+        handle = 0
+        if end_place < len(held):
+            return Finished(
+                handle=handle, reason=FINISH_STOP, num_output_tokens=len(held), stop_token_id=held[end_place]
+            )
+        if text.matched_stop is not None:
+            return Finished(handle=handle, reason=FINISH_STOP, num_output_tokens=len(held))
+        if held and len(held) == self._max_tokens:
+            return Finished(handle=handle, reason=FINISH_LENGTH, num_output_tokens=len(held))
+        return None
+
+    def _accepted(self) -> api.Accepted:
+        cached = (continuation.sequence.num_cached_tokens or 0 for continuation in self._continuations)
+        return api.Accepted(
+            request_id=self._spec.request_id,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=min(max(cached), self._num_prompt_tokens),
+            seeds=[self._spec.sampling_of(index).seed for index in range(self._spec.num_continuations)],
+        )
+
+
+def _refused(rejected: Rejected) -> CallRefusedError:
+    message = rejected.message or rejected.reason
+    retry_after_s = rejected.retry_after_ms / 1000 if rejected.retry_after_ms else None
+    if rejected.reason == REJECT_OVERLOADED and retry_after_s is None:
+        retry_after_s = _RETRY_WHEN_FULL_S
+    return CallRefusedError(
+        _REFUSAL_CODES.get(rejected.reason, grpc.StatusCode.UNAVAILABLE),
+        f"{rejected.field}: {message}" if rejected.field else message,
+        violations=((rejected.field, message),) if rejected.field and rejected.reason == REJECT_INVALID else (),
+        retry_after_s=retry_after_s,
+    )

@@ -1,0 +1,82 @@
+"""How a refusal reaches a gRPC client: a status code, one clear line, and machine-readable details.
+
+Owns: the exception that handlers raise to end a call, and its encoding as ``google.rpc.Status`` details.
+Must not know: why a call is refused.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+SHOWN_VALUE_CHARS = 64
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class CallRefusedError(Exception):
+    """Ends a call with ``code`` and ``message``.
+
+    ``violations`` are (field, description) pairs for a ``BadRequest``; ``retry_after_s`` becomes a ``RetryInfo``.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        violations: Iterable[tuple[str, str]] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """The status details as gRPC trailing metadata; empty if there are none."""
+        details = []
+        if self.violations:
+            details.append(_pack(_bad_request(self.violations)))
+        if self.retry_after_s is not None:
+            delay = Duration()
+            delay.FromNanoseconds(int(self.retry_after_s * 1e9))
+            details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        if not details:
+            return ()
+        number: int = self.code.value[0]
+        status = status_pb2.Status(code=number, message=self.message, details=details)
+        return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+
+
+def invalid_argument(field: str, description: str) -> CallRefusedError:
+    """An INVALID_ARGUMENT about one field."""
+    return invalid_arguments({field: description})
+
+
+def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
+    """An INVALID_ARGUMENT about several fields; the message lists them all on one line."""
+    message = "; ".join(f"{field}: {description}" for field, description in violations.items())
+    return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
+
+
+def shown(value: object) -> str:
+    """A caller's value as it may appear in a message: quoted, control characters escaped, cut."""
+    return f"{value!r:.{SHOWN_VALUE_CHARS}}"
+
+
+def _bad_request(violations: Iterable[tuple[str, str]]) -> error_details_pb2.BadRequest:
+    return error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+            for field, description in violations
+        ]
+    )
+
+
+def _pack(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

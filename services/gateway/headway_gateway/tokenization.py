@@ -1,0 +1,225 @@
+"""The checkpoint's own way from text to token ids and back: tokenizer.json, chat template, special tokens.
+
+Owns: loading and checking those files, encoding, rendering chats in a sandbox, decoding.
+Must not know: gRPC, the scheduler, threads (callers decide where the slow calls run).
+
+Untrusted are both the checkpoint (its template runs in jinja2's immutable sandbox) and the prompt (a text that cannot
+fit is refused by its length, before any work is spent on it).
+"""
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from headway_gateway.detokenization import Detokenizer, detokenizer_factory
+
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerFilesError(Exception):
+    """The model directory's tokenizer files cannot be used; the message is one line."""
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be turned into token ids; the message is one line for the caller."""
+
+
+class TextModel:
+    """A loaded tokenizer with its chat template. Thread-safe; encoding releases the interpreter lock."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: jinja2.Template | None, special: Mapping[str, str]) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._special = dict(special)
+        self._make_detokenizer = detokenizer_factory(tokenizer)
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        """One more than the largest token id."""
+        self._longest_token = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._chat_template is not None
+
+    def new_detokenizer(self) -> Detokenizer:
+        """A detokeniser for one output sequence."""
+        return self._make_detokenizer()
+
+    def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
+        """Refuse a text so long that even the longest tokens could not cover it with ``max_tokens``.
+
+        Raises:
+            PromptError: it cannot fit.
+        """
+        # An allowance for normalisers that shorten a text, such as NFC on decomposed accents.
+        most = 4 * self._longest_token * max_tokens
+        if num_characters > most:
+            raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise a plain text, with the special tokens that the tokenizer adds to one.
+
+        Raises:
+            PromptError: the text is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
+        """Render (role, content) messages with the chat template, ready for an answer, and tokenise the result.
+
+        Raises:
+            PromptError: there is no template, it refuses these messages, or the result cannot fit ``max_tokens``.
+        """
+        text = self.render_chat(messages)
+        self.require_plausible_length(len(text), max_tokens)
+        return self._encode(text, add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The text of a chat, with the opening of the assistant's answer at its end.
+
+        Raises:
+            PromptError: there is no template, or it refuses these messages.
+        """
+        if self._chat_template is None:
+            raise PromptError("this model has no chat template; send text or token_ids")
+        try:
+            return self._chat_template.render(
+                messages=[{"role": role, "content": content} for role, content in messages],
+                add_generation_prompt=True,
+                **self._special,
+            )
+        except jinja2.TemplateError as error:
+            raise PromptError(f"the chat template refuses these messages: {_one_line(error)}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise PromptError(f"the chat template fails on these messages: {type(error).__name__}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens left out."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # The batch call leaves out character offsets, which nobody here needs.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def load_text_model(directory: Path) -> TextModel:
+    """Load the tokenizer and chat template of a Hugging Face model directory.
+
+    Raises:
+        TokenizerFilesError: a file is missing or cannot be used.
+    """
+    path = directory / _TOKENIZER_FILE
+    if not directory.is_dir():
+        raise TokenizerFilesError(
+            f"model: {str(directory)[:64]!r} is not a directory; allowed: one with {_TOKENIZER_FILE}"
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise TokenizerFilesError(
+            f"{path}: cannot be read ({reason}); allowed: a Hugging Face tokenizer file"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # The library raises bare Exception for every defect of the file.
+        raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
+    config = _read_config(directory / _CONFIG_FILE)
+    return TextModel(tokenizer, _load_template(directory, config), _special_tokens(config))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerFilesError(f"{path}: not readable JSON ({_one_line(error)})") from error
+    if not isinstance(config, dict):
+        raise TokenizerFilesError(f"{path}: holds a {type(config).__name__}; allowed: a JSON object")
+    return config
+
+
+def _load_template(directory: Path, config: dict[str, Any]) -> jinja2.Template | None:
+    path = directory / _TEMPLATE_FILE
+    if path.exists():
+        try:
+            source: object = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerFilesError(f"{path}: cannot be read as UTF-8 text") from error
+    else:
+        path = directory / _CONFIG_FILE
+        source = _default_template(config.get("chat_template"))
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TokenizerFilesError(f"{path}: chat_template is a {type(source).__name__}; allowed: a string")
+    try:
+        return _template_environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise TokenizerFilesError(f"{path}: chat template: {_one_line(error)}") from error
+
+
+def _default_template(entry: object) -> object:
+    """Some checkpoints ship several named templates; the one called default is meant for plain chats."""
+    if not isinstance(entry, list):
+        return entry
+    named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
+    return named.get("default")
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """What templates may refer to as ``bos_token`` and so on; absent ones render as nothing."""
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        entry = config.get(name)
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The dialect that chat templates are written in: trimmed blocks, loop controls, and three helpers."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], autoescape=False
+    )
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = _strftime_now
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return dt.datetime.now().astimezone().strftime(layout)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    # jinja2's own filter escapes for HTML, which would put \u003c into prompts.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

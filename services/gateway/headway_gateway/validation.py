@@ -1,0 +1,257 @@
+"""What a generation request must look like, checked in two steps: before and after its prompt is tokenised.
+
+Owns: the limits of the public API, and turning a protobuf request into what the scheduler is asked for.
+Must not know: sockets, tasks, tokenising.
+
+The scheduler checks the same ranges again with the same function (``headway_proto.sampling.violations``): a limit that
+only one front end knows is how one request takes an engine down.
+"""
+
+import secrets
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+import grpc
+import msgspec
+
+from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
+from headway_proto import generation_pb2 as api
+from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo
+from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams, violations
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_TENANT_BYTES = 128
+MAX_CONTINUATIONS = 16
+MAX_STOPS = 4
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+SEED_SPACE = 1 << 64
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A request whose own fields are in order; what depends on model and prompt is still open.
+
+    ``sampling.seed`` is the first continuation's. ``max_tokens`` is None where the context decides. ``held_tokens``
+    are those of ``resume``, which may be empty; None without ``resume``.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    max_tokens: int | None
+    num_continuations: int
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    priority: int
+    tenant: str
+    ttft_slo_ms: int
+    itl_slo_ms: int
+    held_tokens: tuple[int, ...] | None
+
+    def sampling_of(self, index: int) -> SamplingParams:
+        """The parameters of one continuation: the same but for the seed, which counts up."""
+        if index == 0:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) % SEED_SPACE)
+
+
+def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationSpec:
+    """Check everything that needs no tokenised prompt.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT with every field that is wrong, or NOT_FOUND for another model.
+    """
+    if request.model and request.model != model.name:
+        raise CallRefusedError(
+            grpc.StatusCode.NOT_FOUND, f"model: {shown(request.model)} is not served here; served: {shown(model.name)}"
+        )
+    wrong: dict[str, str] = {}
+    wrong.update(_request_violations(request, model))
+    wrong.update(_sampling_violations(request.sampling))
+    sampling = sampling_params(request)
+    for field, description in violations(sampling, model.vocab_size):
+        wrong.setdefault(f"sampling.{field}", description)
+    if wrong:
+        raise invalid_arguments(wrong)
+    max_tokens = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+    return GenerationSpec(
+        request_id=request.request_id or secrets.token_hex(16),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        num_continuations=request.sampling.n if request.sampling.HasField("n") else 1,
+        stops=tuple(request.sampling.stop),
+        ignore_eos=request.sampling.ignore_eos,
+        priority=request.priority or PRIORITY_NORMAL,
+        tenant=request.tenant,
+        ttft_slo_ms=request.ttft_slo_ms,
+        itl_slo_ms=request.itl_slo_ms,
+        held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else None,
+    )
+
+
+def most_prompt_tokens(model: ModelInfo) -> int:
+    """The longest prompt that leaves room for one token of output."""
+    return min(model.max_model_len, model.max_request_tokens) - 1
+
+
+def check_prompt(prompt_ids: Sequence[int], field: str, model: ModelInfo) -> None:
+    """Check a tokenised prompt that came in ``field``.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    if not prompt_ids:
+        raise invalid_argument(field, "the prompt is empty; allowed: at least one token")
+    most = most_prompt_tokens(model)
+    if len(prompt_ids) > most:
+        raise invalid_argument(field, f"the prompt has {len(prompt_ids)} tokens; allowed: at most {most}")
+    require_token_ids(prompt_ids, field, model.vocab_size)
+
+
+def require_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
+    """Check that every id has a logit.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        place, value = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise invalid_argument(
+            f"{field}[{place}]", f"{value} is not a token id of this model; allowed: 0 to {vocab_size - 1}"
+        )
+
+
+def resolve_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelInfo) -> int:
+    """How many output tokens the request may have, held ones included.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT where ``max_tokens`` or ``min_tokens`` exceed the room behind the prompt,
+            OUT_OF_RANGE where the tokens held already do.
+    """
+    room = most_prompt_tokens(model) + 1 - num_prompt_tokens
+    if spec.max_tokens is not None and spec.max_tokens > room:
+        raise invalid_argument(
+            "sampling.max_tokens",
+            f"{spec.max_tokens} is not allowed; allowed: at most {room} behind {num_prompt_tokens} prompt tokens",
+        )
+    max_tokens = room if spec.max_tokens is None else spec.max_tokens
+    if spec.sampling.min_tokens > max_tokens:
+        raise invalid_argument(
+            "sampling.min_tokens",
+            f"{spec.sampling.min_tokens} is not allowed; allowed: at most {max_tokens}, as max_tokens or the context has it",
+        )
+    if spec.held_tokens is not None and len(spec.held_tokens) > max_tokens:
+        raise CallRefusedError(
+            grpc.StatusCode.OUT_OF_RANGE,
+            f"resume.token_ids: {len(spec.held_tokens)} tokens are held; the output ends after {max_tokens}",
+        )
+    return max_tokens
+
+
+def sampling_params(request: api.GenerateRequest) -> SamplingParams:
+    """The request's sampling with the API's defaults filled in; ranges are not checked here."""
+    given = request.sampling
+    top_k = given.top_k if given.HasField("top_k") else 0
+    return SamplingParams(
+        temperature=given.temperature if given.HasField("temperature") else 1.0,
+        top_k=0 if top_k == -1 else top_k,
+        top_p=given.top_p if given.HasField("top_p") else 1.0,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in given.logit_bias),
+        min_tokens=given.min_tokens,
+        stop_token_ids=tuple(given.stop_token_ids),
+        logprobs=given.logprobs if given.HasField("logprobs") else NO_LOGPROBS,
+        seed=_seed(request),
+    )
+
+
+def _seed(request: api.GenerateRequest) -> int:
+    if request.HasField("resume"):
+        return request.resume.seed
+    if request.sampling.HasField("seed"):
+        return request.sampling.seed
+    return secrets.randbits(64)
+
+
+def _request_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
+    yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
+    yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
+    if request.priority not in api.Priority.values():
+        yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(api.Priority.values())}"
+    yield from _prompt_violations(request)
+    if request.HasField("resume"):
+        yield from _resume_violations(request, model)
+
+
+def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[str, str]]:
+    if len(value.encode()) > most_bytes:
+        yield field, f"{shown(value)} has {len(value.encode())} bytes; allowed: at most {most_bytes}"
+    elif any(unicodedata.category(character) == "Cc" for character in value):
+        yield field, f"{shown(value)} holds a control character; allowed: text without any"
+
+
+def _prompt_violations(request: api.GenerateRequest) -> Iterable[tuple[str, str]]:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        yield "prompt", "there is none; allowed: one of text, token_ids, chat"
+    elif kind == "text" and not request.text:
+        yield "text", "the prompt is empty; allowed: at least one character"
+    elif kind == "token_ids" and not request.token_ids.ids:
+        yield "token_ids.ids", "the prompt is empty; allowed: at least one token"
+    elif kind == "chat":
+        yield from chat_violations(request.chat)
+
+
+def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
+    """List what is wrong with a chat before any template sees it, as (field, description)."""
+    if not chat.messages:
+        yield "chat.messages", "the prompt is empty; allowed: at least one message"
+    for place, message in enumerate(chat.messages):
+        if message.role not in CHAT_ROLES:
+            yield (
+                f"chat.messages[{place}].role",
+                f"{shown(message.role)} is not a role; allowed: {', '.join(CHAT_ROLES)}",
+            )
+
+
+def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
+    if request.sampling.HasField("n") and request.sampling.n > 1:
+        yield "resume", f"not allowed together with n = {request.sampling.n}; allowed: n = 1"
+    if request.sampling.HasField("seed") and request.sampling.seed != request.resume.seed:
+        yield (
+            "resume.seed",
+            f"{request.resume.seed} differs from sampling.seed {request.sampling.seed}; allowed: the seed in `accepted`",
+        )
+    wrong = next((t for t in request.resume.token_ids if not 0 <= t < model.vocab_size), None)
+    if wrong is not None:
+        yield "resume.token_ids", f"{wrong} is not a token id of this model; allowed: 0 to {model.vocab_size - 1}"
+
+
+def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
+    """What the shared check cannot see: fields that only the public API has, and those given in another form there."""
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens > 0:
+        yield (
+            "sampling.min_tokens",
+            f"{sampling.min_tokens} is not allowed; allowed: at most max_tokens, {sampling.max_tokens}",
+        )
+    if sampling.HasField("top_k") and sampling.top_k < -1:
+        yield "sampling.top_k", f"{sampling.top_k} is not allowed; allowed: -1 or 0 (keep all), or 1 and more"
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
+        yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
+    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
+        yield "sampling.logprobs", f"{sampling.logprobs} is not allowed; allowed: 0 to {MAX_LOGPROBS}"
+    if len(sampling.stop) > MAX_STOPS:
+        yield "sampling.stop", f"{len(sampling.stop)} entries are not allowed; allowed: at most {MAX_STOPS}"
+    for place, stop in enumerate(sampling.stop):
+        if not 1 <= len(stop.encode()) <= MAX_STOP_BYTES:
+            yield f"sampling.stop[{place}]", f"{shown(stop)} is not allowed; allowed: 1 to {MAX_STOP_BYTES} bytes"
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield (
+            "sampling.stop_token_ids",
+            f"{len(sampling.stop_token_ids)} entries are not allowed; allowed: at most {MAX_STOP_TOKEN_IDS}",
+        )

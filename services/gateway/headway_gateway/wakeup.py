@@ -1,0 +1,35 @@
+"""A bell for one task: rung any number of times, it wakes its listener once.
+
+Owns: the single future behind it. Must not know: what has happened.
+
+Lighter than ``asyncio.Event``: the thousands of rings per second that find the listener awake cost one attribute each.
+"""
+
+import asyncio
+
+
+class Wakeup:
+    """``ring`` from callbacks of the event loop, ``wait`` in one task of the same loop."""
+
+    __slots__ = ("_rung", "_waiter")
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Let the current or the next ``wait`` return."""
+        self._rung = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return as soon as the bell has been rung since the last ``wait`` returned."""
+        if not self._rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._rung = False

@@ -1,0 +1,14 @@
+"""The entry point of one worker of a ``WorkerGroup``: reads its configuration as JSON from standard input.
+
+Owns: nothing but that. Must not know: its siblings.
+"""
+
+import sys
+
+import msgspec
+
+from headway_gateway.config import GatewayConfig
+from headway_gateway.process import run
+
+if __name__ == "__main__":
+    sys.exit(run(msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig)))

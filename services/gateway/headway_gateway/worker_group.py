@@ -1,0 +1,137 @@
+"""Several gateway processes on one port: starting them, replacing one that died, ending them together.
+
+Owns: the child processes and the reservation of the port that they share through SO_REUSEPORT.
+Must not know: what a worker does.
+
+Workers are fresh interpreters, not forks: gRPC's and ZeroMQ's threads do not survive a fork. Each ends with this
+process, however that one ends, by the kernel's parent-death signal.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+import structlog
+
+from headway_gateway.config import GatewayConfig, split_address
+from headway_gateway.server import AddressInUseError
+
+_RESTART_DELAY_S = 0.5
+_QUICK_DEATH_S = 2.0
+_MOST_QUICK_DEATHS = 5
+_EXTRA_GRACE_S = 5.0
+
+_log = structlog.get_logger("headway.gateway.workers")
+
+
+class WorkerGroup:
+    """``config.workers`` processes that run ``headway_gateway.worker``."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._reservation: socket.socket | None = None
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._is_stopping = False
+
+    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> int:
+        """Keep the workers running until ``stop``; return an exit code.
+
+        Raises:
+            AddressInUseError: the port is taken.
+        """
+        host, port = self._reserve()
+        worker_config = msgspec.structs.replace(
+            self._config,
+            grpc_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            workers=1,
+            reuse_port=True,
+            exit_with_parent=True,
+        )
+        _log.info("starting workers", address=worker_config.grpc_address, workers=self._config.workers)
+        keepers = [asyncio.create_task(self._keep_one(worker_config)) for _ in range(self._config.workers)]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([stopping, *keepers], return_when=asyncio.FIRST_COMPLETED)
+            self._is_stopping = True
+            self._signal_all(signal.SIGTERM)
+            await self._wait_for_workers(keepers, stop_now)
+            codes = [keeper.result() for keeper in keepers]
+            return next((code for code in codes if code), 0)
+        finally:
+            stopping.cancel()
+            self._signal_all(signal.SIGKILL)
+            if self._reservation is not None:
+                self._reservation.close()
+
+    def _reserve(self) -> tuple[str, int]:
+        """Hold the port without listening on it, so that it stays ours while workers come and go."""
+        host, port = split_address(self._config.grpc_address)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # Without SO_REUSEPORT: another group of workers on this port must not be joined by accident.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            self._reservation = socket.socket(family, socket.SOCK_STREAM)
+            self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._reservation.bind(address)
+        except OSError as error:
+            raise AddressInUseError(
+                f"grpc_address: cannot listen on {self._config.grpc_address[:64]!r} ({error.strerror}); "
+                "allowed: a free address"
+            ) from error
+        return host, self._reservation.getsockname()[1]
+
+    async def _keep_one(self, config: GatewayConfig) -> int:
+        """Run one worker, again whenever it dies; return its exit code when stopping, or when dying is all it does."""
+        quick_deaths = 0
+        while not self._is_stopping:
+            started_at = time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "headway_gateway.worker", stdin=asyncio.subprocess.PIPE
+            )
+            self._processes.append(process)
+            if self._is_stopping:
+                process.terminate()
+            try:
+                await process.communicate(msgspec.json.encode(config))
+            finally:
+                self._processes.remove(process)
+            code = process.returncode
+            assert code is not None
+            if self._is_stopping:
+                return max(code, 0)
+            lived_s = time.monotonic() - started_at
+            quick_deaths = quick_deaths + 1 if lived_s < _QUICK_DEATH_S else 0
+            _log.error("a worker died", pid=process.pid, exit_code=code, lived_s=round(lived_s, 1))
+            if quick_deaths >= _MOST_QUICK_DEATHS:
+                return code if code > 0 else 1
+            await asyncio.sleep(_RESTART_DELAY_S)
+        return 0
+
+    async def _wait_for_workers(self, keepers: list[asyncio.Task[int]], stop_now: asyncio.Event) -> None:
+        hurry = asyncio.create_task(_set(stop_now))
+        everyone = asyncio.create_task(_all_done(keepers))
+        await asyncio.wait(
+            (hurry, everyone), timeout=self._config.grace_s + _EXTRA_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurry.cancel()
+        if not everyone.done():
+            self._signal_all(signal.SIGTERM if stop_now.is_set() else signal.SIGKILL)
+            await everyone
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.send_signal(number)
+
+
+async def _all_done(tasks: list[asyncio.Task[int]]) -> None:
+    await asyncio.gather(*tasks)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
