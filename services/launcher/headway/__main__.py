@@ -1,0 +1,172 @@
+"""The ``headway`` command.
+
+Owns: the list of commands, and which module each is in. Must not know: how any of them works; each is imported only
+when it is asked for, so that ``headway scheduler`` starts at once on a host without torch or gRPC.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headway.configuration import OneLineParser, suggestion
+from headway.settings import ConfigurationError, shown
+
+USAGE_EXIT_CODE = 2
+
+# Which extra brings a module that a command needs and this host may lack.
+_EXTRAS = {
+    "grpc": "gateway",
+    "grpc_health": "gateway",
+    "google": "gateway",
+    "tokenizers": "gateway",
+    "torch": "executor",
+}
+
+
+class Command(msgspec.Struct, frozen=True):
+    """One command: a line for the overview, its flags, and what it does; ``run`` returns the exit code."""
+
+    summary: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code (2: the command line or the configuration is wrong)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in {"-h", "--help", "help"}:
+        sys.stdout.write(overview())
+        return 0 if words else USAGE_EXIT_CODE
+    name, rest = words[0].removeprefix("--"), words[1:]
+    if name not in COMMANDS:
+        return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{suggestion(name, COMMANDS)}")
+    try:
+        return COMMANDS[name].run(parser_of(name).parse(rest))
+    except ConfigurationError as error:
+        return _refuse(f"headway {name}", str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        return _refuse(f"headway {name}", f"this host lacks {package}; install headway[{_EXTRAS[package]}]")
+
+
+def overview() -> str:
+    """Return the help text of the command itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  headway {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help tells the flags.", "")
+    )
+
+
+def parser_of(name: str) -> OneLineParser:
+    """Return the parser of a command, with all its flags."""
+    summary = COMMANDS[name].summary
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser = OneLineParser(prog=f"headway {name}", description=description, allow_abbrev=False)
+    COMMANDS[name].add_flags(parser)
+    return parser
+
+
+def _refuse(program: str, message: str) -> int:
+    sys.stderr.write(f"{program}: {message}\n")
+    return USAGE_EXIT_CODE
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.services import add_serve_flags
+
+    add_serve_flags(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from headway.serve import run
+
+    return run(arguments, os.environ)
+
+
+def _add_service_flags(name: str, parser: argparse.ArgumentParser) -> None:
+    from headway.services import SERVICES, add_service_flags
+
+    add_service_flags(parser, SERVICES[name])
+
+
+def _run_service(name: str, arguments: argparse.Namespace) -> int:
+    from headway.services import SERVICES, announce, load
+
+    config = load(SERVICES[name], arguments, os.environ)
+    announce(name, config)
+    return SERVICES[name].run(config)
+
+
+def _service(name: str, summary: str) -> Command:
+    return Command(summary, functools.partial(_add_service_flags, name), functools.partial(_run_service, name))
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.generate_flags import add_generate_flags
+
+    add_generate_flags(parser)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from headway.generate import run
+
+    return run(arguments)
+
+
+def _add_demo_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.demo import add_demo_flags
+
+    add_demo_flags(parser)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from headway.demo import run
+
+    return run(arguments)
+
+
+def _add_health_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC without TLS")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+
+
+def _health(arguments: argparse.Namespace) -> int:
+    from headway.health import SERVING, Target, health_of
+
+    status = health_of(Target(address=arguments.address), timeout_s=arguments.timeout)
+    sys.stdout.write(f"{status}\n")
+    return 0 if status == SERVING else 1
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    del arguments
+    sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
+    return 0
+
+
+COMMANDS = {
+    "serve": Command(
+        "serve a model on this machine: scheduler, executor and gateway, supervised", _add_serve_flags, _serve
+    ),
+    "scheduler": _service("scheduler", "run the scheduler alone: decide, every step, which tokens run"),
+    "executor": _service("executor", "run an executor alone: hold a model and run the steps"),
+    "gateway": _service("gateway", "run a gateway alone: serve the gRPC API"),
+    "generate": Command("stream answers from a running server to the terminal", _add_generate_flags, _generate),
+    "demo": Command(
+        "serve the model that ships with Headway, stream several prompts at once, and stop", _add_demo_flags, _demo
+    ),
+    "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
+    "version": Command("print the version", lambda _: None, _version),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

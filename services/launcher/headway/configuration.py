@@ -1,0 +1,227 @@
+"""Where configuration comes from: flags over environment over a TOML file over what the struct says itself.
+
+Owns: reading each source, their precedence, the names people use for a setting in each of them (so that an error
+points at the line they wrote), suggestions for misspelt names, and the one line that tells the effective values.
+Must not know: what any setting means, or how a process is run with it.
+
+A value keeps its origin until the struct is built. So ``validate`` of a service, which knows only field names, still
+ends up as a message about the flag, the variable or the line of the file that was wrong.
+"""
+
+import argparse
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from headway.settings import (
+    ConfigurationError,
+    Setting,
+    allowed,
+    from_text,
+    from_toml,
+    metavar,
+    settings_of,
+    shown,
+    variable_of,
+)
+
+ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
+
+# Kubernetes gives every container such variables for every service of its namespace; one may be called headway.
+_KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A value that some source gave. ``origin`` is what its author would call it."""
+
+    value: Any
+    origin: str
+
+
+Layer = Mapping[str, Given]
+"""What one source gives, by field name."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, exit 2, and name the nearest flag for an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with one line instead of the usage text."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse; refuse the first unknown argument by name."""
+        parsed, unknown = self.parse_known_args(words)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return parsed
+
+    def _unknown(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return f"unexpected argument {shown(argument)}; see {self.prog} --help"
+        flag = argument.partition("=")[0]
+        return f"unknown flag {shown(flag)[1:-1]}{suggestion(flag, self._option_string_actions)}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean X?``, or where to look when nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
+    """Add one flag per setting. A flag that is not given leaves no attribute behind."""
+    group = parser.add_argument_group(title)
+    for setting in settings:
+        text = _help_text(setting)
+        if setting.is_bool:
+            group.add_argument(
+                setting.flag,
+                dest=setting.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+        else:
+            group.add_argument(
+                setting.flag,
+                dest=setting.name,
+                action="append",
+                default=argparse.SUPPRESS,
+                metavar=metavar(setting),
+                help=text,
+            )
+
+
+def _help_text(setting: Setting) -> str:
+    value = setting.default
+    default = "required" if setting.required else f"default: {'none' if value in ('', None, {}, ()) else value}"
+    if isinstance(value, bool):
+        default = f"default: {'on' if value else 'off'}"
+    return f"{setting.description} ({default})".replace("%", "%%")
+
+
+def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) -> Layer:
+    """Return what the command line gave for these settings."""
+    layer = {}
+    for name, setting in settings.items():
+        if not hasattr(parsed, name):
+            continue
+        value = getattr(parsed, name)
+        layer[name] = Given(value if setting.is_bool else from_text(setting, value, setting.flag), setting.flag)
+    return layer
+
+
+def given_by_environment(environment: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> Layer:
+    """Return what ``HEADWAY_<SECTION>_*`` variables give. Mappings and sequences are separated by commas."""
+    layer = {}
+    for name, setting in settings.items():
+        variable = variable_of(section, name)
+        if variable in environment:
+            text = environment[variable]
+            texts = [part for part in text.split(",") if part] if setting.is_mapping else [text]
+            layer[name] = Given(from_text(setting, texts, variable), variable)
+    return layer
+
+
+def check_environment(environment: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> None:
+    """Refuse a ``HEADWAY_`` variable that no setting reads; a misspelt one would otherwise do nothing, silently.
+
+    ``sections`` has the field names of every section.
+
+    Raises:
+        ConfigurationError: names the variable and the nearest one that exists.
+    """
+    known = {variable_of(section, name) for section, names in sections.items() for name in names}
+    for variable in sorted(environment):
+        if not variable.startswith("HEADWAY_") or variable in known or _KUBERNETES_VARIABLE.search(variable):
+            continue
+        raise ConfigurationError(
+            f"unknown environment variable {shown(variable)[1:-1]}{suggestion(variable, sorted(known))}"
+        )
+
+
+def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[str, Layer]:
+    """Read a TOML file: one table per section, one key per setting. Sections it lacks come back empty.
+
+    Raises:
+        ConfigurationError: unreadable, no TOML, an unknown section or key, or a value of the wrong type.
+    """
+    document = _toml(path)
+    layers: dict[str, Layer] = {section: {} for section in sections}
+    for section, table in document.items():
+        if section not in sections:
+            names = ", ".join(f"[{name}]" for name in sections)
+            raise ConfigurationError(f"unknown section [{section}] in {path}; allowed: {names}")
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"{section} in {path} is not a section; write [{section}] above its keys")
+        layers[section] = _given_by_table(table, section, sections[section], path)
+    return layers
+
+
+def _toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"--config: cannot read {shown(path)}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config: {shown(path)} is not valid TOML: {error}") from None
+
+
+def _given_by_table(table: Mapping[str, Any], section: str, settings: Mapping[str, Setting], path: str) -> Layer:
+    layer = {}
+    for key, value in table.items():
+        if key not in settings:
+            raise ConfigurationError(f"unknown key {shown(key)} in [{section}] of {path}{suggestion(key, settings)}")
+        origin = f"{key} in [{section}] of {path}"
+        layer[key] = Given(from_toml(settings[key], value, origin), origin)
+    return layer
+
+
+def merged(layers: Iterable[Layer]) -> dict[str, Given]:
+    """Lay sources over each other; the first one that gives a value wins."""
+    result: dict[str, Given] = {}
+    for layer in layers:
+        for name, given in layer.items():
+            result.setdefault(name, given)
+    return result
+
+
+def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], None]) -> ConfigT:
+    """Make the frozen struct and let its owner validate it.
+
+    ``validate`` raises ValueError with a message that begins with the offending field's name.
+
+    Raises:
+        ConfigurationError: a required setting is missing, or ``validate`` objects.
+    """
+    settings = settings_of(struct)
+    for name, setting in settings.items():
+        if setting.required and name not in given:
+            raise ConfigurationError(f"{setting.flag} is required; allowed: {allowed(setting)}")
+    config = struct(**{name: given[name].value for name in settings if name in given})
+    try:
+        validate(config)
+    except ValueError as error:
+        raise ConfigurationError(_in_the_authors_words(str(error), settings, given)) from None
+    return config
+
+
+def _in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
+    """Replace a leading field name by the flag, variable or line that gave the value."""
+    field = re.match(r"\w*", message).group()  # type: ignore[union-attr]  # matches the empty string at least
+    if field in given:
+        return given[field].origin + message.removeprefix(field)
+    if field in settings:
+        return settings[field].flag + message.removeprefix(field)
+    return message
+
+
+def effective(config: msgspec.Struct) -> dict[str, Any]:
+    """Return every setting and its value, in the order of the fields, as the start-up line reports them."""
+    return msgspec.structs.asdict(config)

@@ -1,0 +1,97 @@
+"""Asks a server over gRPC whether it serves, and what.
+
+Owns: the standard health check (``grpc.health.v1``), and reaching a server whose certificate or token lies on this
+host.
+Must not know: who asks; the launcher and container health checks use it alike.
+"""
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+
+import grpc
+import msgspec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headway_proto import generation_pb2, generation_pb2_grpc
+
+UNREACHABLE = "UNREACHABLE"
+SERVING = "SERVING"
+
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # where to reach a server that listens everywhere
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A server to ask. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text."""
+
+    address: str
+    certificates: bytes | None = None
+    token: str = ""
+
+    @property
+    def reachable_address(self) -> str:
+        """The address to connect to: a server that listens on every interface is reached over loopback."""
+        host, _, port = self.address.rpartition(":")
+        return f"{_ANY_HOST.get(host, host)}:{port}"
+
+
+def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
+    """Return the server's status: SERVING, NOT_SERVING, ..., or UNREACHABLE."""
+    try:
+        with _channel(target, timeout_s) as channel:
+            response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
+                health_pb2.HealthCheckRequest(), timeout=timeout_s
+            )
+    except (grpc.RpcError, OSError):
+        return UNREACHABLE
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def model_of(target: Target, *, timeout_s: float = 5.0) -> generation_pb2.GetModelResponse:
+    """Return what the server serves.
+
+    Raises:
+        grpc.RpcError: it did not say.
+    """
+    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
+    with _channel(target, timeout_s) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+        model: generation_pb2.GetModelResponse = stub.GetModel(
+            generation_pb2.GetModelRequest(), timeout=timeout_s, metadata=metadata
+        )
+        return model
+
+
+@contextlib.contextmanager
+def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
+    address = target.reachable_address
+    if target.certificates is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        name = _certified_name(address, target.certificates, timeout_s)
+        options = (("grpc.ssl_target_name_override", name),) if name else ()
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(target.certificates), options)
+    with channel:
+        yield channel
+
+
+def _certified_name(address: str, certificates: bytes, timeout_s: float) -> str:
+    """Return a name that the server's certificate is made out to.
+
+    This host holds that very certificate, so the name under which others reach the server proves nothing more here.
+
+    Raises:
+        OSError: nobody listens, or the server shows a certificate that is not among these.
+    """
+    context = ssl.create_default_context(cadata=certificates.decode("ascii"))
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection,
+        context.wrap_socket(connection) as secured,
+    ):
+        certificate = secured.getpeercert() or {}
+    names = [str(entry[1]) for entry in certificate.get("subjectAltName", ())]
+    return names[0].replace("*", "headway", 1) if names else ""

@@ -1,0 +1,78 @@
+"""Child processes: start, watch, signal, and leave none behind.
+
+Owns: the operating system's part of supervision. Every child leads a session of its own, so that Ctrl-C in a terminal
+reaches only the launcher (which then stops the children in order) and so that a kill reaches a child's own children.
+Must not know: when to start, stop or restart anything.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+
+class ChildExited(msgspec.Struct, frozen=True):
+    """A child ended; ``returncode`` is negative for a signal."""
+
+    name: str
+    returncode: int
+
+
+class Children:
+    """The children of this process by name; at most one of a name at a time. Use within a running event loop.
+
+    ``on_exit`` is called once for each child that ends.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        environment: Mapping[str, str],
+        on_exit: Callable[[ChildExited], None],
+    ) -> None:
+        self._on_exit = on_exit
+        self._commands = commands
+        self._environment = dict(environment)
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def start(self, name: str) -> None:
+        """Start the named child; its output goes to this process's stderr."""
+        process = await asyncio.create_subprocess_exec(
+            *self._commands[name],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,
+            env=self._environment,
+            start_new_session=True,
+        )
+        self._processes[name] = process
+        watcher = asyncio.create_task(self._watch(name, process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    def terminate(self, name: str) -> None:
+        """Ask the child to end. Its own children are its own business."""
+        if name in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[name].send_signal(signal.SIGTERM)
+
+    def kill(self, name: str) -> None:
+        """End the child and every process of its session's group."""
+        if name in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[name].pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """End whatever still runs; for the way out after an error of our own."""
+        for name in list(self._processes):
+            self.kill(name)
+
+    async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
+        returncode = await process.wait()
+        # Workers of a child that died without a word would otherwise hold its port or its sockets.
+        self.kill(name)
+        del self._processes[name]
+        self._on_exit(ChildExited(name, returncode))

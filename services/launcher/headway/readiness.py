@@ -1,0 +1,47 @@
+"""Waiting until a server that was just started serves.
+
+Owns: polling, what is told meanwhile, and the readiness line.
+Must not know: how the server was started, or what happens when it dies.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+
+from headway.health import SERVING, Target, health_of, model_of
+from headway_proto import generation_pb2
+
+POLL_INTERVAL_S = 0.1
+PROGRESS_INTERVAL_S = 5.0
+
+
+async def wait_until_serving(target: Target, *, started: float, tell: Callable[[str], None]) -> str:
+    """Return the readiness line once health says SERVING; tell now and then that it does not yet.
+
+    ``started`` is the monotonic time, in seconds, from which the start-up counts.
+    """
+    next_word = started + PROGRESS_INTERVAL_S
+    while (model := await asyncio.to_thread(_model_if_serving, target)) is None:
+        now = time.monotonic()
+        if now >= next_word:
+            tell(f"not ready after {now - started:.0f} s")
+            next_word = now + PROGRESS_INTERVAL_S
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return readiness_line(target.address, model, time.monotonic() - started)
+
+
+def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
+    if health_of(target) != SERVING:
+        return None
+    try:
+        return model_of(target)
+    except grpc.RpcError:
+        return None
+
+
+def readiness_line(address: str, model: generation_pb2.GetModelResponse, took_s: float) -> str:
+    """Say where what is served."""
+    runs_on = f"{model.backend}/{model.device}/{model.dtype}"
+    return f"headway is ready on {address} (model {model.name}, {runs_on}, {took_s:.1f} s)"

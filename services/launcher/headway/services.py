@@ -1,0 +1,174 @@
+"""The three services as the launcher sees them: where their configuration is declared and how they are run.
+
+Owns: the list of services, loading the configuration of one, the name ``demo`` for the model that ships with Headway,
+and the line that tells the effective configuration at start.
+Must not know: what a setting means. Imports a service only when it is asked for: a scheduler's host has no torch.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.configuration import (
+    Layer,
+    add_flags,
+    build,
+    check_environment,
+    effective,
+    given_by_environment,
+    given_by_flags,
+    merged,
+    read_file,
+)
+from headway.serve_config import DEMO_MODEL, ServeConfig
+from headway.settings import Setting, settings_of
+
+DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
+
+SERVE = "serve"
+
+# What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
+SETTLED_BY_SERVE = frozenset({"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port"})
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the three processes, named by its modules so that nothing is imported before it is needed."""
+
+    name: str
+    package: str
+    struct_name: str
+
+    @property
+    def struct(self) -> type[msgspec.Struct]:
+        """The frozen configuration struct."""
+        struct: type[msgspec.Struct] = getattr(importlib.import_module(f"{self.package}.config"), self.struct_name)
+        return struct
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The settings by field name."""
+        return settings_of(self.struct)
+
+    @property
+    def run(self) -> Callable[[Any], int]:
+        """The process itself: takes the configuration, returns the exit code."""
+        run: Callable[[Any], int] = importlib.import_module(f"{self.package}.process").run
+        return run
+
+    def build(self, given: Layer) -> msgspec.Struct:
+        """Make and validate the configuration; ``ConfigurationError`` says what is wrong in its author's words."""
+        return build(self.struct, given, lambda config: config.validate())  # type: ignore[attr-defined]
+
+
+SERVICES = {
+    service.name: service
+    for service in (
+        Service(
+            name="scheduler",
+            package="headway_scheduler",
+            struct_name="SchedulerConfig",
+        ),
+        Service(
+            name="executor",
+            package="headway_executor",
+            struct_name="ExecutorConfig",
+        ),
+        Service(
+            name="gateway",
+            package="headway_gateway",
+            struct_name="GatewayConfig",
+        ),
+    )
+}
+
+
+def serve_settings() -> dict[str, Setting]:
+    """Return the settings of ``serve``: its own, and every one of the services but those that it settles itself."""
+    settings = settings_of(ServeConfig)
+    for service in SERVICES.values():
+        for name, setting in service.settings.items():
+            if name not in SETTLED_BY_SERVE:
+                settings.setdefault(name, setting)
+    return settings
+
+
+def load(service: Service, arguments: argparse.Namespace, environment: Mapping[str, str]) -> msgspec.Struct:
+    """Put together the configuration of a service that runs by itself.
+
+    Raises:
+        ConfigurationError: some source is wrong; nothing has been started.
+    """
+    from_flags = given_by_flags(arguments, service.settings)
+    from_file = sources_in_file(arguments, environment)[service.name]
+    from_environment = given_by_environment(environment, service.name, service.settings)
+    return service.build(with_model_directory(merged((from_flags, from_environment, from_file))))
+
+
+def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
+    """Read the ``--config`` file where one is given, by section; check the names in the environment on the way.
+
+    Raises:
+        ConfigurationError: an unknown variable, or a file that is wrong.
+    """
+    sections = {SERVE: serve_settings(), **{name: service.settings for name, service in SERVICES.items()}}
+    check_environment(environment, sections)
+    if arguments.config is None:
+        return {section: {} for section in sections}
+    return read_file(arguments.config, sections)
+
+
+def with_model_directory(given: Layer) -> dict[str, Any]:
+    """Replace the model name ``demo`` by the directory of the model that ships with Headway."""
+    result = dict(given)
+    if "model" in result and result["model"].value == DEMO_MODEL:
+        result["model"] = msgspec.structs.replace(result["model"], value=str(DEMO_MODEL_DIRECTORY))
+    return result
+
+
+def add_service_flags(parser: argparse.ArgumentParser, service: Service) -> None:
+    """Add ``--config`` and the flags of one service."""
+    add_config_flag(parser)
+    add_flags(parser, service.settings.values())
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config``, the launcher's own flags, then those of the services, each once."""
+    add_config_flag(parser)
+    own = settings_of(ServeConfig)
+    shown_already = set(own) | SETTLED_BY_SERVE
+    add_flags(parser, own.values())
+    for service in SERVICES.values():
+        new = {name: setting for name, setting in service.settings.items() if name not in shown_already}
+        add_flags(parser, new.values(), title=f"settings of the {service.name}")
+        shown_already |= set(new)
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names the TOML file."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with the sections [serve], [scheduler], [executor], [gateway]; flags and HEADWAY_* "
+        "environment variables win over it",
+    )
+
+
+def announce(name: str, config: msgspec.Struct) -> None:
+    """Tell the effective configuration, as one line on stderr in the configured format, from level info on."""
+    import structlog
+
+    settings = effective(config)
+    if settings.get("log_level") in {"warning", "error"}:
+        return
+    as_json = settings.get("log_format") == "json"
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    log = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr),
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
+    )
+    log.info("configuration", service=name, **settings)

@@ -1,0 +1,183 @@
+"""What can be configured: the fields of a configuration struct as settings with names, types and words for people.
+
+Owns: the flag and the environment variable of a field, reading a value from text, and saying what a type allows.
+Must not know: which services exist, or where values come from.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+SHOWN_VALUE_CHARS = 64
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot be used. The message is one line for the person who wrote it (exit code 2)."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of a configuration struct. ``default`` is meaningless where ``required``."""
+
+    name: str
+    type: Any
+    shape: inspect.Type
+    description: str
+    required: bool
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """The command line's name; a mapping is given entry by entry, so its flag is singular."""
+        name = self.name.removesuffix("s") if self.is_mapping else self.name
+        return "--" + name.replace("_", "-")
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the flag takes no value but comes as ``--x`` and ``--no-x``."""
+        return isinstance(self.shape, inspect.BoolType)
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the value is a mapping, given as KEY=VALUE."""
+        return isinstance(self.shape, inspect.DictType)
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether the value is a sequence, given with commas or by repeating the flag."""
+        return isinstance(self.shape, inspect.VarTupleType | inspect.ListType)
+
+
+def settings_of(struct: type[msgspec.Struct]) -> dict[str, Setting]:
+    """Return the settings of a configuration struct by field name, in the order of its fields."""
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    types_by_name = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    return {field.name: _setting(field, types_by_name[field.name]) for field in info.fields}
+
+
+def _setting(field: inspect.Field, annotation: Any) -> Setting:
+    shape, description = field.type, ""
+    while isinstance(shape, inspect.Metadata):
+        description = (shape.extra_json_schema or {}).get("description", description)
+        shape = shape.type
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    return Setting(
+        name=field.name,
+        type=annotation,
+        shape=shape,
+        description=description,
+        required=field.required,
+        default=default,
+    )
+
+
+def variable_of(section: str, name: str) -> str:
+    """Return the environment variable of a setting, as in ``HEADWAY_SCHEDULER_MAX_NUM_SEQS``."""
+    return f"HEADWAY_{section}_{name}".upper()
+
+
+def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
+    """Read a value from the texts of a flag, one per time it was given, or from the one text of a variable.
+
+    A scalar takes the last text, as command lines do; mappings and sequences take them all.
+
+    Raises:
+        ConfigurationError: the text is no value of the setting's type.
+    """
+    if setting.is_mapping:
+        return _checked(setting, _entries(texts, origin), origin)
+    if setting.is_sequence:
+        return _checked(setting, [part for text in texts for part in text.split(",") if part], origin)
+    return _checked(setting, texts[-1], origin)
+
+
+def from_toml(setting: Setting, value: Any, origin: str) -> Any:
+    """Check a value that a TOML file has typed already.
+
+    Raises:
+        ConfigurationError: the value is not of the setting's type.
+    """
+    return _checked(setting, value, origin, strict=True)
+
+
+def _entries(texts: Sequence[str], origin: str) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise ConfigurationError(f"{origin}: {shown(text)} is not allowed; allowed: KEY=VALUE")
+        entries[key] = value
+    return entries
+
+
+def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False) -> Any:
+    try:
+        return msgspec.convert(value, setting.type, strict=strict)
+    except msgspec.ValidationError:
+        raise ConfigurationError(f"{origin}: {shown(value)} is not allowed; allowed: {allowed(setting)}") from None
+
+
+def shown(value: object) -> str:
+    """Quote a value for a message: at most 64 of its characters, and never a second line."""
+    text = str(value)
+    cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
+    return repr(cut)
+
+
+def allowed(setting: Setting) -> str:
+    """Say in words what a setting's type admits."""
+    return _allowed(setting.shape)
+
+
+def _allowed(shape: inspect.Type) -> str:
+    match shape:
+        case inspect.Metadata(type=inner):
+            return _allowed(inner)
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return "a whole number" + _bounds(shape)
+        case inspect.FloatType():
+            return "a number" + _bounds(shape)
+        case inspect.LiteralType(values=values):
+            return ", ".join(map(str, values))
+        case inspect.DictType():
+            return "KEY=VALUE"
+        case inspect.VarTupleType(item_type=item) | inspect.ListType(item_type=item):
+            return f"{_allowed(item)}, several separated by commas"
+        case inspect.UnionType(types=members):
+            return " or ".join(_allowed(member) for member in members if not isinstance(member, inspect.NoneType))
+        case _:
+            return "text"
+
+
+def _bounds(shape: inspect.IntType | inspect.FloatType) -> str:
+    limits = (("at least", shape.ge), ("above", shape.gt), ("at most", shape.le), ("below", shape.lt))
+    return "".join(f", {words} {limit:g}" for words, limit in limits if limit is not None)
+
+
+def metavar(setting: Setting) -> str:
+    """Return the placeholder that help texts show for a value."""
+    match setting.shape:
+        case inspect.IntType() | inspect.FloatType():
+            return "N"
+        case inspect.LiteralType(values=values):
+            return "{" + ",".join(map(str, values)) + "}"
+        case inspect.DictType():
+            return "KEY=VALUE"
+        case _:
+            return "TEXT"
+
+
+def as_text(setting: Setting, value: Any) -> list[str]:
+    """Return the command line words that give a setting this value; what ``from_text`` reads back."""
+    if setting.is_bool:
+        return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
+    if setting.is_mapping:
+        assert isinstance(value, Mapping)
+        return [f"{setting.flag}={key}={entry}" for key, entry in value.items()]
+    if setting.is_sequence:
+        return [f"{setting.flag}={','.join(map(str, value))}"]
+    return [f"{setting.flag}={value}"]

@@ -1,0 +1,159 @@
+"""What to do when a process of the fleet ends, or when someone asks the fleet to end.
+
+Owns: restarts with back-off and a budget, the order of an orderly stop, and the fleet's exit code. A pure state
+machine: events and the time go in, actions come out.
+Must not know: how a process is started or signalled, what the processes do, or the clock.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+USER_ERROR_EXIT_CODES = frozenset({2, 3})
+"""Configuration (2) and model files (3): starting again cannot help, and the process has said what is wrong."""
+
+RESTARTS_EXHAUSTED_EXIT_CODE = 1
+
+
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How often and how fast a process that died is started again. Times in seconds.
+
+    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``; a process that
+    has lasted a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
+    """
+
+    max_restarts: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Start the process."""
+
+    name: str
+
+
+class Terminate(msgspec.Struct, frozen=True, tag=True):
+    """Ask the process to end (SIGTERM)."""
+
+    name: str
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """End the process and its descendants (SIGKILL)."""
+
+    name: str
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Tell the operator."""
+
+    text: str
+
+
+Action = Start | Terminate | Kill | Report
+
+
+class Fleet:
+    """The processes that make up one served model, from the first start to the last exit.
+
+    Args:
+        stop_grace_s: by name, seconds from SIGTERM to SIGKILL; the order of the names is the order of an orderly stop,
+            in which a process is asked to end only after the one before it has.
+        policy: when to start a dead process again.
+    """
+
+    def __init__(self, stop_grace_s: Mapping[str, float], policy: RestartPolicy) -> None:
+        self._stop_grace_s = dict(stop_grace_s)
+        self._policy = policy
+        self._alive: set[str] = set()
+        self._restart_at: dict[str, float] = {}
+        self._recent_restarts: dict[str, deque[float]] = {name: deque() for name in stop_grace_s}
+        self._stopping = False
+        self._kill_at: dict[str, float] = {}
+        self._exit_code = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code to leave with once the fleet has ended; None before."""
+        return self._exit_code if self._stopping and not self._alive else None
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When ``tick`` has something to do, if nothing else happens before."""
+        return min((*self._restart_at.values(), *self._kill_at.values()), default=None)
+
+    def start(self, names: Sequence[str]) -> list[Action]:
+        """Start the fleet, in this order; none of the processes waits for another."""
+        self._alive.update(names)
+        return [Start(name) for name in names]
+
+    def child_exited(self, name: str, returncode: int, now: float) -> list[Action]:
+        """Take in the end of a process; ``returncode`` is negative for a signal, as in ``subprocess``."""
+        self._alive.discard(name)
+        self._kill_at.pop(name, None)
+        if self._stopping:
+            return self._terminate_next(now)
+        if returncode in USER_ERROR_EXIT_CODES:
+            return self._stop_all(returncode, now)
+        return self._restart_or_give_up(name, returncode, now)
+
+    def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
+        """Begin an orderly stop; asked for a second time, kill at once and leave with ``impatient_exit_code``."""
+        if self._stopping:
+            self._exit_code = impatient_exit_code
+            self._kill_at.clear()
+            return [Report("killing at once"), *(Kill(name) for name in self._in_stop_order())]
+        self._stopping = True
+        self._restart_at.clear()
+        return [Report("stopping: " + ", then ".join(self._in_stop_order())), *self._terminate_next(now)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what has fallen due: delayed restarts, and kills of processes that did not end when asked."""
+        actions: list[Action] = []
+        for name in [name for name, due in self._restart_at.items() if due <= now]:
+            del self._restart_at[name]
+            self._alive.add(name)
+            actions.append(Start(name))
+        for name in [name for name, due in self._kill_at.items() if due <= now]:
+            del self._kill_at[name]
+            actions += [Report(f"{name} did not end within {self._stop_grace_s[name]:g} s; killing it"), Kill(name)]
+        return actions
+
+    def _restart_or_give_up(self, name: str, returncode: int, now: float) -> list[Action]:
+        recent = self._recent_restarts[name]
+        while recent and recent[0] <= now - self._policy.window_s:
+            recent.popleft()
+        ended = f"{name} ended ({_describe(returncode)})"
+        if len(recent) >= self._policy.max_restarts:
+            budget = f"{len(recent)} restarts within {self._policy.window_s:g} s"
+            return [Report(f"{ended} after {budget}: giving up"), *self._stop_all(RESTARTS_EXHAUSTED_EXIT_CODE, now)]
+        delay = min(self._policy.first_delay_s * 2 ** len(recent), self._policy.max_delay_s)
+        recent.append(now)
+        self._restart_at[name] = now + delay
+        return [Report(f"{ended}; starting it again in {delay:g} s")]
+
+    def _stop_all(self, exit_code: int, now: float) -> list[Action]:
+        """Stop out of order: with one process gone for good the others cannot finish their work."""
+        self._stopping = True
+        self._exit_code = exit_code
+        self._restart_at.clear()
+        return [self._terminate(name, now) for name in self._in_stop_order()]
+
+    def _terminate_next(self, now: float) -> list[Action]:
+        if self._kill_at or not self._alive:
+            return []
+        return [self._terminate(self._in_stop_order()[0], now)]
+
+    def _terminate(self, name: str, now: float) -> Action:
+        self._kill_at[name] = now + self._stop_grace_s[name]
+        return Terminate(name)
+
+    def _in_stop_order(self) -> list[str]:
+        return [name for name in self._stop_grace_s if name in self._alive]
+
+
+def _describe(returncode: int) -> str:
+    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"

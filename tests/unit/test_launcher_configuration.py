@@ -1,0 +1,184 @@
+"""Where settings come from, which source wins, and what a mistake in any of them is answered with."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from headway.configuration import (
+    OneLineParser,
+    add_flags,
+    build,
+    check_environment,
+    given_by_environment,
+    given_by_flags,
+    merged,
+    read_file,
+)
+from headway.settings import ConfigurationError, as_text, from_text, settings_of
+
+
+class ToyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[str, Meta(description="a directory")]
+    slots: Annotated[int, Meta(description="how many")] = 4
+    workers: Annotated[int, Meta(ge=1, le=8, description="processes")] = 1
+    ratio: Annotated[float, Meta(description="a share")] = 0.5
+    order: Annotated[Literal["fcfs", "priority"], Meta(description="who first")] = "fcfs"
+    caching: Annotated[bool, Meta(description="reuse")] = True
+    options: Annotated[dict[str, str], Meta(description="the backend's own")] = {}
+    hosts: Annotated[tuple[str, ...], Meta(description="peers")] = ()
+
+    def validate(self) -> None:
+        if self.slots & (self.slots - 1):
+            raise ValueError(f"slots: {self.slots} is not allowed; allowed: a power of two")
+
+
+SETTINGS = settings_of(ToyConfig)
+
+
+def parsed(*words):
+    parser = OneLineParser(prog="headway toy", allow_abbrev=False)
+    add_flags(parser, SETTINGS.values())
+    return parser.parse(words)
+
+
+def configured(*words, environment=None, file=None):
+    layers = [given_by_flags(parsed(*words), SETTINGS), given_by_environment(environment or {}, "toy", SETTINGS)]
+    if file is not None:
+        layers.append(read_file(str(file), {"toy": SETTINGS})["toy"])
+    return build(ToyConfig, merged(layers), ToyConfig.validate)
+
+
+def test_every_kind_of_flag_reaches_its_field():
+    config = configured(
+        *("--model", "m", "--slots", "8", "--ratio=0.25", "--order", "priority", "--no-caching"),
+        *("--option", "a=1,2", "--option", "b=x=y", "--hosts", "h1,h2"),
+    )
+    assert config == ToyConfig(
+        model="m",
+        slots=8,
+        ratio=0.25,
+        order="priority",
+        caching=False,
+        options={"a": "1,2", "b": "x=y"},
+        hosts=("h1", "h2"),
+    )
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path):
+    file = tmp_path / "headway.toml"
+    file.write_text('[toy]\nmodel = "from file"\nslots = 16\nratio = 0.1\noptions = {a = "1"}\n')
+    environment = {"HEADWAY_TOY_SLOTS": "32", "HEADWAY_TOY_RATIO": "0.2", "HEADWAY_TOY_CACHING": "false"}
+    config = configured("--slots", "64", environment=environment, file=file)
+    assert config == ToyConfig(model="from file", slots=64, ratio=0.2, caching=False, options={"a": "1"})
+
+
+def test_environment_reads_mappings_with_commas():
+    config = configured(environment={"HEADWAY_TOY_MODEL": "m", "HEADWAY_TOY_OPTIONS": "a=1,b=2"})
+    assert config.options == {"a": "1", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ToyConfig(model="--odd name"),
+        ToyConfig(model="m", slots=8, workers=3, ratio=1e-7, order="priority", caching=False),
+        ToyConfig(model="", options={"a": "1,2", "b": "="}, hosts=("h1", "h2")),
+    ],
+)
+def test_a_configuration_survives_the_way_over_a_command_line(config):
+    words = [word for name, setting in SETTINGS.items() for word in as_text(setting, getattr(config, name))]
+    assert configured(*words) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slots", "many"], "--slots: 'many' is not allowed; allowed: a whole number"),
+        (["--workers", "9"], "--workers: '9' is not allowed; allowed: a whole number, at least 1, at most 8"),
+        (["--ratio", "half"], "--ratio: 'half' is not allowed; allowed: a number"),
+        (["--order", "random"], "--order: 'random' is not allowed; allowed: fcfs, priority"),
+        (["--option", "novalue"], "--option: 'novalue' is not allowed; allowed: KEY=VALUE"),
+        (["--slots", "12", "--model", "m"], "--slots: 12 is not allowed; allowed: a power of two"),
+        ([], "--model is required; allowed: text"),
+    ],
+)
+def test_a_bad_flag_is_one_line_with_flag_value_and_what_is_allowed(words, message):
+    with pytest.raises(ConfigurationError) as error:
+        configured(*words)
+    assert str(error.value) == message
+
+
+def test_a_long_value_is_cut_and_never_breaks_the_line():
+    with pytest.raises(ConfigurationError) as error:
+        from_text(SETTINGS["slots"], ["9\n" * 500], "--slots")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 220
+
+
+def test_bad_values_are_told_in_the_words_of_their_source(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"^HEADWAY_TOY_SLOTS: 'x' is not allowed; allowed: a whole number$"):
+        configured(environment={"HEADWAY_TOY_SLOTS": "x"})
+    with pytest.raises(ConfigurationError, match=r"^HEADWAY_TOY_SLOTS: 12 is not allowed; allowed: a power of two$"):
+        configured("--model", "m", environment={"HEADWAY_TOY_SLOTS": "12"})
+    file = tmp_path / "h.toml"
+    file.write_text('[toy]\nslots = "8"\n')
+    with pytest.raises(ConfigurationError) as error:
+        configured(file=file)
+    assert str(error.value) == f"slots in [toy] of {file}: '8' is not allowed; allowed: a whole number"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slotz", "1"], "headway toy: unknown flag --slotz; did you mean --slots?\n"),
+        (["--slot=1"], "headway toy: unknown flag --slot; did you mean --slots?\n"),
+        (["--xyzzy"], "headway toy: unknown flag --xyzzy; see --help for those that exist\n"),
+        (["stray"], "headway toy: unexpected argument 'stray'; see headway toy --help\n"),
+        (["--slots"], "headway toy: argument --slots: expected one argument\n"),
+    ],
+)
+def test_a_wrong_command_line_exits_2_with_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as exit_request:
+        parsed(*words)
+    assert exit_request.value.code == 2
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[toy]\nslotz = 1\n", "unknown key 'slotz' in [toy] of {file}; did you mean slots?"),
+        ("[tory]\nslots = 1\n", "unknown section [tory] in {file}; allowed: [toy]"),
+        ("toy = 1\n", "toy in {file} is not a section; write [toy] above its keys"),
+    ],
+)
+def test_a_file_with_unknown_names_is_refused(text, message, tmp_path: Path):
+    file = tmp_path / "h.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as error:
+        configured(file=file)
+    assert str(error.value) == message.format(file=file)
+
+
+def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"cannot read .* No such file"):
+        configured(file=tmp_path / "absent.toml")
+    file = tmp_path / "h.toml"
+    file.write_text("slots = [")
+    with pytest.raises(ConfigurationError, match="is not valid TOML") as error:
+        configured(file=file)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigurationError) as error:
+        check_environment({"HEADWAY_TOY_SLOT": "1", "PATH": "/bin"}, {"toy": SETTINGS})
+    assert str(error.value) == "unknown environment variable HEADWAY_TOY_SLOT; did you mean HEADWAY_TOY_SLOTS?"
+
+
+def test_what_kubernetes_puts_into_every_container_is_no_mistake():
+    injected = ("HEADWAY_PORT", "HEADWAY_SERVICE_HOST", "HEADWAY_SERVICE_PORT_GRPC", "HEADWAY_TOY_PORT_50051_TCP_ADDR")
+    check_environment({**dict.fromkeys(injected, "x"), "HEADWAY_TOY_SLOTS": "1"}, {"toy": SETTINGS})

@@ -1,0 +1,128 @@
+"""The supervision state machine: restarts with back-off and budget, orderly and impatient stops, exit codes."""
+
+import pytest
+
+from headway.supervision import Fleet, Kill, Report, RestartPolicy, Start, Terminate
+
+NAMES = ("executor", "scheduler", "gateway")
+GRACES = {"gateway": 35.0, "scheduler": 5.0, "executor": 5.0}
+
+
+def running_fleet(**policy):
+    fleet = Fleet(GRACES, RestartPolicy(**policy))
+    assert fleet.start(NAMES) == [Start(name) for name in NAMES]
+    return fleet
+
+
+def without_reports(actions):
+    return [action for action in actions if not isinstance(action, Report)]
+
+
+def test_a_dead_process_starts_again_after_a_delay_and_the_others_are_left_alone():
+    fleet = running_fleet(first_delay_s=0.5)
+    actions = fleet.child_exited("executor", -9, now=10.0)
+    assert actions == [Report("executor ended (signal 9); starting it again in 0.5 s")]
+    assert fleet.next_deadline == 10.5
+    assert fleet.tick(now=10.4) == []
+    assert fleet.tick(now=10.5) == [Start("executor")]
+    assert fleet.next_deadline is None
+    assert fleet.exit_code is None
+
+
+def test_a_process_that_ends_by_itself_without_error_starts_again_too():
+    fleet = running_fleet()
+    fleet.child_exited("gateway", 0, now=1.0)
+    assert without_reports(fleet.tick(now=2.0)) == [Start("gateway")]
+
+
+def test_delays_double_up_to_a_maximum():
+    fleet = running_fleet(first_delay_s=1.0, max_delay_s=3.0, max_restarts=10, window_s=1000.0)
+    now, delays = 0.0, []
+    for _ in range(4):
+        fleet.child_exited("scheduler", 1, now)
+        delays.append(fleet.next_deadline - now)
+        now = fleet.next_deadline
+        fleet.tick(now)
+    assert delays == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_an_exhausted_budget_ends_the_fleet_with_code_1():
+    fleet = running_fleet(max_restarts=1, window_s=60.0)
+    fleet.child_exited("executor", 1, now=0.0)
+    fleet.tick(now=1.0)
+    actions = fleet.child_exited("executor", 1, now=2.0)
+    assert "giving up" in actions[0].text
+    assert actions[1:] == [Terminate("gateway"), Terminate("scheduler")]
+    fleet.child_exited("scheduler", 0, now=2.1)
+    assert fleet.exit_code is None
+    fleet.child_exited("gateway", 0, now=2.2)
+    assert fleet.exit_code == 1
+
+
+def test_restarts_long_ago_are_forgiven():
+    fleet = running_fleet(max_restarts=1, window_s=60.0, first_delay_s=0.5)
+    for now in (0.0, 100.0, 200.0):
+        fleet.child_exited("executor", 1, now)
+        assert fleet.next_deadline == now + 0.5
+        fleet.tick(now + 0.5)
+    assert fleet.exit_code is None
+
+
+def test_each_process_has_a_budget_of_its_own():
+    fleet = running_fleet(max_restarts=1)
+    for name in NAMES:
+        assert len(fleet.child_exited(name, 1, now=0.0)) == 1
+    assert without_reports(fleet.tick(now=1.0)) == [Start(name) for name in NAMES]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_mistake_of_the_user_is_not_retried(code):
+    fleet = running_fleet()
+    assert fleet.child_exited("executor", code, now=0.0) == [Terminate("gateway"), Terminate("scheduler")]
+    fleet.child_exited("gateway", 0, now=0.1)
+    fleet.child_exited("scheduler", 0, now=0.1)
+    assert fleet.exit_code == code
+
+
+def test_an_orderly_stop_goes_from_the_gateway_inwards():
+    fleet = running_fleet()
+    assert without_reports(fleet.stop_requested(0.0, impatient_exit_code=143)) == [Terminate("gateway")]
+    assert fleet.child_exited("gateway", 0, now=1.0) == [Terminate("scheduler")]
+    assert fleet.child_exited("scheduler", 0, now=1.1) == [Terminate("executor")]
+    assert fleet.exit_code is None
+    assert fleet.child_exited("executor", 0, now=1.2) == []
+    assert fleet.exit_code == 0
+
+
+def test_a_process_that_ignores_the_request_is_killed_after_its_grace():
+    fleet = running_fleet()
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    assert fleet.next_deadline == 35.0
+    assert without_reports(fleet.tick(now=35.0)) == [Kill("gateway")]
+    assert fleet.child_exited("gateway", -9, now=35.1) == [Terminate("scheduler")]
+
+
+def test_a_second_request_kills_at_once():
+    fleet = running_fleet()
+    fleet.stop_requested(0.0, impatient_exit_code=130)
+    actions = without_reports(fleet.stop_requested(1.0, impatient_exit_code=130))
+    assert actions == [Kill("gateway"), Kill("scheduler"), Kill("executor")]
+    for name in GRACES:
+        fleet.child_exited(name, -9, now=1.1)
+    assert fleet.exit_code == 130
+
+
+def test_a_stop_cancels_a_restart_that_was_due():
+    fleet = running_fleet()
+    fleet.child_exited("gateway", -11, now=0.0)
+    assert without_reports(fleet.stop_requested(0.01, impatient_exit_code=143)) == [Terminate("scheduler")]
+    assert fleet.tick(now=1.0) == []
+
+
+def test_a_death_during_the_stop_is_no_reason_to_start_anything():
+    fleet = running_fleet()
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    assert fleet.child_exited("executor", -9, now=0.5) == []
+    assert fleet.child_exited("gateway", 0, now=1.0) == [Terminate("scheduler")]
+    assert fleet.child_exited("scheduler", 0, now=1.5) == []
+    assert fleet.exit_code == 0
