@@ -1,0 +1,154 @@
+"""The bytes on the wire, pinned: a change here is a change of protocol and needs a new version."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from headway_proto import ingress, step
+from headway_proto.columns import encode_column, encode_columns
+from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.sampling import SamplingParams
+
+INFO = step.BackendInfo(
+    backend="torch",
+    device="cpu",
+    dtype="float32",
+    model_name="demo",
+    model_fingerprint="f00d",
+    num_blocks=64,
+    block_size=16,
+    max_model_len=1024,
+    vocab_size=4096,
+    eos_token_ids=(0, 2),
+    max_num_rows=8,
+)
+MODEL = ingress.ModelInfo(
+    name="demo",
+    fingerprint="f00d",
+    backend="torch",
+    device="cpu",
+    dtype="float32",
+    max_model_len=1024,
+    vocab_size=4096,
+    eos_token_ids=(0, 2),
+    max_request_tokens=1024,
+)
+SAMPLING = SamplingParams(
+    temperature=0.5, top_k=3, top_p=0.25, logit_bias=((7, -1.5),), stop_token_ids=(2,), logprobs=1, seed=(1 << 64) - 1
+)
+NEW_REQUEST = step.NewRequest(
+    row=1,
+    token_ids=encode_column([5, 6, 7]),
+    num_prompt_tokens=3,
+    block_ids=encode_column([9]),
+    num_computed_tokens=0,
+    sampling=SAMPLING,
+)
+TO_EXECUTOR = (step.scheduler_frame_writer, step.executor_frame_reader)
+TO_SCHEDULER = (step.executor_frame_writer, step.scheduler_frame_reader)
+TO_GATEWAY = (ingress.scheduler_frame_writer, ingress.gateway_frame_reader)
+FROM_GATEWAY = (ingress.gateway_frame_writer, ingress.scheduler_frame_reader)
+PAIR = np.array([[2], [4]], dtype=np.int32)
+
+MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], msgspec.Struct]] = [
+    (TO_EXECUTOR, step.SchedulerOutput(epoch=1, step=300, total_num_scheduled_tokens=256)),
+    (
+        TO_EXECUTOR,
+        step.SchedulerOutput(
+            epoch=1,
+            step=2,
+            scheduled_new_reqs=(NEW_REQUEST,),
+            finished_rows=encode_column([0]),
+            new_blocks=encode_columns(PAIR),
+            num_scheduled_tokens=encode_columns(PAIR),
+            block_copies=encode_columns(PAIR),
+            swap_out=encode_columns(PAIR),
+            swap_in=encode_columns(PAIR),
+            total_num_scheduled_tokens=4,
+        ),
+    ),
+    (TO_EXECUTOR, step.NewEpoch(1, 2, 3)),
+    (TO_EXECUTOR, step.SchedulerHeartbeat(3)),
+    (
+        TO_SCHEDULER,
+        step.ExecutorOutput(
+            epoch=1,
+            step=2,
+            sampled_token_ids=encode_column([11, -1]),
+            logprobs=(step.RowLogprobs(0, -0.5, (11, 12), (-0.5, -1.5)),),
+            errors=(step.RowError(1, "NaN"),),
+            device_time_us=1234,
+            state_digest=0xDEADBEEF,
+        ),
+    ),
+    (TO_SCHEDULER, step.ExecutorHello(2, INFO)),
+    (TO_SCHEDULER, step.ResyncRequest(2, "gap")),
+    (TO_SCHEDULER, step.ExecutorHeartbeat(2, 7)),
+    (FROM_GATEWAY, ingress.GatewayHello(4, 1)),
+    (
+        FROM_GATEWAY,
+        ingress.Submit(
+            handle=5,
+            request_id="a",
+            index=0,
+            token_ids=encode_column([5, 6, 7]),
+            num_prompt_tokens=3,
+            max_tokens=16,
+            sampling=SAMPLING,
+            tenant="t",
+        ),
+    ),
+    (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
+    (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
+    (FROM_GATEWAY, ingress.AdminCall(1, "cancel", "a")),
+    (
+        TO_GATEWAY,
+        ingress.SchedulerHello(3, 4, 1, 100, MODEL, ingress.STATE_SERVING),
+    ),
+    (TO_GATEWAY, ingress.SchedulerStatus(None, ingress.STATE_WAITING_FOR_EXECUTOR, 0, 0)),
+    (
+        TO_GATEWAY,
+        ingress.Tokens(
+            admitted=(ingress.Admitted(5, 16),),
+            columns=encode_columns(np.array([[5], [0], [11]], dtype=np.int32)),
+            logprobs=(ingress.TokenLogprobs(5, 0, -0.5, (11,), (-0.5,)),),
+            finished=(ingress.Finished(handle=5, reason=ingress.FINISH_STOP, num_output_tokens=1, stop_token_id=11),),
+        ),
+    ),
+    (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
+    (TO_GATEWAY, ingress.AdminReply(call_id=1, error="not found")),
+]
+
+GOLDEN = Path(__file__).with_name("golden_frames.txt")
+
+
+def frame_of(pair: tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], body: msgspec.Struct) -> bytes:
+    writer = pair[0]()
+    writer.begin_epoch(1)
+    return writer.encode(body)
+
+
+def test_bytes_are_the_pinned_ones() -> None:
+    """To change the protocol on purpose: raise PROTOCOL_VERSION, then replace the file by what this test prints."""
+    lines = [f"{type(body).__name__} {frame_of(pair, body).hex()}" for pair, body in MESSAGES]
+    assert lines == GOLDEN.read_text().splitlines(), "\n".join(lines)
+
+
+@pytest.mark.parametrize(("pair", "body"), MESSAGES)
+def test_every_message_survives_the_round_trip(
+    pair: tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], body: msgspec.Struct
+) -> None:
+    assert pair[1]().decode(frame_of(pair, body)).body == body
+
+
+def test_a_steady_decode_step_is_at_most_64_bytes_whatever_the_batch_and_the_step_number() -> None:
+    writer = step.scheduler_frame_writer()
+    writer.begin_epoch((1 << 32) - 1)
+    quiet = step.SchedulerOutput(epoch=(1 << 32) - 1, step=(1 << 32) - 1, total_num_scheduled_tokens=1 << 20)
+    assert len(writer.encode(quiet)) <= 64
+    rows = np.arange(4096, dtype=np.int32)
+    crossing = msgspec.structs.replace(quiet, new_blocks=encode_columns((rows, rows)))
+    assert len(writer.encode(crossing)) <= 64 + 8 * len(rows)
