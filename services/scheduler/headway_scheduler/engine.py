@@ -58,6 +58,9 @@ class SchedulerEngine:
         self.draining = False
         self.core: Scheduler | None = None
         self.info: BackendInfo | None = None
+        # Submissions that cannot be judged yet: no executor has said what fits. A restarted scheduler gets its old
+        # requests back from the gateways before its executor is back.
+        self._unjudged: dict[Origin, Submit] = {}
         self._origin_of: dict[tuple[str, int], Origin] = {}
         self._names: dict[Origin, tuple[str, int]] = {}
 
@@ -69,7 +72,7 @@ class SchedulerEngine:
     @property
     def num_unfinished(self) -> int:
         """Sequences waiting or running."""
-        return 0 if self.core is None else self.core.num_unfinished
+        return len(self._unjudged) if self.core is None else self.core.num_unfinished
 
     @property
     def state(self) -> str:
@@ -171,6 +174,9 @@ class SchedulerEngine:
             self._deliver(self.core.begin_epoch(capacity, event.epoch), now)
         changed = self.info != info
         self.info = info
+        unjudged, self._unjudged = self._unjudged, {}
+        for origin, submit in unjudged.items():
+            self._on_submit(origin.owner, submit, now)
         self._notice(
             "epoch opened", epoch=event.epoch, reason=event.reason, model=info.model_name, backend=info.backend
         )
@@ -193,6 +199,7 @@ class SchedulerEngine:
             self._on_admin_call(event, body, now)
 
     def _on_gateway_gone(self, event: GatewayGone) -> None:
+        self._unjudged = {origin: submit for origin, submit in self._unjudged.items() if origin.owner != event.owner}
         origins = [origin for origin in self._names if origin.owner == event.owner]
         self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
         for origin in origins:
@@ -203,6 +210,7 @@ class SchedulerEngine:
     def _on_abort(self, owner: int, abort: Abort) -> None:
         for handle in _handles(abort.handles):
             origin = Origin(owner, handle)
+            self._unjudged.pop(origin, None)
             if origin in self._names and self.core is not None:
                 self._forget(origin)
                 self.core.abort(origin)
@@ -212,7 +220,9 @@ class SchedulerEngine:
 
     def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
         rejected = self._refusal(submit)
-        if rejected is None:
+        if rejected is None and self.info is None:
+            self._unjudged[Origin(owner, submit.handle)] = submit
+        elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
             self.gateways.send(owner, rejected)
@@ -269,8 +279,10 @@ class SchedulerEngine:
 
         if self.draining:
             return refuse(ingress.REJECT_UNAVAILABLE, "", "the scheduler is draining; it takes no new requests")
-        if self.info is None:
-            return refuse(ingress.REJECT_UNAVAILABLE, "", "no executor has joined yet", RETRY_AFTER_MS)
+        if len(self._unjudged) >= self.limits.max_num_waiting:
+            return refuse(
+                ingress.REJECT_OVERLOADED, "", "no executor has joined yet and the queue is full", RETRY_AFTER_MS
+            )
         if (submit.request_id, submit.index) in self._origin_of:
             return refuse(
                 ingress.REJECT_ALREADY_EXISTS, "request_id", f"{submit.request_id!r:.64} is the id of a live request"
@@ -295,7 +307,8 @@ class SchedulerEngine:
             return refuse(
                 ingress.REJECT_OUT_OF_RANGE, "resume", f"{num_held} tokens held of max_tokens {submit.max_tokens}"
             )
-        for field, problem in violations(submit.sampling, self.info.vocab_size):
+        vocab_size = 1 << 31 if self.info is None else self.info.vocab_size
+        for field, problem in violations(submit.sampling, vocab_size):
             return refuse(ingress.REJECT_INVALID, field, problem)
         return None
 

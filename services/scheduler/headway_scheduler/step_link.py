@@ -104,6 +104,9 @@ class StepLink:
         body = frame.body
         if isinstance(body, ExecutorHello):
             return self._on_hello(peer, body, now)
+        if self._peer is None:
+            # An executor of an earlier scheduler life, or one that was given up: our name makes it say hello.
+            self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
         if peer != self._peer:
             return []
         self._heard_at = now
