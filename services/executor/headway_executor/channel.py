@@ -1,0 +1,119 @@
+"""The ZeroMQ socket to the scheduler, and the bell that wakes its poll.
+
+Owns: socket options, keys, non-blocking send and receive.
+Must not know: what a frame means.
+"""
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
+from headway_proto.framing import MAX_FRAME_BYTES
+
+_HIGH_WATER_MARK = 1024
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 5000
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 500
+_KEEPALIVE_IDLE_SECONDS = 10
+_IDENTITY_BYTES = 8
+
+
+class SchedulerChannel:
+    """A DEALER with a random identity, connected to the scheduler's ROUTER at ``address``.
+
+    ``curve_keys`` names a directory of key files, or is empty for a plain link. It connects and reconnects in the
+    background; while there is no peer, sends are dropped, so that no stale frames await a new scheduler.
+    """
+
+    def __init__(self, address: str, curve_keys: str = "") -> None:
+        """Open the socket.
+
+        Raises:
+            ValueError: the key files cannot be used.
+            zmq.ZMQError: the address cannot be connected to.
+        """
+        self._bell, self._bell_rope = socket.socketpair()
+        self._bell.setblocking(False)
+        self._bell_rope.setblocking(False)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        try:
+            self._configure(curve_keys)
+            self._socket.connect(address)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """End a ``wait`` that runs, or the next one. May be called from any thread and from a signal handler."""
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody waits
+            self._bell_rope.send(b"\0")
+
+    def wait(self, timeout: float) -> None:
+        """See ``loop.Channel``."""
+        for ready, _ in self._poller.poll(math.ceil(timeout * 1000)):
+            if ready == self._bell.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._bell.fileno(), 4096)
+
+    def receive(self) -> bytes | None:
+        """See ``loop.Channel``."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def send(self, frame: bytes) -> None:
+        """See ``loop.Channel``."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(frame, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close at once; what was not sent is dropped."""
+        self._socket.close(linger=0)
+        self._context.term()
+        self._bell.close()
+        self._bell_rope.close()
+
+    def _configure(self, curve_keys: str) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.SNDHWM, _HIGH_WATER_MARK),
+            (zmq.RCVHWM, _HIGH_WATER_MARK),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_SECONDS),
+        ):
+            self._socket.setsockopt(option, value)
+        # An identity must not start with a zero byte.
+        self._socket.setsockopt(zmq.IDENTITY, b"x" + secrets.token_bytes(_IDENTITY_BYTES))
+        if curve_keys:
+            server, _ = _load_keys(Path(curve_keys) / SCHEDULER_PUBLIC_KEY)
+            public, secret = _load_keys(Path(curve_keys) / EXECUTOR_SECRET_KEY)
+            if secret is None:
+                raise ValueError(f"curve_keys: {EXECUTOR_SECRET_KEY} in {curve_keys!r:.64} holds no secret key")
+            self._socket.curve_serverkey = server
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+
+
+def _load_keys(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"curve_keys: {path.name} cannot be used: {error}") from error

@@ -1,0 +1,148 @@
+"""The executor's configuration.
+
+Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headway_executor.backend import BackendConfig
+
+MAX_IPC_PATH_BYTES = 107
+"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
+
+SCHEDULER_PUBLIC_KEY = "scheduler.key"
+EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
+
+_MAX_BLOCK_SIZE = 1024
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one executor process."""
+
+    step_address: Annotated[
+        str, Meta(description="ZeroMQ address of the scheduler to connect to: ipc://PATH or tcp://HOST:PORT")
+    ] = "tcp://127.0.0.1:50052"
+    backend: Annotated[str, Meta(description="what runs the model: torch, simulated, or an installed backend")] = (
+        "torch"
+    )
+    model: Annotated[str, Meta(description="checkpoint directory")] = ""
+    device: Annotated[str, Meta(description="device of the model: cpu, cuda or cuda:N")] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights and KV; auto: the backend's"),
+    ] = "auto"
+    quantization: Annotated[Literal["none", "int8"], Meta(description="int8: quantise the weights while loading")] = (
+        "none"
+    )
+    block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
+    num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: by free memory")] = 0
+    max_model_len: Annotated[int, Meta(description="tokens per request at most; 0: the model's context")] = 0
+    max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
+    max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
+    num_threads: Annotated[int, Meta(description="threads of a CPU backend; 0: one per core")] = 0
+    seed: Annotated[int, Meta(description="seed of whatever a backend draws itself, such as random weights")] = 0
+    backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
+    curve_keys: Annotated[
+        str,
+        Meta(
+            description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes"
+        ),
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
+    ] = "info"
+    log_format: Annotated[
+        Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
+    ] = "console"
+    exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
+
+    def validate(self) -> None:
+        """Check what types alone cannot.
+
+        Raises:
+            ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
+        """
+        _check_address(self.step_address, has_keys=bool(self.curve_keys))
+        if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
+            raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
+        for field, least, most in (
+            ("num_kv_blocks", 0, 1 << 30),
+            ("max_model_len", 0, 1 << 24),
+            ("max_num_seqs", 1, 1 << 16),
+            ("max_num_batched_tokens", 1, 1 << 24),
+            ("num_threads", 0, 1024),
+            ("seed", 0, (1 << 64) - 1),
+        ):
+            value = getattr(self, field)
+            if not least <= value <= most:
+                raise _refusal(field, value, f"{least} to {most}")
+        if not _is_device(self.device):
+            raise _refusal("device", self.device, "cpu, cuda or cuda:N")
+        if self.curve_keys:
+            for name in (SCHEDULER_PUBLIC_KEY, EXECUTOR_SECRET_KEY):
+                if not (Path(self.curve_keys) / name).is_file():
+                    raise _refusal("curve_keys", self.curve_keys, f"a directory with {name}")
+
+    def backend_config(self) -> BackendConfig:
+        """The settings that concern the backend."""
+        return BackendConfig(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_threads=self.num_threads,
+            seed=self.seed,
+            options=self.backend_options,
+        )
+
+
+def _check_address(address: str, *, has_keys: bool) -> None:
+    """Refuse an address that cannot be connected to, or a network link without keys."""
+    scheme, _, rest = address.partition("://")
+    allowed = "ipc://PATH or tcp://HOST:PORT"
+    if scheme == "ipc" and rest:
+        num_bytes = len(rest.encode())
+        if num_bytes <= MAX_IPC_PATH_BYTES:
+            return
+        allowed = f"an ipc path of at most {MAX_IPC_PATH_BYTES} bytes, not {num_bytes}"
+    elif scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535:
+            if has_keys or _is_loopback(host):
+                return
+            allowed = "ipc://PATH, a loopback tcp:// address, or any tcp:// address together with curve_keys"
+    raise _refusal("step_address", address, allowed)
+
+
+def _refusal(field: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {allowed}")
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value >= 1 and value & (value - 1) == 0
+
+
+def _is_device(device: str) -> bool:
+    kind, separator, index = device.partition(":")
+    if not separator:
+        return kind in {"cpu", "cuda"}
+    return kind == "cuda" and index.isascii() and index.isdigit()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,173 @@
+"""From frames to steps and back: the executor's cycle, and the poll loop that drives it.
+
+Owns: giving accepted steps to the backend in order, reporting results in order, and turning every failure of a step
+into a request for a new epoch.
+Must not know: how a backend runs a step, how sockets are set up, or signals.
+
+``StepCycle`` is synchronous and knows neither sockets nor clocks: frames and the time go in, frames come out. ``serve``
+is the loop around it. A step that the backend finishes later (a future) does not hold up the receipt of the next ones.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+from structlog.typing import FilteringBoundLogger
+
+from headway_executor.backend import ExecutorBackend, StepResult
+from headway_executor.batch_state import BatchState, ImpossibleDiff
+from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
+from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
+
+
+class Channel(Protocol):
+    """What ``serve`` needs of the connection to the scheduler."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when a frame may have arrived, when ``wake`` was called, or after ``timeout`` seconds."""
+        ...
+
+    def receive(self) -> bytes | None:
+        """The next frame, or None when there is none yet."""
+        ...
+
+    def send(self, frame: bytes) -> None:
+        """Send, or drop when there is nobody to take it: the protocol notices lost frames."""
+        ...
+
+
+class _Pending(msgspec.Struct, frozen=True):
+    """A step given to the backend; ``future`` yields its result."""
+
+    epoch: int
+    step: int
+    num_samples: int
+    state_digest: int | None
+    future: Future[StepResult]
+
+
+class StepCycle:
+    """One executor: ``link`` and ``state`` are its own, ``backend`` is open.
+
+    ``wake`` is called, from any thread, when a future has become ready and ``collect`` should be called.
+    """
+
+    def __init__(
+        self,
+        *,
+        link: StepLink,
+        state: BatchState,
+        backend: ExecutorBackend,
+        log: FilteringBoundLogger,
+        wake: Callable[[], None],
+    ) -> None:
+        self._link = link
+        self._state = state
+        self._backend = backend
+        self._log = log
+        self._wake = wake
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``tick`` has something to do."""
+        return self._link.next_deadline
+
+    def receive(self, data: bytes, now: float) -> list[bytes]:
+        """Take one frame from the scheduler; return the frames to send."""
+        return self._act(self._link.receive(data, now), now)
+
+    def tick(self, now: float) -> list[bytes]:
+        """Do what is due; return the frames to send."""
+        return self._act(self._link.tick(now), now)
+
+    def collect(self, now: float) -> list[bytes]:
+        """Report the steps that have finished, in order; return the frames to send."""
+        frames: list[bytes] = []
+        while self._pending and self._pending[0].future.done():
+            step = self._pending.popleft()
+            error = step.future.exception()
+            if error is not None:
+                frames += self._fail(step.epoch, step.step, error, now)
+            else:
+                frames += self._report(step, step.future.result(), now)
+        return frames
+
+    def _act(self, outcome: LinkOutcome, now: float) -> list[bytes]:
+        frames = outcome.frames
+        for event in outcome.events:
+            if isinstance(event, StepReady):
+                frames += self._execute(event.output, now)
+            elif isinstance(event, EpochBegan):
+                self._state.begin_epoch()
+                # The backend still finishes them, in order and before anything of the new epoch; nobody waits for them.
+                self._pending.clear()
+                self._log.info("epoch began", epoch=event.epoch)
+            else:
+                self._note_loss(event)
+        return frames
+
+    def _execute(self, output: SchedulerOutput, now: float) -> list[bytes]:
+        try:
+            batch, moves = self._state.apply(output)
+        except ImpossibleDiff as error:
+            return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
+        digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        future: Future[StepResult]
+        try:
+            if moves is not None:
+                self._backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
+            result = self._backend.execute(batch)
+        except Exception as error:  # noqa: BLE001 (one step must not end the process)
+            return self._fail(output.epoch, output.step, error, now)
+        if isinstance(result, Future):
+            future = result
+        else:
+            future = Future()
+            future.set_result(result)
+        num_samples = int(batch.samples.sum())
+        self._pending.append(_Pending(output.epoch, output.step, num_samples, digest, future))
+        if not future.done():
+            future.add_done_callback(lambda _: self._wake())
+        return self.collect(now)
+
+    def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
+        if len(result.sampled_token_ids) != step.num_samples:
+            text = f"the backend answered {len(result.sampled_token_ids)} tokens for {step.num_samples} sampling rows"
+            return self._fail(step.epoch, step.step, RuntimeError(text), now)
+        return self._link.result(epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest)
+
+    def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
+        self._log.error("step failed", epoch=epoch, step=step, exc_info=error)
+        reason = f"step {step} failed: {type(error).__name__}: {error}"
+        return self._act(self._link.lose_epoch(epoch, reason, now), now)
+
+    def _note_loss(self, event: EpochLost) -> None:
+        self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)
+
+
+def serve(
+    cycle: StepCycle,
+    channel: Channel,
+    should_stop: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run ``cycle`` over ``channel`` until ``should_stop``; sleeps whenever nothing is due."""
+    while not should_stop():
+        now = clock()
+        _send_all(channel, cycle.tick(now))
+        # Results first: the scheduler may be waiting for one to decide the next step.
+        _send_all(channel, cycle.collect(now))
+        while (frame := channel.receive()) is not None:
+            _send_all(channel, cycle.receive(frame, clock()))
+            if should_stop():
+                return
+        channel.wait(max(0.0, cycle.next_deadline - clock()))
+
+
+def _send_all(channel: Channel, frames: list[bytes]) -> None:
+    for frame in frames:
+        channel.send(frame)

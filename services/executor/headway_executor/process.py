@@ -1,0 +1,145 @@
+"""The executor process: configuration, signals and logs around the cycle.
+
+Owns: start, stop and exit codes. Must not know: how steps are run or how the protocol works.
+"""
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import structlog
+import zmq
+from structlog.typing import FilteringBoundLogger, Processor
+
+from headway_executor.backend import BackendConfigError, ExecutorBackend, ModelFilesError
+from headway_executor.batch_state import BatchState
+from headway_executor.channel import SchedulerChannel
+from headway_executor.config import ExecutorConfig
+from headway_executor.loop import StepCycle, serve
+from headway_executor.registry import create_backend
+from headway_executor.step_link import StepLink
+from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.step import BackendInfo
+
+EXIT_OK = 0
+EXIT_BAD_CONFIGURATION = 2
+EXIT_BAD_MODEL_FILES = 3
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(config: ExecutorConfig) -> int:
+    """Run until SIGTERM or SIGINT; return the exit code.
+
+    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served; the latter two
+    with one line on stderr.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _exit_at_once)
+    if config.exit_with_parent:
+        _exit_with_parent()
+    log = _logger(config)
+    try:
+        config.validate()
+        backend = _create_backend(config.backend)
+        log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
+        info = backend.open(config.backend_config())
+        channel = SchedulerChannel(config.step_address, config.curve_keys)
+    except ModelFilesError as error:
+        return _refuse(error, EXIT_BAD_MODEL_FILES)
+    except (BackendConfigError, ValueError, zmq.ZMQError) as error:
+        return _refuse(error, EXIT_BAD_CONFIGURATION)
+    log.info("executor ready", step_address=config.step_address, **_facts(info))
+    try:
+        _serve(info, backend, channel, log)
+    finally:
+        channel.close()
+        backend.close()
+    log.info("executor stopped")
+    return EXIT_OK
+
+
+def _create_backend(name: str) -> ExecutorBackend:
+    """The backend, on a thread of its own unless its steps take so little time that they need none."""
+    backend = create_backend(name)
+    return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
+
+
+def _serve(info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger) -> None:
+    stop = _StopRequest(channel)
+    cycle = StepCycle(
+        link=StepLink(incarnation=secrets.randbits(62), info=info),
+        state=BatchState(info),
+        backend=backend,
+        log=log,
+        wake=channel.wake,
+    )
+    serve(cycle, channel, should_stop=lambda: stop.requested)
+
+
+class _StopRequest:
+    """Whether SIGTERM or SIGINT came since this object was made."""
+
+    def __init__(self, channel: SchedulerChannel) -> None:
+        self.requested = False
+        self._channel = channel
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        self.requested = True
+        self._channel.wake()
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    """End a process that is still loading: nothing needs saving, and a loader cannot be interrupted."""
+    del signum, frame
+    os._exit(EXIT_OK)
+
+
+def _exit_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent ends (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    sys.stderr.write(f"headway executor: {' '.join(str(error).split())}\n")
+    return code
+
+
+def _facts(info: BackendInfo) -> dict[str, object]:
+    return {
+        "backend": info.backend,
+        "model": info.model_name,
+        "device": info.device,
+        "dtype": info.dtype,
+        "num_blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "max_model_len": info.max_model_len,
+    }
+
+
+def _logger(config: ExecutorConfig) -> FilteringBoundLogger:
+    as_json = config.log_format == "json"
+    renderers: list[Processor] = (
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        if as_json
+        else [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)]
+    )
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(sys.stderr),
+        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), *renderers],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
+    )
+    return logger.bind(process="executor")

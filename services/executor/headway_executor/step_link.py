@@ -1,0 +1,266 @@
+"""The executor's side of the step protocol, without sockets and clocks.
+
+Owns: when the executor says hello, accepts an epoch, accepts a step, reports that it lost the thread, and shows life.
+Must not know: sockets, the wall clock (time comes in as seconds of any monotonic clock), rows, or backends.
+
+The rules, which the scheduler's side mirrors:
+
+* **Sequence.** Each side numbers the frames it sends within an epoch from 0. The scheduler's frame 0 of an epoch is
+  ``NewEpoch`` itself; steps and heartbeats follow as 1, 2, ... The executor starts again from 0 when it accepts
+  ``NewEpoch``; its frame 0 is a heartbeat (next step 0), which acknowledges the epoch. What the executor sends before
+  its first epoch carries epoch 0. Leaving an epoch does not change the numbering: later hellos and resync requests
+  carry the epoch that was left.
+* **HELLO** (from the start). ``ExecutorHello`` every ``hello_interval`` until an epoch is opened. Because a hello and
+  a ``NewEpoch`` may cross, a scheduler may see further hellos of a frame epoch below the one it just opened; it need
+  open another only when they go on.
+* **NewEpoch** is accepted, in any state, when it names this executor's incarnation, is frame 0 of the epoch it opens,
+  and is news: a later epoch of the scheduler we know, or the first of a scheduler we never followed. Epoch numbers
+  are 1 or more and rise within one scheduler incarnation. A new incarnation starts from a random number, so that a
+  late frame of its predecessor does not fit its epoch.
+* **RUNNING.** A frame of this epoch with the expected sequence number is taken; a lower number is a duplicate and is
+  dropped. A higher number, an undecodable frame, or a step that is not the expected one loses the epoch.
+* **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
+* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of a scheduler other than the epoch's, on a frame of a later
+  epoch (its ``NewEpoch`` never arrived), or when nothing intact arrived for ``silence_timeout``. An executor waits
+  for ever. Frames of earlier epochs are ignored.
+* **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``. In the other states the repeated message
+  is the sign of life.
+"""
+
+import enum
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from headway_executor.backend import StepResult
+from headway_proto.columns import encode_column
+from headway_proto.framing import Frame, FramingError
+from headway_proto.step import (
+    BackendInfo,
+    ExecutorHeartbeat,
+    ExecutorHello,
+    ExecutorOutput,
+    NewEpoch,
+    ResyncRequest,
+    SchedulerHeartbeat,
+    SchedulerOutput,
+    executor_frame_reader,
+    executor_frame_writer,
+)
+
+_MAX_REASON_CHARACTERS = 300
+
+
+class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals of the link, in seconds."""
+
+    hello_interval: float = 0.1
+    resync_interval: float = 0.25
+    heartbeat_interval: float = 0.25
+    silence_timeout: float = 5.0
+
+
+class EpochBegan(NamedTuple):
+    """Every row is to be forgotten; the next step is 0."""
+
+    epoch: int
+    scheduler_incarnation: int
+
+
+class EpochLost(NamedTuple):
+    """The current epoch is over for this executor; ``reason`` is one line."""
+
+    epoch: int
+    reason: str
+
+
+class StepReady(NamedTuple):
+    """The next step, to be executed."""
+
+    output: SchedulerOutput
+
+
+LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady
+
+
+class LinkOutcome(NamedTuple):
+    """What to do after the link was fed: frames to send, then events to act on, both in order."""
+
+    frames: list[bytes]
+    events: list[LinkEvent]
+
+
+class _State(enum.Enum):
+    HELLO = enum.auto()
+    RUNNING = enum.auto()
+    LOST = enum.auto()
+
+
+class StepLink:
+    """One executor life: ``incarnation`` is a random integer unique to it, ``info`` what its backend announced."""
+
+    def __init__(self, *, incarnation: int, info: BackendInfo, timing: LinkTiming | None = None) -> None:
+        self._incarnation = incarnation
+        self._info = info
+        self._timing = timing or LinkTiming()
+        self._reader = executor_frame_reader()
+        self._writer = executor_frame_writer()
+        self._state = _State.HELLO
+        self._epoch = 0
+        self._scheduler_incarnation: int | None = None
+        self._former_schedulers: set[int] = set()
+        self._expected_sequence = 0
+        self._next_step = 0
+        self._lost_because = ""
+        self._next_message_at = float("-inf")
+        self._last_heard = float("-inf")
+
+    @property
+    def epoch(self) -> int:
+        """The epoch entered last; 0 before the first."""
+        return self._epoch
+
+    @property
+    def running(self) -> bool:
+        """Whether steps of the current epoch are being accepted and reported."""
+        return self._state is _State.RUNNING
+
+    @property
+    def next_deadline(self) -> float:
+        """The time at which ``tick`` has something to do, in the clock of ``now``."""
+        if self._state is _State.HELLO:
+            return self._next_message_at
+        return min(self._next_message_at, self._last_heard + self._timing.silence_timeout)
+
+    def receive(self, data: bytes | memoryview, now: float) -> LinkOutcome:
+        """Take one message from the scheduler's address; never raises, whatever the bytes."""
+        outcome = LinkOutcome([], [])
+        try:
+            frame = self._reader.decode(data)
+        except FramingError as error:
+            self._lose(f"damaged frame: {error}", now, outcome)
+            return outcome
+        self._last_heard = now
+        if isinstance(frame.body, NewEpoch) and self._is_news(frame, frame.body):
+            self._enter(frame.body, now, outcome)
+        elif self._scheduler_moved_on(frame):
+            self._say_hello_again("the scheduler has moved on to another epoch", outcome)
+        elif self._state is _State.RUNNING and frame.epoch == self._epoch:
+            self._take(frame, now, outcome)
+        self._send_due(now, outcome)
+        return outcome
+
+    def tick(self, now: float) -> LinkOutcome:
+        """Do what is due at ``now``: hellos, resync requests, heartbeats, and the notice of silence."""
+        outcome = LinkOutcome([], [])
+        silent_for = now - self._last_heard
+        if self._state is not _State.HELLO and silent_for >= self._timing.silence_timeout:
+            self._say_hello_again(f"no sign of the scheduler for {silent_for:.1f} s", outcome)
+        self._send_due(now, outcome)
+        return outcome
+
+    def result(self, *, epoch: int, step: int, result: StepResult, state_digest: int | None) -> list[bytes]:
+        """The frames that report an executed step: none when its epoch is over.
+
+        ``state_digest`` is the digest right after the step was applied, for the steps that report one.
+        """
+        if self._state is not _State.RUNNING or epoch != self._epoch:
+            return []
+        output = ExecutorOutput(
+            epoch=epoch,
+            step=step,
+            sampled_token_ids=encode_column(result.sampled_token_ids),
+            logprobs=result.logprobs,
+            errors=result.errors,
+            device_time_us=result.device_time_us,
+            state_digest=state_digest,
+        )
+        return [self._writer.encode(output)]
+
+    def lose_epoch(self, epoch: int, reason: str, now: float) -> LinkOutcome:
+        """Give up ``epoch`` because a step of it was impossible or failed; nothing happens if it is over already."""
+        outcome = LinkOutcome([], [])
+        if epoch == self._epoch:
+            self._lose(reason, now, outcome)
+        return outcome
+
+    def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
+        if body.executor_incarnation != self._incarnation:
+            return False
+        if frame.sequence != 0 or frame.epoch != body.epoch or body.epoch < 1:
+            return False
+        if body.scheduler_incarnation == self._scheduler_incarnation:
+            return body.epoch > self._epoch
+        return body.scheduler_incarnation not in self._former_schedulers
+
+    def _enter(self, body: NewEpoch, now: float, outcome: LinkOutcome) -> None:
+        if self._scheduler_incarnation not in {None, body.scheduler_incarnation}:
+            self._former_schedulers.add(self._scheduler_incarnation)
+        self._state = _State.RUNNING
+        self._epoch = body.epoch
+        self._scheduler_incarnation = body.scheduler_incarnation
+        self._expected_sequence = 1
+        self._next_step = 0
+        self._writer.begin_epoch(body.epoch)
+        self._next_message_at = now
+        outcome.events.append(EpochBegan(body.epoch, body.scheduler_incarnation))
+
+    def _scheduler_moved_on(self, frame: Frame) -> bool:
+        """Whether a frame shows that the scheduler no longer is in the epoch that we are in."""
+        if self._state is _State.HELLO:
+            return False
+        if isinstance(frame.body, SchedulerHeartbeat):
+            sender = frame.body.scheduler_incarnation
+            if sender != self._scheduler_incarnation:
+                return sender not in self._former_schedulers
+        return frame.epoch > self._epoch and not isinstance(frame.body, NewEpoch)
+
+    def _take(self, frame: Frame, now: float, outcome: LinkOutcome) -> None:
+        """Judge a frame of the current epoch while RUNNING."""
+        if frame.sequence < self._expected_sequence:
+            return
+        if frame.sequence > self._expected_sequence:
+            self._lose(f"frame {frame.sequence} arrived where {self._expected_sequence} was expected", now, outcome)
+            return
+        self._expected_sequence += 1
+        body = frame.body
+        if isinstance(body, SchedulerHeartbeat):
+            return
+        if isinstance(body, SchedulerOutput) and (body.epoch, body.step) == (self._epoch, self._next_step):
+            self._next_step += 1
+            outcome.events.append(StepReady(body))
+            return
+        if isinstance(body, SchedulerOutput):
+            what = f"step {body.step} of epoch {body.epoch} arrived"
+        else:
+            what = f"{type(body).__name__} arrived"
+        self._lose(f"{what} where step {self._next_step} of epoch {self._epoch} was expected", now, outcome)
+
+    def _lose(self, reason: str, now: float, outcome: LinkOutcome) -> None:
+        if self._state is not _State.RUNNING:
+            return
+        self._lost_because = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
+        self._state = _State.LOST
+        self._next_message_at = now
+        outcome.events.append(EpochLost(self._epoch, self._lost_because))
+        self._send_due(now, outcome)
+
+    def _say_hello_again(self, reason: str, outcome: LinkOutcome) -> None:
+        if self._state is _State.RUNNING:
+            outcome.events.append(EpochLost(self._epoch, reason))
+        self._state = _State.HELLO
+        self._next_message_at = float("-inf")
+
+    def _send_due(self, now: float, outcome: LinkOutcome) -> None:
+        """Send the current state's repeated message if its time has come."""
+        if now < self._next_message_at:
+            return
+        body: msgspec.Struct
+        if self._state is _State.HELLO:
+            body, interval = ExecutorHello(self._incarnation, self._info), self._timing.hello_interval
+        elif self._state is _State.LOST:
+            body, interval = ResyncRequest(self._incarnation, self._lost_because), self._timing.resync_interval
+        else:
+            body, interval = ExecutorHeartbeat(self._incarnation, self._next_step), self._timing.heartbeat_interval
+        self._next_message_at = now + interval
+        outcome.frames.append(self._writer.encode(body))

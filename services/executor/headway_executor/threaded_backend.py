@@ -1,0 +1,91 @@
+"""A backend on a thread of its own, so that the executor shows life and takes in steps while the model computes.
+
+Owns: the thread, the order of the calls, and the copy of what a step reads that later steps change.
+Must not know: sockets, the step protocol, or what the backend is.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_proto.columns import Int32Array
+from headway_proto.step import BackendInfo
+
+_T = TypeVar("_T")
+_CLOSE_SECONDS = 5.0
+
+
+class ThreadedBackend:
+    """``ExecutorBackend`` that makes every call of ``backend`` on one thread, in order; ``execute`` is a future.
+
+    The thread is a daemon: a model that never returns cannot keep the process from ending.
+    """
+
+    def __init__(self, backend: ExecutorBackend) -> None:
+        self._backend = backend
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._moves: dict[str, Int32Array] | None = None
+        self._block_size = 1
+        self._thread = threading.Thread(target=self._work, name="backend", daemon=True)
+        self._thread.start()
+
+    def open(self, config: BackendConfig) -> BackendInfo:
+        """See ``ExecutorBackend.open``. Waits for it."""
+        info = self._submit(lambda: self._backend.open(config)).result()
+        self._block_size = info.block_size
+        return info
+
+    def execute(self, batch: StepBatch) -> Future[StepResult]:
+        """See ``ExecutorBackend.execute``."""
+        own_batch = self._with_own_block_table(batch)
+        moves, self._moves = self._moves, None
+
+        def run() -> StepResult:
+            if moves is not None:
+                self._backend.move_blocks(**moves)
+            result = self._backend.execute(own_batch)
+            return result.result() if isinstance(result, Future) else result
+
+        return self._submit(run)
+
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """See ``ExecutorBackend.move_blocks``. Done, and its failure reported, with the next ``execute``."""
+        self._moves = {"copies": copies, "swap_out": swap_out, "swap_in": swap_in}
+
+    def close(self) -> None:
+        """See ``ExecutorBackend.close``. Waits a few seconds for a step that runs."""
+        if self._thread.is_alive():
+            self._submit(self._backend.close)
+            self._calls.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _with_own_block_table(self, batch: StepBatch) -> StepBatch:
+        """Copy the part of the block table that the step reads: the next step may change it before this one runs."""
+        reached = int((batch.num_computed_tokens + batch.num_scheduled_tokens).max(initial=0))
+        width = max(1, -(-reached // self._block_size))
+        return msgspec.structs.replace(batch, block_table=np.ascontiguousarray(batch.block_table[:, :width].copy()))
+
+    def _submit(self, call: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._calls.put(lambda: _settle(future, call))
+        return future
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Make the call and give its outcome to the future; an exception is the waiting side's to handle."""
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
