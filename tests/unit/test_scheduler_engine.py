@@ -1,0 +1,211 @@
+"""The scheduler as gateways and operators see it: refusals, administration, failing rows."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from headway_executor.backend import BackendConfig
+from headway_gateway.ingress_link import LiveSequence
+from headway_proto import ingress
+from headway_proto.columns import encode_column
+from headway_proto.ingress import AdminReply, Finished, Rejected, Submit
+from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.limits import SchedulerLimits
+from simulation.world import World
+
+LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=6)
+CONFIG = BackendConfig(
+    model="",
+    block_size=4,
+    num_kv_blocks=40,
+    max_model_len=100,
+    max_num_seqs=4,
+    options={"vocab_size": "97", "context_length": "100", "real_time": "false"},
+)
+GOOD = Submit(
+    handle=1,
+    request_id="a",
+    index=0,
+    token_ids=encode_column([1, 2, 3]),
+    num_prompt_tokens=3,
+    max_tokens=5,
+    sampling=SamplingParams(),
+)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(LIMITS, CONFIG, num_gateways=1, seed=1)
+    world.run_until(lambda: world.engine.info is not None, 2)
+    world.run_until(lambda: world.gateways[0].link.model is not None, 2)
+    return world
+
+
+def submit(world: World, submission: Submit) -> LiveSequence:
+    sequence = LiveSequence(submission, (), lambda: None)
+    world.gateways[0].link.submit(sequence)
+    return sequence
+
+
+def call(world: World, method: str, request_id: str = "") -> AdminReply:
+    link = world.gateways[0].link
+    link.call_admin(method, request_id)
+    replies: list[AdminReply] = []
+
+    def answered() -> bool:
+        replies.extend(link.take_admin_replies())
+        return bool(replies)
+
+    world.run_until(answered, 2)
+    return replies[0]
+
+
+def sampling(**fields: object) -> dict[str, object]:
+    return {"sampling": SamplingParams(**fields)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "field", "message"),
+    [
+        ({"token_ids": b""}, "invalid", "token_ids", "0 bytes"),
+        ({"token_ids": b"abc"}, "invalid", "token_ids", "3 bytes"),
+        ({"token_ids": encode_column([1, 97, 2])}, "invalid", "token_ids", "97 is not allowed; allowed: 0 to 96"),
+        ({"token_ids": encode_column([1, -1, 2])}, "invalid", "token_ids", "-1 is not allowed; allowed: 0 to 96"),
+        ({"num_prompt_tokens": 0}, "invalid", "prompt", "0 prompt tokens"),
+        ({"num_prompt_tokens": 4}, "invalid", "prompt", "4 prompt tokens of 3"),
+        ({"token_ids": encode_column([1] * 100), "num_prompt_tokens": 100}, "invalid", "prompt", "at most 99"),
+        ({"max_tokens": 0}, "invalid", "max_tokens", "0 is not allowed"),
+        ({"token_ids": encode_column([1] * 9), "num_prompt_tokens": 3}, "out_of_range", "resume", "6 tokens held"),
+        ({"request_id": "x" * 129}, "invalid", "request_id", "128 bytes"),
+        ({"tenant": "x" * 129}, "invalid", "tenant", "128 bytes"),
+        ({"priority": 5}, "invalid", "priority", "1 to 4"),
+        (sampling(min_tokens=6), "invalid", "min_tokens", "at most max_tokens, 5"),
+        (sampling(temperature=float("nan")), "invalid", "temperature", "nan"),
+        (sampling(top_p=0.0), "invalid", "top_p", "above 0"),
+        (sampling(logit_bias=((97, 1.0),)), "invalid", "logit_bias", "token ids 0 to 96"),
+        (sampling(stop_token_ids=(97,)), "invalid", "stop_token_ids", "token ids 0 to 96"),
+        (sampling(logprobs=21), "invalid", "logprobs", "0 to 20"),
+    ],
+)
+def test_refusals_name_field_value_and_range_and_harm_nobody(
+    world: World, change: dict[str, object], reason: str, field: str, message: str
+) -> None:
+    neighbour = submit(world, msgspec.structs.replace(GOOD, handle=7, request_id="neighbour"))
+    refused = submit(world, msgspec.structs.replace(GOOD, **change))
+    world.run_until(lambda: refused.end is not None and neighbour.end is not None, 5)
+    assert isinstance(refused.end, Rejected)
+    assert (refused.end.reason, refused.end.field) == (reason, field)
+    assert message in refused.end.message
+    assert isinstance(neighbour.end, Finished)
+    assert len(neighbour.tokens) == 5
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(world: World) -> None:
+    first = submit(world, GOOD)
+    second = submit(world, msgspec.structs.replace(GOOD, handle=2))
+    world.run_until(lambda: first.end is not None and second.end is not None, 5)
+    assert isinstance(first.end, Finished)
+    assert isinstance(second.end, Rejected)
+    assert second.end.reason == ingress.REJECT_ALREADY_EXISTS
+    third = submit(world, msgspec.structs.replace(GOOD, handle=3))
+    world.run_until(lambda: third.end is not None, 5)
+    assert isinstance(third.end, Finished)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back(world: World) -> None:
+    call(world, "pause")
+    accepted = [submit(world, msgspec.structs.replace(GOOD, handle=n, request_id=str(n))) for n in range(6)]
+    refused = submit(world, msgspec.structs.replace(GOOD, handle=6, request_id="6"))
+    world.run_until(lambda: refused.end is not None, 2)
+    assert isinstance(refused.end, Rejected)
+    assert refused.end.reason == ingress.REJECT_OVERLOADED
+    assert refused.end.retry_after_ms > 0
+    call(world, "resume")
+    world.run_until(lambda: all(sequence.end for sequence in accepted), 5)
+    assert all(isinstance(sequence.end, Finished) for sequence in accepted)
+
+
+def test_status_list_and_explain(world: World) -> None:
+    long = [submit(world, msgspec.structs.replace(GOOD, handle=n, request_id=f"r{n}", max_tokens=60)) for n in range(6)]
+    world.run_until(lambda: all(len(sequence.tokens) > 2 for sequence in long[:4]), 5)
+    status = call(world, "status").status
+    assert status is not None
+    assert (status.num_running, status.num_waiting, status.scheduler_state) == (4, 2, ingress.STATE_SERVING)
+    assert status.num_total_blocks == 40
+    assert status.num_free_blocks < 40
+    states = {state.request_id: state.state for state in call(world, "list").sequences}
+    assert states == {f"r{n}": "running" if n < 4 else "waiting" for n in range(6)}
+    waiting = call(world, "explain", "r5")
+    assert "waits behind 1 others: max_num_seqs = 4 requests are running" in waiting.explanation
+    assert "and runs:" in call(world, "explain", "r0").explanation
+    assert call(world, "explain", "nobody").error == "not found"
+
+
+def test_cancel_ends_the_request_and_may_be_repeated(world: World) -> None:
+    sequence = submit(world, msgspec.structs.replace(GOOD, max_tokens=90))
+    world.run_until(lambda: len(sequence.tokens) > 3, 5)
+    assert call(world, "cancel", "a").error == ""
+    world.run_until(lambda: sequence.end is not None, 2)
+    assert isinstance(sequence.end, Finished)
+    assert sequence.end.reason == ingress.FINISH_ABORT
+    assert call(world, "cancel", "a").error == ""
+    assert call(world, "cancel", "b").error == "not found"
+    status = call(world, "status").status
+    assert status is not None
+    assert status.num_free_blocks == status.num_total_blocks
+
+
+def test_pause_holds_back_the_waiting_and_lets_the_running_finish(world: World) -> None:
+    running = submit(world, msgspec.structs.replace(GOOD, max_tokens=40))
+    world.run_until(lambda: len(running.tokens) > 1, 2)
+    call(world, "pause")
+    waiting = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
+    world.run_until(lambda: running.end is not None, 5)
+    assert waiting.end is None
+    assert "admission is paused" in call(world, "explain", "b").explanation
+    call(world, "resume")
+    world.run_until(lambda: waiting.end is not None, 5)
+
+
+def test_draining_refuses_new_requests_and_finishes_the_accepted(world: World) -> None:
+    accepted = submit(world, GOOD)
+    call(world, "drain")
+    refused = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
+    world.run_until(lambda: accepted.end is not None and refused.end is not None, 5)
+    assert isinstance(accepted.end, Finished)
+    assert isinstance(refused.end, Rejected)
+    assert refused.end.reason == ingress.REJECT_UNAVAILABLE
+
+
+def test_a_failing_row_ends_that_request_alone() -> None:
+    config = msgspec.structs.replace(CONFIG, options={**CONFIG.options, "nan_row_token": "96"})
+    world = World(LIMITS, config, num_gateways=1, seed=2)
+    good = submit(world, GOOD)
+    bad = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b", token_ids=encode_column([1, 2, 96])))
+    world.run_until(lambda: good.end is not None and bad.end is not None, 5)
+    assert isinstance(good.end, Finished)
+    assert isinstance(bad.end, Finished)
+    assert (good.end.reason, bad.end.reason) == (ingress.FINISH_LENGTH, ingress.FINISH_ERROR)
+    assert "NaN" in bad.end.error
+    core = world.engine.core
+    assert core is not None
+    world.run_until(lambda: core.num_in_flight == 0, 1)
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+@pytest.mark.parametrize("advance", [lambda sequence: len(sequence.tokens) > 3, lambda sequence: True])
+def test_an_aborted_sequence_frees_its_blocks_at_the_next_step(
+    world: World, advance: Callable[[LiveSequence], bool]
+) -> None:
+    sequence = submit(
+        world, msgspec.structs.replace(GOOD, token_ids=encode_column([5] * 70), num_prompt_tokens=70, max_tokens=20)
+    )
+    core = world.engine.core
+    assert core is not None
+    world.run_until(lambda: advance(sequence) and core.num_running == 1, 2)
+    world.gateways[0].link.abort([sequence])
+    steps = core.counters.num_steps
+    world.run_until(lambda: core.num_running == 0 and core.num_in_flight == 0, 2)
+    assert core.counters.num_steps - steps <= LIMITS.max_steps_in_flight + 1
+    assert core.pool.num_free == core.pool.num_blocks
