@@ -110,7 +110,7 @@ def _service(name: str, summary: str) -> Command:
 
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.generate_flags import add_generate_flags
+    from headway.generate import add_generate_flags
 
     add_generate_flags(parser)
 

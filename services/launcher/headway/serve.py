@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -50,6 +50,9 @@ class StopRequested(msgspec.Struct, frozen=True):
 
 Event = ChildExited | StopRequested
 
+WhenReady = Callable[[str, str], Awaitable[bool]]
+"""Called with the readiness line and the address once the fleet serves; False ends it."""
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is decided before a process is started. ``commands`` are by service name."""
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """
     with socket_directory() as directory:
         plan = make_plan(arguments, environment, directory)
-        return asyncio.run(_serve(plan, _without_settings(environment)))
+        return asyncio.run(serve(plan, without_settings(environment), _print_readiness))
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
@@ -143,8 +146,8 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
     return words
 
 
-def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the children's environment: their settings have become flags already."""
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without ``HEADWAY_*``: for children, whose settings have become flags already."""
     return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}
 
 
@@ -183,19 +186,22 @@ def socket_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _serve(plan: Plan, environment: Mapping[str, str]) -> int:
+async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
+    """Run the fleet until it is told to stop or cannot go on; return its exit code."""
     policy = RestartPolicy(max_restarts=plan.serve.max_restarts, window_s=plan.serve.restart_window_s)
     fleet = Fleet(plan.stop_grace_s, policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     children = Children(plan.commands, environment, events.put_nowait)
     _deliver_signals(events)
-    readiness = asyncio.create_task(_tell_when_ready(plan.target))
+    attendant = asyncio.create_task(_attend(plan.target, when_ready, events))
     try:
         say(f"starting {', '.join(START_ORDER)}")
         await _perform(fleet.start(START_ORDER), children)
         return await _supervise(fleet, children, events)
     finally:
-        readiness.cancel()
+        attendant.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await attendant
         children.kill_all()
 
 
@@ -205,12 +211,24 @@ def _deliver_signals(events: "asyncio.Queue[Event]") -> None:
         loop.add_signal_handler(signum, events.put_nowait, StopRequested(signum))
 
 
-async def _tell_when_ready(target: Target) -> None:
-    """Print the one line on stdout that says the fleet serves."""
-    line = await wait_until_serving(target, started=time.monotonic(), tell=say)
+async def _attend(target: Target, when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
+    """Wait until the fleet serves, do what is to be done then, and stop it if that is all or went wrong."""
+    keep_serving = False
+    try:
+        readiness_line = await wait_until_serving(target, started=time.monotonic(), tell=say)
+        keep_serving = await when_ready(readiness_line, target.address)
+    finally:
+        if not keep_serving:
+            events.put_nowait(StopRequested(signal.SIGTERM))
+
+
+async def _print_readiness(readiness_line: str, address: str) -> bool:
+    """Print the one line on stdout that says the fleet serves; keep serving."""
+    del address
     with contextlib.suppress(OSError):
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(readiness_line + "\n")
         sys.stdout.flush()
+    return True
 
 
 async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Event]") -> int:

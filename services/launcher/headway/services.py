@@ -166,7 +166,9 @@ def announce(name: str, config: msgspec.Struct) -> None:
     if settings.get("log_level") in {"warning", "error"}:
         return
     as_json = settings.get("log_format") == "json"
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    renderer = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)
+    )
     log = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],

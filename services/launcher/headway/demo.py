@@ -1,0 +1,94 @@
+"""``headway demo``: the whole of Headway in half a minute.
+
+Owns: the prompts of the demonstration, and its order: serve, stream them all at once, show the timings, stop.
+Must not know: how serving, streaming or showing is done.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from typing import cast
+
+from headway.client import AsyncClient, ChatMessage, GenerateOptions
+from headway.configuration import OneLineParser
+from headway.reporting import Screen, table
+from headway.serve import make_plan, say, serve, socket_directory, without_settings
+from headway.services import add_serve_flags
+from headway.streaming import Answer, Job, answer_all
+
+# Openings and questions that the small model continues readably; demo_model/README.md shows what it makes of them.
+OPENINGS = (
+    "The str.split method",
+    "The json.dumps function",
+    "A dictionary is",
+    "To open a file",
+    "The collections.Counter class",
+    "The os.path.join function",
+)
+QUESTIONS = (
+    "What does str.split do?",
+    "What is collections.Counter?",
+    "How do I use json.dumps?",
+    "What does the sorted function do?",
+)
+DEFAULT_MAX_TOKENS = 64
+
+
+def add_demo_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway demo``."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"longest answer (default: {DEFAULT_MAX_TOKENS})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demonstration; return 0 if every prompt was answered."""
+    parser = OneLineParser(prog="headway demo")
+    add_serve_flags(parser)
+    serving = parser.parse(["--model", "demo", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"])
+    jobs = demo_jobs(arguments.max_tokens)
+    answers: list[Answer] = []
+
+    async def stream_all(readiness_line: str, address: str) -> bool:
+        say(readiness_line)
+        say(f"streaming {len(jobs)} prompts at once")
+        sys.stdout.write("\n")
+        screen, started = Screen(jobs), time.perf_counter()
+        async with AsyncClient(address) as client:
+            answers.extend(
+                await answer_all(
+                    client,
+                    jobs,
+                    concurrency=len(jobs),
+                    on_tokens=screen.tokens_came,
+                    on_answer=screen.job_ended,
+                )
+            )
+        sys.stdout.write(table(answers, time.perf_counter() - started))
+        sys.stdout.flush()
+        return False
+
+    with socket_directory() as directory:
+        environment = without_settings(os.environ)
+        plan = make_plan(serving, environment, directory)
+        exit_code = asyncio.run(serve(plan, environment, stream_all))
+    if exit_code:
+        return exit_code
+    return 0 if len(answers) == len(jobs) and not any(answer.error for answer in answers) else 1
+
+
+def demo_jobs(max_tokens: int) -> list[Job]:
+    """Return the prompts of the demonstration: greedy, so that every run says the same."""
+    options = cast("GenerateOptions", {"max_tokens": max_tokens, "temperature": 0.0})
+    openings = [Job(title=opening, prompt=opening, options=options) for opening in OPENINGS]
+    questions = [
+        Job(title=question, prompt=[ChatMessage(role="user", content=question)], options=options)
+        for question in QUESTIONS
+    ]
+    return openings + questions

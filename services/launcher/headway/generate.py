@@ -1,0 +1,212 @@
+"""``headway generate``: prompts in, answers on the terminal, timings below.
+
+Owns: the command's flags, reading prompts from the command line or a file, and its exit codes (1: a request failed;
+2: the command line or the file is wrong; 130: Ctrl-C).
+Must not know: how a stream is measured or an answer laid out.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from headway.client import DEFAULT_ADDRESS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.reporting import Screen, table
+from headway.settings import ConfigurationError, shown
+from headway.streaming import Job, answer, answer_all
+
+INTERRUPTED_EXIT_CODE = 130
+FAILED_EXIT_CODE = 1
+DEFAULT_CONCURRENCY = 64
+
+
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The options of a request that flags and lines of a JSONL file may give; ranges are the server's to check."""
+
+    max_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    min_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    temperature: float | msgspec.UnsetType = msgspec.UNSET
+    top_p: float | msgspec.UnsetType = msgspec.UNSET
+    top_k: int | msgspec.UnsetType = msgspec.UNSET
+    min_p: float | msgspec.UnsetType = msgspec.UNSET
+    repetition_penalty: float | msgspec.UnsetType = msgspec.UNSET
+    presence_penalty: float | msgspec.UnsetType = msgspec.UNSET
+    frequency_penalty: float | msgspec.UnsetType = msgspec.UNSET
+    seed: int | msgspec.UnsetType = msgspec.UNSET
+    stop: list[str] | msgspec.UnsetType = msgspec.UNSET
+    ignore_eos: bool | msgspec.UnsetType = msgspec.UNSET
+    priority: Literal["realtime", "high", "normal", "low"] | msgspec.UnsetType = msgspec.UNSET
+    timeout_s: float | msgspec.UnsetType = msgspec.UNSET
+
+    def as_options(self) -> dict[str, Any]:
+        """Return what was given."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not msgspec.UNSET}
+
+
+class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of a JSONL file: a prompt, and what differs from the flags."""
+
+    prompt: str
+
+
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway generate``."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")
+    source.add_argument(
+        "--file",
+        metavar="FILE",
+        help="many prompts, run at once: one per line, or, in a .jsonl file, objects such as "
+        '{"prompt": "...", "max_tokens": 32}; - reads lines from stdin',
+    )
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message of a chat")
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
+    )
+    server.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    server.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
+    server.add_argument(
+        "--concurrency",
+        type=int,
+        default=DEFAULT_CONCURRENCY,
+        metavar="N",
+        help=f"requests at one time (default: {DEFAULT_CONCURRENCY})",
+    )
+    sampling = parser.add_argument_group("sampling (what is not given is the server's default)")
+    for name, kind in _FLAG_TYPES.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the end of the text")
+    sampling.add_argument("--priority", choices=("realtime", "high", "normal", "low"))
+
+
+_FLAG_TYPES: dict[str, type[int | float]] = {
+    "max_tokens": int,
+    "min_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+    "timeout_s": float,
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return the exit code.
+
+    Raises:
+        ConfigurationError: a file or flag cannot be used.
+    """
+    jobs = list(jobs_of(arguments))
+    if arguments.concurrency < 1:
+        raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
+    try:
+        return asyncio.run(_generate(arguments, jobs))
+    except HeadwayError as error:
+        sys.stderr.write(f"headway generate: {' '.join(str(error).split())}\n")
+        return FAILED_EXIT_CODE
+    except KeyboardInterrupt:
+        sys.stderr.write("\nheadway generate: cancelled\n")
+        return INTERRUPTED_EXIT_CODE
+
+
+def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
+    """Yield the prompts of the command line or of its file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, has a bad line, or no prompt at all.
+    """
+    given = SamplingOptions(
+        **{
+            name: value
+            for name in SamplingOptions.__struct_fields__
+            if (value := getattr(arguments, name, None)) is not None
+        }
+    ).as_options()
+    if arguments.prompt is not None:
+        yield _job(arguments.prompt, given, is_chat=arguments.chat)
+        return
+    lines = [(number, line) for number, line in enumerate(_lines(arguments.file), start=1) if line.strip()]
+    if not lines:
+        raise ConfigurationError(f"--file: {shown(arguments.file)} has no prompt in it")
+    for number, line in lines:
+        if arguments.file.endswith(".jsonl"):
+            job_line = _parsed(line, number, arguments.file)
+            options = {**given, **job_line.as_options()}
+            yield _job(options.pop("prompt"), options, is_chat=arguments.chat)
+        else:
+            yield _job(line, given, is_chat=arguments.chat)
+
+
+def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:
+    message: ChatMessage = {"role": "user", "content": prompt}
+    return Job(title=prompt, prompt=[message] if is_chat else prompt, options=cast("GenerateOptions", options))
+
+
+def _lines(file: str) -> list[str]:
+    return (sys.stdin.read() if file == "-" else _read(file, "--file").decode("utf-8", "replace")).splitlines()
+
+
+def _parsed(line: str, number: int, file: str) -> JobLine:
+    try:
+        return msgspec.json.decode(line, type=JobLine)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ConfigurationError(f"--file: line {number} of {shown(file)}: {error}") from None
+
+
+def _read(path: str, flag: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{flag}: cannot read {shown(path)}: {error.strerror}") from None
+
+
+def _client(arguments: argparse.Namespace) -> AsyncClient:
+    certificates = _read(arguments.root_certificates, "--root-certificates") if arguments.root_certificates else None
+    token = _read(arguments.token_file, "--token-file").decode().strip() if arguments.token_file else None
+    return AsyncClient(arguments.address, token=token, root_certificates=certificates)
+
+
+async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
+    async with _client(arguments) as client:
+        await client.model()  # One line if nobody is there, rather than one per prompt.
+        return await (
+            _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)
+        )
+
+
+async def _stream_one(client: AsyncClient, job: Job) -> int:
+    def write(text: str, num_tokens: int) -> None:
+        del num_tokens
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    finished = await answer(client, job, write)
+    if finished.output_tokens:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    if finished.error:
+        sys.stderr.write(f"headway generate: {' '.join(finished.error.split())}\n")
+        return FAILED_EXIT_CODE
+    sys.stderr.write("\n" + table([finished], finished.duration_s))
+    return 0
+
+
+async def _run_many(client: AsyncClient, jobs: Sequence[Job], concurrency: int) -> int:
+    started = time.perf_counter()
+    screen = Screen(jobs)
+    answers = await answer_all(
+        client, jobs, concurrency=concurrency, on_tokens=screen.tokens_came, on_answer=screen.job_ended
+    )
+    sys.stdout.write(table(answers, time.perf_counter() - started))
+    return FAILED_EXIT_CODE if any(finished.error for finished in answers) else 0

@@ -1,0 +1,93 @@
+"""How answers look on a terminal.
+
+Owns: the layout of answers, progress and the table of timings.
+Must not know: where the answers came from.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from headway.streaming import Answer, Job
+
+_COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "tokens/s", "ended")
+
+
+class Screen:
+    """Shows several answers as they finish, each whole under its prompt, and on a terminal the progress meanwhile."""
+
+    def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: TextIO | None = None) -> None:
+        self._jobs = jobs
+        self._out = sys.stdout if out is None else out
+        self._progress = sys.stderr if progress is None else progress
+        self._shows_progress = self._progress.isatty()
+        self._num_finished = 0
+        self._num_tokens = 0
+
+    def tokens_came(self, num_tokens: int) -> None:
+        """Count, and redraw the progress line."""
+        self._num_tokens += num_tokens
+        self._draw_progress()
+
+    def job_ended(self, number: int, answer: Answer) -> None:
+        """Print one answer under its prompt."""
+        self._num_finished += 1
+        self._erase_progress()
+        self._out.write(block(number, self._jobs[number], answer))
+        self._out.flush()
+        if self._num_finished < len(self._jobs):
+            self._draw_progress()
+
+    def _draw_progress(self) -> None:
+        if self._shows_progress:
+            done = f"{self._num_finished} of {len(self._jobs)} finished, {self._num_tokens} tokens"
+            self._progress.write(f"\r\x1b[K{done}")
+            self._progress.flush()
+
+    def _erase_progress(self) -> None:
+        if self._shows_progress:
+            self._progress.write("\r\x1b[K")
+            self._progress.flush()
+
+
+def block(number: int, job: Job, answer: Answer) -> str:
+    """Return one prompt and its answer, indented, with a blank line after it."""
+    body = f"(failed: {answer.error})" if answer.error else answer.text.strip("\n")
+    indented = "\n".join(f"    {line}".rstrip() for line in body.splitlines()) or "    (no text)"
+    return f"[{number + 1}] {job.title}\n{indented}\n\n"
+
+
+def table(answers: Sequence[Answer], wall_s: float) -> str:
+    """Return the timings, one line per answer, then all of them together; ``wall_s`` is the time they took in all."""
+    rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, start=1))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join((*lines, "", total(answers, wall_s), ""))
+
+
+def total(answers: Sequence[Answer], wall_s: float) -> str:
+    """Return one line about all answers together."""
+    succeeded = [answer for answer in answers if not answer.error]
+    tokens = sum(answer.output_tokens for answer in answers)
+    counts = f"{len(answers)} request{'s' * (len(answers) != 1)}" + (
+        "" if len(succeeded) == len(answers) else f", {len(succeeded)} succeeded"
+    )
+    speed = f"{tokens} output tokens in {wall_s:.2f} s, {tokens / wall_s if wall_s else 0.0:.0f} tokens/s"
+    with_tokens = [answer for answer in succeeded if answer.output_tokens]
+    if not with_tokens:
+        return f"total: {counts}; {speed}"
+    ttft_ms = 1000 * sum(answer.ttft_s for answer in with_tokens) / len(with_tokens)
+    itl_ms = 1000 * sum(answer.mean_itl_s for answer in with_tokens) / len(with_tokens)
+    return f"total: {counts}; {speed}; mean TTFT {ttft_ms:.0f} ms, mean ITL {itl_ms:.1f} ms"
+
+
+def _row(number: int, answer: Answer) -> tuple[str, ...]:
+    return (
+        str(number),
+        str(answer.prompt_tokens),
+        str(answer.output_tokens),
+        f"{1000 * answer.ttft_s:.1f}",
+        f"{1000 * answer.mean_itl_s:.2f}",
+        f"{answer.tokens_per_s:.1f}",
+        "failed" if answer.error else answer.finish_reason,
+    )

@@ -1,0 +1,97 @@
+"""Runs prompts against a server and measures what comes back.
+
+Owns: the figures of one answer as its client sees them, and running many prompts at once.
+Must not know: where prompts come from, or how answers are shown.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and how to continue it. ``title`` is the prompt as people know it."""
+
+    title: str
+    prompt: str | list[ChatMessage]
+    options: GenerateOptions
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a job. Times in seconds, measured at the client from the moment the request was sent.
+
+    ``mean_itl_s`` is the time from the first token to the last over the number of gaps between tokens; tokens that
+    arrive together count as having arrived at once. It is 0 where there are fewer than two tokens.
+    """
+
+    text: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    mean_itl_s: float = 0.0
+    duration_s: float = 0.0
+    finish_reason: str = ""
+    error: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the time from sending to the end."""
+        return self.output_tokens / self.duration_s if self.duration_s else 0.0
+
+
+async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], None]) -> Answer:
+    """Stream one job to its end. ``on_text`` sees each piece of text and how many tokens came with it.
+
+    A failure of the request is part of the answer, so that it leaves the other jobs alone.
+    """
+    sent = time.perf_counter()
+    first = last = 0.0
+    output_tokens = 0
+    try:
+        async with client.generate(job.prompt, **job.options) as stream:
+            async for delta in stream:
+                last = time.perf_counter()
+                first = first or last
+                output_tokens += len(delta.token_ids)
+                on_text(delta.text, len(delta.token_ids))
+            result = await stream.result()
+    except HeadwayError as error:
+        return Answer(error=str(error), output_tokens=output_tokens, duration_s=time.perf_counter() - sent)
+    completion = result.completions[0]
+    return Answer(
+        text=completion.text,
+        prompt_tokens=result.prompt_tokens,
+        output_tokens=output_tokens,
+        ttft_s=first - sent if first else 0.0,
+        mean_itl_s=(last - first) / (output_tokens - 1) if output_tokens > 1 else 0.0,
+        duration_s=time.perf_counter() - sent,
+        finish_reason=completion.finish_reason or "",
+        error=completion.error,
+    )
+
+
+async def answer_all(
+    client: AsyncClient,
+    jobs: Sequence[Job],
+    *,
+    concurrency: int,
+    on_tokens: Callable[[int], None],
+    on_answer: Callable[[int, Answer], None],
+) -> list[Answer]:
+    """Run the jobs, at most ``concurrency`` at a time; return their answers in the order of the jobs.
+
+    ``on_tokens`` hears of tokens as they come; ``on_answer`` gets each job's number and answer when it ends.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(number: int, job: Job) -> Answer:
+        async with slots:
+            finished = await answer(client, job, lambda _, num_tokens: on_tokens(num_tokens))
+        on_answer(number, finished)
+        return finished
+
+    return await asyncio.gather(*(run(number, job) for number, job in enumerate(jobs)))
