@@ -315,7 +315,7 @@ class FakeScheduler:
             mine = tuple(state for state in states if state.request_id == call.request_id)
             return msgspec.structs.replace(reply, sequences=mine, explanation="it runs")
         elif call.method == "status":
-            zeros = dict.fromkeys(Status.__struct_fields__, 0)
-            zeros.update(scheduler_state=self.state, executor_state="ready", num_running=len(states))
-            return msgspec.structs.replace(reply, status=msgspec.convert(zeros | {"num_gateways": 1}, Status))
+            figures = dict.fromkeys(Status.__struct_fields__, 0)
+            figures |= {"scheduler_state": self.state, "executor_state": "ready", "num_running": len(states)}
+            return msgspec.structs.replace(reply, status=Status(**figures))
         return reply

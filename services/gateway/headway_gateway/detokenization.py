@@ -67,14 +67,14 @@ class WindowDetokenizer:
     while the text ends in U+FFFD.
     """
 
-    __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_hidden_ids", "_waiting")
+    __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
 
     def __init__(
-        self, decode: Callable[[list[int]], str], hidden_ids: frozenset[int], byte_ids: frozenset[int]
+        self, decode: Callable[[list[int]], str], visible_ids: frozenset[int], byte_ids: frozenset[int]
     ) -> None:
-        """``hidden_ids`` are special tokens, ``byte_ids`` the tokens that stand for one byte each."""
+        """``visible_ids`` are the tokens with a text, ``byte_ids`` those of them that stand for one byte each."""
         self._decode = decode
-        self._hidden_ids = hidden_ids
+        self._visible_ids = visible_ids
         self._byte_ids = byte_ids
         self._anchor: list[int] = []
         self._anchor_text = ""
@@ -82,7 +82,7 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See ``Detokenizer``."""
-        texts = [self._push_one(token_id) for token_id in token_ids if token_id not in self._hidden_ids]
+        texts = [self._push_one(token_id) for token_id in token_ids if token_id in self._visible_ids]
         return "".join(texts)
 
     def finish(self) -> str:
@@ -116,12 +116,14 @@ def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
     if _is_byte_level(definition.get("decoder")):
         table = _byte_table(tokenizer, special_ids)
         return lambda: ByteLevelDetokenizer(table)
-    byte_ids = frozenset(token_id for token, token_id in tokenizer.get_vocab().items() if _is_byte_token(token))
+    vocabulary = tokenizer.get_vocab()
+    visible_ids = frozenset(vocabulary.values()) - special_ids
+    byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _is_byte_token(token))
 
     def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    return lambda: WindowDetokenizer(decode, special_ids, byte_ids)
+    return lambda: WindowDetokenizer(decode, visible_ids, byte_ids)
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:

@@ -114,7 +114,7 @@ class TextModel:
         try:
             # The batch call leaves out character offsets, which nobody here needs.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:  # What the library raises differs between its versions.
             raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
         ids: list[int] = encoding.ids
         return ids

@@ -1,0 +1,141 @@
+"""Loading a model directory's tokenizer files, prompts, chat templates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway_gateway.tokenization import PromptError, TokenizerFilesError, load_text_model
+
+DEMO = Path(headway.__file__).parent / "demo_model"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def write_config(directory: Path, **entries: object) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(entries))
+
+
+def with_template(directory: Path, template: str, **entries: object):
+    write_config(directory, chat_template=template, **entries)
+    return load_text_model(directory)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\u0000", "a\u0000b", "\r\n\t", "🙂" * 100, "e\u0301", "<|endoftext|>x", "\ufffd"]
+)
+def test_odd_texts_come_back(text):
+    model = load_text_model(DEMO)
+    detokenizer = model.new_detokenizer()
+    ids = model.encode(text)
+    assert detokenizer.push(ids) + detokenizer.finish() == model.decode(ids)
+    if "<|" not in text:
+        assert model.decode(ids) == text
+
+
+def test_a_lone_surrogate_is_refused():
+    with pytest.raises(PromptError, match="lone surrogate"):
+        load_text_model(DEMO).encode("a\ud800b")
+
+
+def test_a_text_that_cannot_fit_is_refused_by_its_length():
+    model = load_text_model(DEMO)
+    model.require_plausible_length(1000, 1023)
+    with pytest.raises(PromptError, match=r"10000000 characters cannot fit; allowed: at most 1023 tokens"):
+        model.require_plausible_length(10_000_000, 1023)
+
+
+def test_the_demo_models_chat_template():
+    text = load_text_model(DEMO).render_chat([("user", "What is a list?")])
+    assert text == "<|im_start|>user\nWhat is a list?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_template_dialect(directory):
+    model = with_template(
+        directory,
+        "{{ bos_token }}{% for m in messages %}\n"
+        "  {% if m.role == 'tool' %}{% continue %}{% endif %}\n"
+        "[{{ m.role }}]{{ {'t': m['content']} | tojson }}\n"
+        "{% endfor %}\n"
+        "{{ strftime_now('%Y') | length }}",
+        bos_token={"content": "<B>"},
+    )
+    text = model.render_chat([("user", "<é>"), ("tool", "x")])
+    assert text == '<B>[user]{"t": "<é>"}\n4'
+
+
+def test_the_template_file_wins_and_named_templates_have_a_default(directory):
+    write_config(directory, chat_template=[{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}])
+    assert load_text_model(directory).render_chat([("user", "x")]) == "D"
+    (directory / "chat_template.jinja").write_text("from the file")
+    assert load_text_model(directory).render_chat([("user", "x")]) == "from the file"
+
+
+def test_a_template_may_refuse_messages(directory):
+    model = with_template(directory, "{{ raise_exception('roles must\nalternate') }}")
+    with pytest.raises(PromptError, match=r"^the chat template refuses these messages: roles must alternate$"):
+        model.render_chat([("user", "x")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ range(10**9) | list }}",
+        "{{ undefined_thing.attribute }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_hostile_or_broken_template_only_refuses(directory, template):
+    model = with_template(directory, template)
+    with pytest.raises(PromptError, match="chat template"):
+        model.render_chat([("user", "x")])
+
+
+def test_without_a_template_chats_are_refused(directory):
+    model = load_text_model(directory)
+    assert not model.has_chat_template
+    with pytest.raises(PromptError, match="no chat template"):
+        model.encode_chat([("user", "x")], max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "cannot be read"),
+        ("tokenizer.json", "{", "not a usable tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "Unheard"}}', "not a usable tokenizer"),
+        ("tokenizer_config.json", "[1]", "holds a list; allowed: a JSON object"),
+        ("tokenizer_config.json", "{", "not readable JSON"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int; allowed: a string"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template: "),
+    ],
+)
+def test_bad_files_are_told_in_one_line(directory, name, content, message):
+    path = directory / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TokenizerFilesError) as refusal:
+        load_text_model(directory)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_directory(tmp_path):
+    with pytest.raises(TokenizerFilesError, match="is not a directory"):
+        load_text_model(tmp_path / "nowhere")
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(directory):
+    definition = json.loads((directory / "tokenizer.json").read_text())
+    definition["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (directory / "tokenizer.json").write_text(json.dumps(definition))
+    assert len(load_text_model(directory).encode("one two three four five six seven eight")) > 4
