@@ -19,7 +19,6 @@ import numpy as np
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.prefix_cache import PrefixCache
 
-_NO_FENCE = -1
 _NOT_QUEUED = -1
 
 
@@ -39,8 +38,8 @@ class BlockPool:
         self._queue_tail = 0
         self._queue_place = np.full(num_blocks, _NOT_QUEUED, dtype=np.int64)
         self._num_queued = 0
-        self._fence_step = np.full(num_blocks, _NO_FENCE, dtype=np.int64)
-        self._fences: deque[tuple[int, Int32Array]] = deque()
+        # Blocks behind each fence, oldest fence first, in the order of release.
+        self._fences: deque[tuple[int, list[Int32Array]]] = deque()
         self.num_fenced = 0
 
     @property
@@ -51,12 +50,15 @@ class BlockPool:
     def allocate(self, count: int) -> Int32Array:
         """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
         assert count <= self.num_free
-        from_stack = min(count, self._num_plain)
         top = self._num_plain
-        blocks = self._plain[top - from_stack : top][::-1].copy()
-        self._num_plain -= from_stack
-        if from_stack < count:
-            blocks = np.concatenate((blocks, self._evict(count - from_stack)))
+        from_stack = min(count, top)
+        if from_stack or not count:
+            blocks = self._plain[top - from_stack : top][::-1].copy()
+            self._num_plain -= from_stack
+            if from_stack < count:
+                blocks = np.concatenate((blocks, self._evict(count - from_stack)))
+        else:
+            blocks = self._evict(count)
         self._ref_count[blocks] = 1
         return blocks
 
@@ -66,35 +68,39 @@ class BlockPool:
         Blocks without a reference become free when ``complete_step(fence_step)`` is called; at once if it is None.
         The last blocks of a chain are evicted before the first, because nobody can use them without the first.
         """
-        self._ref_count[blocks] -= 1
-        unused = blocks[self._ref_count[blocks] == 0][::-1]
+        references = self._ref_count[blocks] - 1
+        self._ref_count[blocks] = references
+        unused = (blocks[references == 0] if references.any() else blocks)[::-1]
         if fence_step is None:
             self._make_free(unused)
-        elif len(unused):
-            self._fence_step[unused] = fence_step
-            self._fences.append((fence_step, unused))
-            self.num_fenced += len(unused)
+            return
+        self.num_fenced += len(unused)
+        if self._fences and self._fences[-1][0] == fence_step:
+            self._fences[-1][1].append(unused)
+        else:
+            self._fences.append((fence_step, [unused]))
 
     def complete_step(self, step: int) -> None:
         """Lift the fences of all steps up to ``step``."""
         while self._fences and self._fences[0][0] <= step:
-            fence_step, blocks = self._fences.popleft()
-            # A prefix hit may have taken a block back, or it was released again behind a later fence.
-            blocks = blocks[self._fence_step[blocks] == fence_step]
-            self._fence_step[blocks] = _NO_FENCE
+            parts = self._fences.popleft()[1]
+            blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
             self.num_fenced -= len(blocks)
             self._make_free(blocks)
 
     def share(self, blocks: Int32Array) -> None:
         """Add a reference to each of these cached blocks, taking back free and fenced ones."""
-        unused = blocks[self._ref_count[blocks] == 0]
+        queued = self._queue_place[blocks] != _NOT_QUEUED
+        num_queued = int(np.count_nonzero(queued))
+        num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - num_queued
         self._ref_count[blocks] += 1
-        fenced = self._fence_step[unused] != _NO_FENCE
-        num_fenced = int(np.count_nonzero(fenced))
-        self._fence_step[unused] = _NO_FENCE
-        self._queue_place[unused] = _NOT_QUEUED
-        self.num_fenced -= num_fenced
-        self._num_queued -= len(unused) - num_fenced
+        self._queue_place[blocks] = _NOT_QUEUED
+        self._num_queued -= num_queued
+        if num_fenced:
+            self.num_fenced -= num_fenced
+            self._fences = deque(
+                (step, [part[self._ref_count[part] == 0] for part in parts]) for step, parts in self._fences
+            )
 
     def num_free_among(self, blocks: Int32Array) -> int:
         """How many of these cached blocks count towards ``num_free``."""

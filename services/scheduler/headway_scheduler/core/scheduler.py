@@ -192,13 +192,14 @@ class Scheduler:
                 f"{new.max_tokens}, context {self.capacity.max_model_len}, KV pool of {self.capacity.num_blocks} "
                 f"blocks of {self.capacity.block_size})",
             )
-        for field, low, high in (
-            ("token_ids", int(new.token_ids.min()), int(new.token_ids.max())),
-            ("stop_token_ids", min(new.stop_token_ids, default=0), max(new.stop_token_ids, default=0)),
-        ):
-            if low < 0 or high >= vocab_size:
-                bad = low if low < 0 else high
-                raise RequestRejected("invalid", field, f"{bad} is not allowed; allowed: 0 to {vocab_size - 1}")
+        # Seen as unsigned, a negative id is larger than any vocabulary.
+        if int(new.token_ids.view(np.uint32).max()) >= vocab_size:
+            bad = new.token_ids[new.token_ids.view(np.uint32) >= vocab_size][0]
+            raise RequestRejected("invalid", "token_ids", f"{bad} is not allowed; allowed: 0 to {vocab_size - 1}")
+        for token_id in new.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                message = f"{token_id} is not allowed; allowed: 0 to {vocab_size - 1}"
+                raise RequestRejected("invalid", "stop_token_ids", message)
         if self.num_waiting >= self.limits.max_num_waiting:
             raise RequestRejected(
                 "overloaded", "", f"{self.num_waiting} requests are waiting; allowed: {self.limits.max_num_waiting}"
@@ -373,7 +374,10 @@ class Scheduler:
         shared, node = self._find_cached(token_bytes, num_tokens)
         # One token beyond the prompt, so that a request does not stall at once; the very last token needs no place.
         wanted_blocks = -(-min(num_tokens + 1, request.limit - 1) // rows.block_size) - len(shared)
-        if wanted_blocks > pool.num_free - pool.num_free_among(shared) - owed_blocks:
+        available = pool.num_free - owed_blocks
+        if len(shared):
+            available -= pool.num_free_among(shared)
+        if wanted_blocks > available:
             return None
         self._waiting.remove(request)
         row = rows.take(request)
