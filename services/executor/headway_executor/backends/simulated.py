@@ -405,9 +405,7 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
 
 def _max_model_len(asked: int, context_length: int) -> int:
     if asked > context_length:
-        raise BackendConfigError(
-            f"--max-model-len {asked} is over the model's context; allowed: up to {context_length}"
-        )
+        raise BackendConfigError(f"max_model_len: {asked} is over the model's context; allowed: 1 to {context_length}")
     return asked or context_length
 
 
