@@ -13,7 +13,6 @@ import time
 from types import FrameType
 
 import structlog
-import zmq
 
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
@@ -34,7 +33,7 @@ def run(config: SchedulerConfig) -> int:
     try:
         config.validate()
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
-    except (ValueError, zmq.ZMQError, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"headway scheduler: {error}\n")
         return EXIT_BAD_CONFIGURATION
     if config.exit_with_parent:

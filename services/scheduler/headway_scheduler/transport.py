@@ -28,8 +28,8 @@ class Transport:
         """Bind both sockets.
 
         Raises:
-            zmq.ZMQError: an address cannot be bound.
-            ValueError: the key files cannot be used.
+            ValueError: an address cannot be bound, or the key files cannot be used.
+            OSError: the key files cannot be read.
         """
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -37,8 +37,8 @@ class Transport:
         try:
             if curve_keys:
                 self._start_authenticator(curve_keys)
-            self.executor = self._bind(step_address, curve_keys)
-            self.gateways = self._bind(ingress_address, curve_keys)
+            self.executor = self._bind("step_address", step_address, curve_keys)
+            self.gateways = self._bind("ingress_address", ingress_address, curve_keys)
         except BaseException:
             self.close()
             raise
@@ -85,7 +85,7 @@ class Transport:
             self._authenticator.stop()
         self._context.term()
 
-    def _bind(self, address: str, curve_keys: str) -> "zmq.Socket[bytes]":
+    def _bind(self, field: str, address: str, curve_keys: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
         socket.setsockopt(zmq.LINGER, 0)
@@ -100,7 +100,10 @@ class Transport:
             if secret is None:
                 raise ValueError(f"curve_keys: no secret key in {curve_keys!r:.64}/scheduler.key_secret")
             socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {error.strerror}") from error
         return socket
 
     def _start_authenticator(self, curve_keys: str) -> None:
