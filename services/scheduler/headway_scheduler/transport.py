@@ -6,6 +6,7 @@ Must not know: what a frame means.
 Both are ROUTERs with ``ROUTER_MANDATORY``: a frame that cannot be delivered is reported instead of being dropped.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Transport:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {error.strerror}") from error
+            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno)}") from error
         return socket
 
     def _start_authenticator(self, curve_keys: str) -> None:
