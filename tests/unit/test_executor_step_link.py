@@ -267,11 +267,11 @@ def with_faults(frames: list[bytes], faults) -> list[bytes]:
         elif kind == "swap":
             other = value % len(frames)
             frames[place], frames[other] = frames[other], frame
-        elif kind == "flip":
+        elif kind == "flip" and frame:
             changed = bytearray(frame)
             changed[value % len(frame)] ^= 1 << (value % 8)
             frames[place] = bytes(changed)
-        elif kind == "cut":
+        elif kind == "cut" and frame:
             frames[place] = frame[: value % len(frame)]
         elif kind == "replay":
             frames.insert(value % len(frames), frame)
