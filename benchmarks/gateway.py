@@ -1,0 +1,263 @@
+"""What the gateway sustains and what it adds: the whole chain as processes, with the simulated backend at zero step time.
+
+Owns: starting scheduler, executor and gateway, the client's load, the table and the result file.
+Must not know: anything of the gateway that a client cannot see, but for its ingress link (see below).
+
+Throughput: N streams at a time from this one client process, greedy tokens, every stream ``--tokens`` long; output
+tokens over the wall time from the first request to the last end. All processes share this machine's cores.
+
+Added latency: one request of one token at a time, through gRPC, and then straight through ingress with the gateway's
+own link inside this process. The difference is what gRPC, tokenising, validation and detokenising add to a request.
+Then one stream with ``--gap-ms`` between steps: how much later than through ingress each token arrives, judged by the
+jitter of the gaps, which a delay that varies would widen.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+
+import headway
+from headway.client import AsyncClient
+from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.scheduler_client import SchedulerClient
+from headway_gateway.wakeup import Wakeup
+from headway_proto import generation_pb2 as api
+from headway_proto import generation_pb2_grpc as api_grpc
+from headway_proto.columns import encode_column
+from headway_proto.ingress import Submit
+from headway_proto.sampling import SamplingParams
+
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+PROMPT = "The list of things that a gateway does:"
+
+
+class Chain:
+    """The running processes, by name, and where they listen."""
+
+    def __init__(self, directory: Path, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        self.ingress = f"ipc://{directory}/ingress"
+        self.processes = processes
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time used so far, by process; this one is the client."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        pids = {name: process.pid for name, process in self.processes.items()} | {"client": os.getpid()}
+        used = {}
+        for name, pid in pids.items():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used[name] = (int(fields[11]) + int(fields[12])) / ticks
+        return used
+
+
+@contextmanager
+def running_chain(address: str, step_us: float, streams: int, directory: Path) -> Iterator[Chain]:
+    """Start the three services and end them again."""
+    ingress, step = f"ipc://{directory}/ingress", f"ipc://{directory}/step"
+    commands = {
+        "scheduler": ["--ingress-address", ingress, "--step-address", step, "--max-num-seqs", str(max(streams, 16))],
+        "executor": [
+            *("--step-address", step, "--backend", "simulated", "--model", str(DEMO_MODEL)),
+            *("--num-kv-blocks", "32768"),
+            *("--backend-option", "verify_kv=false", "--backend-option", f"step_base_us={step_us}"),
+        ],
+        "gateway": ["--ingress-address", ingress, "--grpc-address", address, "--model", str(DEMO_MODEL)],
+    }
+    processes = {
+        name: subprocess.Popen([sys.executable, "-m", "headway", name, "--log-level", "warning", *flags])
+        for name, flags in commands.items()
+    }
+    try:
+        yield Chain(directory, processes)
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(30)
+
+
+async def throughput(stub: api_grpc.GenerationStub, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
+    """One round: ``streams`` at once, each ``tokens`` long."""
+    num_messages = 0
+
+    async def one(seed: int) -> int:
+        nonlocal num_messages
+        request = api.GenerateRequest(
+            text=PROMPT, sampling=api.SamplingParams(max_tokens=tokens, seed=seed, temperature=1.0, ignore_eos=True)
+        )
+        count = 0
+        async for event in stub.Generate(request):
+            if event.HasField("delta"):
+                num_messages += 1
+                assert event.delta.first_token_index == count
+                count += len(event.delta.token_ids)
+        return count
+
+    cpu_before, started = chain.cpu_seconds(), time.perf_counter()
+    counts = await asyncio.gather(*(one(seed) for seed in range(streams)))
+    wall_s = time.perf_counter() - started
+    assert counts == [tokens] * streams
+    used = {f"{name}_cpu_s": value - cpu_before[name] for name, value in chain.cpu_seconds().items()}
+    return {
+        "tokens_per_s": sum(counts) / wall_s,
+        "wall_s": wall_s,
+        "messages_per_s": num_messages / wall_s,
+        "tokens_per_message": sum(counts) / num_messages,
+        **used,
+    }
+
+
+async def through_grpc(stub: api_grpc.GenerationStub, tokens: int) -> list[float]:
+    """Arrival times of one request's tokens, in seconds from sending it."""
+    request = api.GenerateRequest(text=PROMPT, sampling=api.SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True))
+    started, arrivals = time.perf_counter(), []
+    async for event in stub.Generate(request):
+        if event.HasField("delta"):
+            arrivals += [time.perf_counter() - started] * len(event.delta.token_ids)
+    return arrivals
+
+
+async def through_ingress(client: SchedulerClient, prompt_ids: list[int], tokens: int) -> list[float]:
+    """The same without a gateway."""
+    bell = Wakeup()
+    submission = Submit(
+        handle=client.next_handle(),
+        request_id=f"direct-{client.next_handle()}",
+        index=0,
+        token_ids=encode_column(prompt_ids),
+        num_prompt_tokens=len(prompt_ids),
+        max_tokens=tokens,
+        sampling=SamplingParams(seed=1),
+        ignore_eos=True,
+    )
+    sequence = LiveSequence(submission, (), bell.ring)
+    started, arrivals = time.perf_counter(), []
+    client.submit([sequence])
+    while sequence.end is None:
+        await bell.wait()
+        arrivals += [time.perf_counter() - started] * (len(sequence.tokens) - len(arrivals))
+    return arrivals
+
+
+@asynccontextmanager
+async def connected(
+    address: str, ingress: str
+) -> AsyncIterator[tuple[api_grpc.GenerationStub, SchedulerClient, list[int]]]:
+    """A gRPC stub, a link of one's own to the scheduler, and the prompt's tokens."""
+    async with AsyncClient(address) as client:
+        await client.wait_ready(60)
+        prompt_ids = await client.tokenize(PROMPT)
+    link = SchedulerClient(ingress, incarnation=int.from_bytes(os.urandom(6), "big"))
+    link.start()
+    await link.wait_until_serving(10)
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield api_grpc.GenerationStub(channel), link, prompt_ids
+    await link.close()
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Median and 99th percentile, in milliseconds."""
+    ordered = sorted(seconds)
+    return {"p50_ms": statistics.median(ordered) * 1e3, "p99_ms": ordered[int(0.99 * (len(ordered) - 1))] * 1e3}
+
+
+async def latency(address: str, ingress: str, requests: int) -> dict[str, dict[str, float]]:
+    """One request of one token at a time, alternating between the two ways."""
+    async with connected(address, ingress) as (stub, link, prompt_ids):
+        grpc_s, ingress_s = [], []
+        for _ in range(requests + 20):
+            grpc_s.append((await through_grpc(stub, 1))[0])
+            ingress_s.append((await through_ingress(link, prompt_ids, 1))[0])
+    over_grpc, direct = spread(grpc_s[20:]), spread(ingress_s[20:])
+    return {
+        "first token over gRPC": over_grpc,
+        "first token over ingress": direct,
+        "added to the first token": {key: over_grpc[key] - direct[key] for key in direct},
+    }
+
+
+async def gaps(address: str, ingress: str, tokens: int) -> dict[str, dict[str, float]]:
+    """Gaps between the tokens of one stream, over both ways."""
+    async with connected(address, ingress) as (stub, link, prompt_ids):
+        result = {}
+        for name, arrivals in (
+            ("gap between tokens over gRPC", await through_grpc(stub, tokens)),
+            ("gap between tokens over ingress", await through_ingress(link, prompt_ids, tokens)),
+        ):
+            result[name] = spread([later - earlier for earlier, later in pairwise(arrivals)])
+    return result
+
+
+async def rounds_of_throughput(address: str, chain: Chain, options: argparse.Namespace) -> list[dict[str, float]]:
+    async with connected(address, chain.ingress) as (stub, _, _):
+        await throughput(stub, chain, options.streams, 64)  # connections, caches, first imports
+        return [await throughput(stub, chain, options.streams, options.tokens) for _ in range(options.rounds)]
+
+
+def print_tables(result: dict[str, object]) -> None:
+    rounds: list[dict[str, float]] = result["throughput"]  # type: ignore[assignment]
+    print(f"\n{'round':>6}" + "".join(f"{name:>20}" for name in rounds[0]))
+    for place, row in enumerate(rounds):
+        print(f"{place:>6}" + "".join(f"{value:>20,.1f}" for value in row.values()))
+    print(f"\n{'':40}{'p50 ms':>10}{'p99 ms':>10}")
+    rows: dict[str, dict[str, float]] = result["latency"]  # type: ignore[assignment]
+    for name, row in rows.items():
+        print(f"{name:40}{row['p50_ms']:>10.3f}{row['p99_ms']:>10.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=900)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=300, help="requests for the latency table")
+    parser.add_argument("--gap-ms", type=float, default=10.0)
+    parser.add_argument("--grpc-address", default="127.0.0.1:50971")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gateway.json")
+    options = parser.parse_args()
+    address = options.grpc_address
+    with tempfile.TemporaryDirectory(prefix="hwbench") as name:
+        directory = Path(name)
+        with running_chain(address, 0.0, options.streams, directory) as chain:
+            rounds = asyncio.run(rounds_of_throughput(address, chain, options))
+            rows = asyncio.run(latency(address, chain.ingress, options.requests))
+        with running_chain(address, options.gap_ms * 1e3, options.streams, directory) as chain:
+            rows |= asyncio.run(gaps(address, chain.ingress, 200))
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    result: dict[str, object] = {
+        "what": "gateway, whole chain, simulated backend at zero step time",
+        "streams": options.streams,
+        "tokens_per_stream": options.tokens,
+        "gap_ms": options.gap_ms,
+        "throughput": rounds,
+        "latency": rows,
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "grpc": grpc.__version__,
+        "commit": commit,
+    }
+    print_tables(result)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
