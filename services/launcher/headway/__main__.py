@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[name].run(parser_of(name).parse(rest))
     except ConfigurationError as error:
-        return _refuse(f"headway {name}", str(error))
+        return _refuse(f"headway {name}", str(error), error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
@@ -74,9 +74,9 @@ def parser_of(name: str) -> OneLineParser:
     return parser
 
 
-def _refuse(program: str, message: str) -> int:
+def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int:
     sys.stderr.write(f"{program}: {message}\n")
-    return USAGE_EXIT_CODE
+    return exit_code
 
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:

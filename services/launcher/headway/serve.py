@@ -24,7 +24,7 @@ from headway.configuration import Given, Layer, build, given_by_environment, giv
 from headway.health import Target
 from headway.processes import ChildExited, Children
 from headway.readiness import wait_until_serving
-from headway.serve_config import ServeConfig
+from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.services import (
     SERVE,
     SERVICES,
@@ -32,7 +32,7 @@ from headway.services import (
     sources_in_file,
     with_model_directory,
 )
-from headway.settings import ConfigurationError, as_text, settings_of, shown
+from headway.settings import ConfigurationError, ModelDirectoryError, as_text, settings_of, shown
 from headway.supervision import Action, Fleet, Kill, Report, RestartPolicy, Start, Terminate
 from headway_gateway.config import GatewayConfig
 
@@ -95,7 +95,9 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         settled = _settled(service.settings, directory)
         from_environment = given_by_environment(environment, service.name, service.settings)
         layers = (settled, given, from_environment, files[service.name], presets)
-        configs[service.name] = service.build(_with_a_port(with_model_directory(merged(layers))))
+        values = with_model_directory(merged(layers))
+        _check_model_directory(values)
+        configs[service.name] = service.build(_with_a_port(values))
     gateway = configs["gateway"]
     assert isinstance(gateway, GatewayConfig)
     return Plan(
@@ -125,6 +127,15 @@ def _read(path: str, flag: str) -> bytes | None:
         return Path(path).read_bytes() if path else None
     except OSError as error:
         raise ConfigurationError(f"{flag}: cannot read {shown(path)}: {error.strerror}") from None
+
+
+def _check_model_directory(given: Layer) -> None:
+    """Refuse a directory that is not there once, here, rather than once in each process that reads it."""
+    model = given.get("model")
+    if model is not None and not Path(model.value).is_dir():
+        raise ModelDirectoryError(
+            f"{model.origin}: {shown(model.value)} is not allowed; allowed: a checkpoint directory, or {DEMO_MODEL}"
+        )
 
 
 def _settled(settings: Mapping[str, object], directory: Path) -> Layer:

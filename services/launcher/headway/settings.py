@@ -14,7 +14,15 @@ SHOWN_VALUE_CHARS = 64
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be used. The message is one line for the person who wrote it (exit code 2)."""
+    """A configuration that cannot be used. The message is one line for the person who wrote it."""
+
+    exit_code = 2
+
+
+class ModelDirectoryError(ConfigurationError):
+    """A configuration that names a model that is not there."""
+
+    exit_code = 3
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

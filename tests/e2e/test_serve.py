@@ -1,0 +1,266 @@
+"""``headway serve`` and its siblings as real processes: readiness, supervision, stops, mistakes."""
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from e2e.running_server import command, finished, sockets_in, wait_until
+from headway import Client
+from headway.client import UnavailableError
+
+SIMULATED = ("--backend", "simulated", "--grpc-address", "127.0.0.1:0", "--log-level", "warning")
+PROMPT = "To open a file"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tokens_of(address: str, max_tokens: int = 24) -> list[int]:
+    with Client(address) as client:
+        return client.generate(PROMPT, max_tokens=max_tokens, temperature=0, ignore_eos=True).result().token_ids
+
+
+def test_one_readiness_line_a_stream_and_a_clean_exit(tmp_path: Path):
+    with command("serve", *SIMULATED, TMPDIR=str(tmp_path)) as server:
+        address = server.wait_for_ready()
+        assert len(tokens_of(address)) == 24
+        children = server.children()
+        assert set(children) == {"scheduler", "executor", "gateway"}
+        (directory,) = sockets_in(tmp_path)
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert server.stop(signal.SIGTERM) == 0
+        assert len(server.out) == 1
+        assert not any(child.is_running() for child in children.values())
+        assert sockets_in(tmp_path) == []
+    assert [line for line in server.err if "Traceback" in line] == []
+
+
+def test_ctrl_c_is_a_clean_exit_too():
+    with command("serve", *SIMULATED) as server:
+        server.wait_for_ready()
+        assert server.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize("victim", ["executor", "scheduler"])
+def test_a_killed_process_is_replaced_and_a_running_stream_goes_on(victim):
+    options = ("--backend-option", "step_base_us=10000")
+    with command("serve", *SIMULATED, *options) as server:
+        address = server.wait_for_ready()
+        expected = tokens_of(address, max_tokens=120)
+        with Client(address) as client:
+            received: list[int] = []
+            for delta in client.generate(PROMPT, max_tokens=120, temperature=0, ignore_eos=True):
+                if not received:
+                    server.children()[victim].kill()
+                assert delta.first_token_index == len(received)
+                received += delta.token_ids
+        assert received == expected
+        assert server.stop() == 0
+
+
+def test_a_killed_gateway_comes_back_on_the_same_address():
+    with command("serve", *SIMULATED) as server:
+        address = server.wait_for_ready()
+        server.children()["gateway"].kill()
+        with Client(address) as client:
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    client.wait_ready(20)
+                    tokens = client.generate(PROMPT, max_tokens=3, ignore_eos=True).result().token_ids
+                    break
+                except UnavailableError:
+                    assert time.monotonic() < deadline
+        assert len(tokens) == 3
+        assert server.stop() == 0
+
+
+def test_children_end_with_a_launcher_that_is_killed():
+    with command("serve", *SIMULATED) as server:
+        server.wait_for_ready()
+        children = list(server.children().values())
+        assert len(children) == 3
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+
+
+def test_a_second_signal_kills_at_once():
+    with command("serve", *SIMULATED, "--backend-option", "step_base_us=200000") as server:
+        address = server.wait_for_ready()
+        children = list(server.children().values())
+        with Client(address) as client:
+            stream = client.generate(PROMPT, max_tokens=500, ignore_eos=True)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert server.process.poll() is None, "the first signal waits for the stream"
+            assert server.stop(signal.SIGTERM, timeout_s=5) == 128 + signal.SIGTERM
+            stream.cancel()
+        assert not any(child.is_running() for child in children)
+
+
+def test_a_stop_lets_a_running_stream_finish():
+    with command("serve", *SIMULATED, "--backend-option", "step_base_us=20000") as server:
+        address = server.wait_for_ready()
+        with Client(address) as client:
+            stream = client.generate(PROMPT, max_tokens=50, ignore_eos=True)
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            result = stream.result()
+        assert len(result.token_ids) == 50
+        assert result.completions[0].finish_reason == "length"
+        assert server.wait() == 0
+
+
+def test_the_processes_alone_in_any_order_over_tcp():
+    step, ingress, grpc = (free_port() for _ in range(3))
+    links = {
+        "gateway": ("--ingress-address", f"tcp://127.0.0.1:{ingress}", "--grpc-address", f"127.0.0.1:{grpc}"),
+        "executor": ("--step-address", f"tcp://127.0.0.1:{step}", "--backend", "simulated"),
+        "scheduler": (
+            *("--step-address", f"tcp://127.0.0.1:{step}"),
+            *("--ingress-address", f"tcp://127.0.0.1:{ingress}"),
+        ),
+    }
+    with (
+        command("gateway", "--model", "demo", *links["gateway"]) as gateway,
+        command("executor", "--model", "demo", *links["executor"]) as executor,
+        command("scheduler", *links["scheduler"]) as scheduler,
+    ):
+        with Client(f"127.0.0.1:{grpc}") as client:
+            client.wait_ready(30)
+            assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).result().token_ids) == 5
+        assert [process.stop() for process in (gateway, scheduler, executor)] == [0, 0, 0]
+
+
+def test_settings_come_from_file_and_environment_and_are_told_at_start(tmp_path: Path):
+    file = tmp_path / "headway.toml"
+    file.write_text('[serve]\nbackend = "simulated"\ngrpc_address = "127.0.0.1:0"\n[scheduler]\nmax_num_seqs = 7\n')
+    with command("serve", "--config", str(file), HEADWAY_SCHEDULER_MAX_NUM_BATCHED_TOKENS="64") as server:
+        with Client(server.wait_for_ready()) as client:
+            status = client.status()
+        assert (status.max_num_seqs, status.max_num_batched_tokens) == (7, 64)
+        assert server.stop() == 0
+    (line,) = (line for line in server.err if "configuration" in line and "service=scheduler" in line)
+    assert "max_num_seqs=7" in line
+    assert "max_num_batched_tokens=64" in line
+
+
+def test_health_and_generate_commands(tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one", "max_tokens": 3}\n\n{"prompt": "two"}\n')
+    with command("serve", *SIMULATED) as server:
+        address = server.wait_for_ready()
+        health = finished("health", address)
+        assert (health.process.returncode, health.out) == (0, ["SERVING\n"])
+        single = finished("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
+        assert single.process.returncode == 0
+        many = finished("generate", "--address", address, "--file", str(prompts), "--max-tokens", "4", "--ignore-eos")
+        assert many.process.returncode == 0
+        text = "".join(many.out)
+        assert "[1] one\n" in text
+        assert "[2] two\n" in text
+        assert "total: 2 requests; 7 output tokens" in text
+        refused = finished("generate", "--address", address, "--prompt", "x", "--temperature", "-1")
+        assert refused.process.returncode == 1
+        (message,) = refused.err
+        assert message.startswith("headway generate: INVALID_ARGUMENT: sampling.temperature")
+    gone = finished("health", address)
+    assert (gone.process.returncode, gone.out) == (1, ["UNREACHABLE\n"])
+    unreachable = finished("generate", "--address", address, "--prompt", "x")
+    assert unreachable.process.returncode == 1
+    assert len(unreachable.err) == 1
+
+
+MISTAKES = [
+    (
+        "serve --max-num-batched-token 5",
+        2,
+        r"unknown flag --max-num-batched-token; did you mean --max-num-batched-tokens\?",
+    ),
+    ("serve --max-num-batched-tokens 0", 2, r"--max-num-batched-tokens: .*0.* is not allowed; allowed: 1 to \d+"),
+    ("serve --max-num-seqs x", 2, r"--max-num-seqs: 'x' is not allowed; allowed: a whole number"),
+    ("serve --max-steps-in-flight 99", 2, r"--max-steps-in-flight: 99 is not allowed; allowed: 1 to 16"),
+    ("serve --block-size 12", 2, r"--block-size: 12 is not allowed; allowed: a power of two.*"),
+    ("serve --dtype int4", 2, r"--dtype: 'int4' is not allowed; allowed: .*bfloat16.*"),
+    ("serve --device tpu", 2, r"--device: 'tpu' is not allowed; allowed: cpu, cuda.*"),
+    ("serve --quantization int3", 2, r"--quantization: 'int3' is not allowed; allowed: .*int8.*"),
+    ("serve --grpc-address nowhere", 2, r"--grpc-address: 'nowhere' is not allowed; allowed: HOST:PORT.*"),
+    (
+        "serve --grpc-address 0.0.0.0:50051",
+        2,
+        r"--grpc-address: '0\.0\.0\.0:50051' is not allowed; allowed: .*TLS.*|.*tls.*",
+    ),
+    ("serve --backend-option oops", 2, r"--backend-option: 'oops' is not allowed; allowed: KEY=VALUE"),
+    ("serve --config absent.toml", 2, r"--config: cannot read 'absent\.toml': No such file or directory"),
+    (
+        "scheduler --step-address tcp://0.0.0.0:1",
+        2,
+        r"--step-address: 'tcp://0\.0\.0\.0:1' is not allowed; .*curve_keys",
+    ),
+    (
+        "executor --step-address tcp://192.0.2.1:1",
+        2,
+        r"--step-address: 'tcp://192\.0\.2\.1:1' is not allowed; .*curve_keys",
+    ),
+    (f"scheduler --step-address ipc:///{'x' * 120}", 2, r"--step-address: .* at most 107 bytes.*"),
+    ("gateway", 2, r"--model is required; allowed: text"),
+    ("executor --backend nonesuch", 2, r".*nonesuch.* is not allowed; allowed: .*simulated.*"),
+    (
+        "serve --model absent-directory",
+        3,
+        r"--model: 'absent-directory' is not allowed; allowed: a checkpoint directory.*",
+    ),
+    ("gateway --model absent-directory", 3, r".*absent-directory.*"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "message"), MISTAKES, ids=[words[:48] for words, _, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_an_exit_code(words, code, message):
+    run = finished(*words.split(), *(("--log-level", "error") if "serve" not in words else ()))
+    assert run.process.returncode == code, "".join(run.err)
+    assert run.out == []
+    assert len(run.err) == 1, "".join(run.err)
+    assert re.fullmatch(rf"headway {words.split()[0]}: ({message})\n", run.err[0])
+
+
+def test_an_address_in_use_stops_everything_with_code_2():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = finished("serve", "--backend", "simulated", "--log-level", "error", "--grpc-address", address)
+    assert run.process.returncode == 2
+    assert [line for line in run.err if line.startswith("headway gateway:") and address in line]
+
+
+def test_an_unknown_variable_is_named(tmp_path: Path):
+    run = finished("scheduler", HEADWAY_SCHEDULER_MAX_NUM_SEQ="5")
+    assert run.process.returncode == 2
+    expected = (
+        "unknown environment variable HEADWAY_SCHEDULER_MAX_NUM_SEQ; did you mean HEADWAY_SCHEDULER_MAX_NUM_SEQS?"
+    )
+    assert run.err == [f"headway scheduler: {expected}\n"]
+
+
+def test_the_scheduler_is_up_in_under_a_second(tmp_path: Path):
+    took = []
+    for attempt in range(3):
+        step = tmp_path / f"step{attempt}"
+        started = time.monotonic()
+        with command(
+            "scheduler", "--step-address", f"ipc://{step}", "--ingress-address", f"ipc://{step}i"
+        ) as scheduler:
+            wait_until(step.exists, 10, "the scheduler's socket")
+            took.append(time.monotonic() - started)
+            assert scheduler.stop() == 0
+    assert min(took) < 1.0, took

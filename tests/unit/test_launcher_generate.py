@@ -1,0 +1,125 @@
+"""Prompts in, answers and timings out: what ``headway generate`` reads, and how it shows what came."""
+
+import argparse
+import io
+
+import pytest
+
+from headway.configuration import OneLineParser
+from headway.demo import demo_jobs
+from headway.generate import add_generate_flags, jobs_of
+from headway.reporting import Screen, block, table
+from headway.settings import ConfigurationError
+from headway.streaming import Answer, Job
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = OneLineParser(prog="headway generate", allow_abbrev=False)
+    add_generate_flags(parser)
+    return parser.parse(words)
+
+
+def test_flags_become_options_and_what_is_not_given_is_left_to_the_server():
+    (job,) = jobs_of(arguments("--prompt", "hi", "--max-tokens", "5", "--top-p", "0.5", "--stop", "a", "--stop", "b"))
+    assert job == Job(title="hi", prompt="hi", options={"max_tokens": 5, "top_p": 0.5, "stop": ["a", "b"]})
+
+
+def test_zero_is_given():
+    (job,) = jobs_of(arguments("--prompt", "hi", "--temperature", "0", "--seed", "0", "--ignore-eos"))
+    assert job.options == {"temperature": 0.0, "seed": 0, "ignore_eos": True}
+
+
+def test_chat_makes_a_users_message():
+    (job,) = jobs_of(arguments("--prompt", "hi", "--chat"))
+    assert (job.title, job.prompt) == ("hi", [{"role": "user", "content": "hi"}])
+
+
+def test_a_text_file_has_a_prompt_per_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text('one\n\n  \n{"prompt": 1}\nzwei Wörter\n')
+    assert [job.prompt for job in jobs_of(arguments("--file", str(file)))] == ["one", '{"prompt": 1}', "zwei Wörter"]
+
+
+def test_lines_of_a_jsonl_file_win_over_flags(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one", "max_tokens": 3, "stop": ["x"]}\n{"prompt": "two"}\n')
+    jobs = list(jobs_of(arguments("--file", str(file), "--max-tokens", "9", "--seed", "4")))
+    assert [job.options for job in jobs] == [{"max_tokens": 3, "seed": 4, "stop": ["x"]}, {"max_tokens": 9, "seed": 4}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "max_token": 3}', "line 2 of .*unknown field `max_token`"),
+        ('{"max_tokens": 3}', "line 2 of .*missing required field `prompt`"),
+        ('{"prompt": "a", "max_tokens": "3"}', r"line 2 of .*Expected `int`.* at `\$.max_tokens`"),
+        ("not json", "line 2 of .*malformed"),
+    ],
+)
+def test_a_bad_line_is_told_by_its_number(line, message, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ConfigurationError, match=message):
+        list(jobs_of(arguments("--file", str(file))))
+
+
+def test_a_missing_or_empty_file_is_told(tmp_path):
+    with pytest.raises(ConfigurationError, match="No such file"):
+        list(jobs_of(arguments("--file", str(tmp_path / "absent"))))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigurationError, match="has no prompt in it"):
+        list(jobs_of(arguments("--file", str(tmp_path / "empty"))))
+
+
+@pytest.mark.parametrize("words", [(), ("--prompt", "a", "--file", "b"), ("--prompt", "a", "--max-tokens", "x")])
+def test_a_wrong_command_line_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as exit_request:
+        arguments(*words)
+    assert exit_request.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+ANSWERS = [
+    Answer(
+        text="\n\nfirst\n\n  second", prompt_tokens=3, output_tokens=11, ttft_s=0.02, mean_itl_s=0.004, duration_s=0.1
+    ),
+    Answer(error="UNAVAILABLE: gone"),
+]
+
+
+def test_an_answer_stands_whole_and_indented_under_its_prompt():
+    job = Job(title="A prompt", prompt="A prompt", options={})
+    assert block(0, job, ANSWERS[0]) == "[1] A prompt\n    first\n\n      second\n\n"
+    assert block(1, job, ANSWERS[1]) == "[2] A prompt\n    (failed: UNAVAILABLE: gone)\n\n"
+    assert block(2, job, Answer()) == "[3] A prompt\n    (no text)\n\n"
+
+
+def test_the_table_has_a_line_per_answer_and_a_total():
+    lines = table(ANSWERS, wall_s=0.5).splitlines()
+    assert lines[1].split() == ["1", "3", "11", "20.0", "4.00", "110.0"]
+    assert lines[2].split()[-1] == "failed"
+    assert lines[-1] == (
+        "total: 2 requests, 1 succeeded; 11 output tokens in 0.50 s, 22 tokens/s; mean TTFT 20 ms, mean ITL 4.0 ms"
+    )
+
+
+def test_progress_shows_only_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    job = Job(title="p", prompt="p", options={})
+    for progress, expected in ((io.StringIO(), ""), (Terminal(), "0 of 1 finished, 2 tokens")):
+        out = io.StringIO()
+        screen = Screen([job], out=out, progress=progress)
+        screen.tokens_came(2)
+        screen.job_ended(0, ANSWERS[0])
+        assert expected in progress.getvalue()
+        assert bool(progress.getvalue()) == bool(expected)
+        assert out.getvalue() == block(0, job, ANSWERS[0])
+
+
+def test_the_demonstration_has_at_least_eight_prompts():
+    jobs = demo_jobs(max_tokens=16)
+    assert len({job.title for job in jobs}) >= 8
+    assert all(job.options == {"max_tokens": 16, "temperature": 0.0} for job in jobs)
