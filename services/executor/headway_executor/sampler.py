@@ -6,7 +6,7 @@ Must not know: steps, blocks, the model, or which request a row serves.
 **A row's token depends on its own logits, parameters, seed and position only, bit for bit**, whatever shares its batch.
 Floating-point sums over a vocabulary would break that (their order may change with the shape of the batch), so the
 distribution is turned into integer weights first: ``floor(softmax * 2^s)`` with ``s`` near 44. Integer sums do not
-depend on their order, and equal weights are ordered by token id. Softmax itself works row by row. Tokens less likely
+depend on their order, and where tokens are ranked, equal weights are ordered by token id. Softmax itself works row by row. Tokens less likely
 than ``2^-s`` cannot be drawn.
 
 A draw inverts the cumulative weights at one Philox uniform keyed by (seed, position) (see ``philox``): one random number
@@ -69,6 +69,9 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        # A weight and a token id together fill the 62 bits below the sign of an int64, the weight 1.0 included.
+        self._id_bits = (vocab_size - 1).bit_length()
+        self._scale_bits = 62 - self._id_bits
         self._flags = np.zeros(max_num_rows, dtype=np.uint8)
         self._seed = np.zeros(max_num_rows, dtype=np.uint64)
         self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
@@ -230,77 +233,78 @@ class Sampler:
 
     def _draw_random(self, working: Tensor, rows: _HostIndex, positions: _HostIndex) -> tuple[Tensor, Tensor]:
         """Draw from temperature-scaled, truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
-        id_bits = (self._vocab_size - 1).bit_length()
-        weights, usable = _integer_weights(working, self._column(self._temperature, rows), 62 - id_bits)
+        probabilities, usable = _probabilities(working, self._column(self._temperature, rows))
         uniform = self._to_device(uniforms(self._seed[rows], positions))[:, None]
-        ranked = np.flatnonzero((self._top_k[rows] > 0) | (self._top_p[rows] < 1.0))
-        if not len(ranked):
-            return _invert(self._above_min_p(weights, rows), uniform), usable
+        is_ranked = (self._top_k[rows] > 0) | (self._top_p[rows] < 1.0)
+        if is_ranked.all():
+            return self._draw_ranked(probabilities, uniform, rows), usable
+        if not is_ranked.any():
+            return self._draw_unranked(probabilities, uniform, rows), usable
         drawn = torch.empty(len(rows), dtype=torch.int64, device=working.device)
-        whole = np.flatnonzero((self._top_k[rows] == 0) & (self._top_p[rows] >= 1.0))
-        if len(whole):
-            where = self._to_device(whole)
-            drawn[where] = _invert(
-                self._above_min_p(weights.index_select(0, where), rows[whole]), uniform.index_select(0, where)
-            )
-        where = self._to_device(ranked)
-        drawn[where] = self._draw_ranked(
-            weights.index_select(0, where), uniform.index_select(0, where), rows[ranked], id_bits
-        )
+        for places, draw in (
+            (np.flatnonzero(is_ranked), self._draw_ranked),
+            (np.flatnonzero(~is_ranked), self._draw_unranked),
+        ):
+            where = self._to_device(places)
+            drawn[where] = draw(probabilities.index_select(0, where), uniform.index_select(0, where), rows[places])
         return drawn, usable
 
-    def _above_min_p(self, weights: Tensor, rows: _HostIndex) -> Tensor:
-        """Zero the weights below ``min_p`` times each row's largest."""
-        if not self._min_p[rows].any():
-            return weights
-        least = self._column(self._min_p, rows) * weights.amax(-1, keepdim=True).double()
-        return weights.masked_fill(weights.double() < least, 0)
+    def _draw_unranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
+        """Draw from all tokens, or from those that min-p keeps, in the order of their ids."""
+        if self._min_p[rows].any():
+            least = self._column(self._min_p, rows) * probabilities.amax(-1, keepdim=True)
+            probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+        return _invert(_integer_weights(probabilities, self._scale_bits), uniform)
 
-    def _draw_ranked(self, weights: Tensor, uniform: Tensor, rows: _HostIndex, id_bits: int) -> Tensor:
+    def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
         """Draw under top-k and top-p, which need the tokens best first.
 
         Sorting a whole vocabulary is slow and almost never needed: the best few tokens settle a row as soon as they
-        hold its top-k or outweigh its top-p. Keys (weight, then lower token id) are distinct, so that how many
-        candidates are looked at cannot change the answer.
+        hold all that it keeps. Until then, look at more.
         """
-        highest_id = (1 << id_bits) - 1
-        totals = weights.sum(-1, keepdim=True)
-        keys = (weights << id_bits) | (highest_id - torch.arange(weights.shape[1], device=weights.device))
-        drawn = torch.empty(len(rows), dtype=torch.int64, device=weights.device)
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))
         width = max(_FIRST_WIDTH, 1 << int(self._top_k[rows].max()).bit_length())
         while len(open_rows):
             width = min(width, self._vocab_size)
             where = self._to_device(open_rows)
-            best = keys.index_select(0, where).topk(width, dim=-1).values
-            settled, ranks = self._pick_rank(
-                best >> id_bits, totals.index_select(0, where), uniform.index_select(0, where), rows[open_rows]
-            )
-            picked = highest_id - (best.gather(1, ranks[:, None]).squeeze(1) & highest_id)
+            best = probabilities.index_select(0, where).topk(width, dim=-1)
+            settled, picked = self._pick(best.values, best.indices, uniform.index_select(0, where), rows[open_rows])
             drawn[where[settled]] = picked[settled]
             open_rows = open_rows[~settled.cpu().numpy()]
             width *= _WIDER
         return drawn
 
-    def _pick_rank(self, best: Tensor, totals: Tensor, uniform: Tensor, rows: _HostIndex) -> tuple[Tensor, Tensor]:
-        """Pick a rank among each row's best weights, shape ``[m, width]``, descending.
+    def _pick(
+        self, probabilities: Tensor, token_ids: Tensor, uniform: Tensor, rows: _HostIndex
+    ) -> tuple[Tensor, Tensor]:
+        """Pick among each row's best tokens, both of shape ``[m, width]``, in any order.
 
-        Returns ``(settled, ranks)``, both of shape ``[m]``; a rank counts only where the width sufficed.
+        Returns ``(settled, picked)``, both of shape ``[m]``; a pick counts only where the width sufficed.
         """
-        width = best.shape[1]
+        width = token_ids.shape[1]
         top_k, top_p = self._column(self._top_k, rows), self._column(self._top_p, rows)
-        rank = torch.arange(width, device=best.device)
-        weights = torch.where((top_k == 0) | (rank < top_k), best, 0)
+        # Keys order by weight, then by lower token id, and are distinct.
+        highest_id = (1 << self._id_bits) - 1
+        keys = (_integer_weights(probabilities, self._scale_bits) << self._id_bits) | (highest_id - token_ids)
+        keys = keys.sort(dim=-1, descending=True).values
+        best = keys >> self._id_bits
+
+        weights = torch.where((top_k == 0) | (torch.arange(width, device=best.device) < top_k), best, 0)
         cumulative = weights.cumsum(-1)
-        # What top-p is a share of: all that top-k left, which lies inside the candidates where there is a top-k.
-        mass = torch.where(top_k > 0, cumulative[:, -1:], totals).double()
+        # What top-p is a share of: all that top-k left, which lies among the candidates where there is a top-k.
+        mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << self._scale_bits).double()
         enough = top_p * mass
-        settled = (top_k > 0) | (cumulative[:, -1:].double() >= enough)
+        kept = torch.where((cumulative - weights).double() < enough, weights, 0)
+        kept = kept.masked_fill(kept.double() < self._column(self._min_p, rows) * best[:, :1].double(), 0)
+
+        # Among equals at the edge, which ones are candidates is topk's whim: the kept must outweigh the edge.
+        least_kept = kept.masked_fill(kept == 0, torch.iinfo(torch.int64).max).amin(-1)
+        settled = (((top_k > 0) | (cumulative[:, -1:].double() >= enough)).squeeze(1)) & (least_kept > best[:, -1])
         if width == self._vocab_size:
             settled = torch.ones_like(settled)
-        kept = torch.where((cumulative - weights).double() < enough, weights, 0)
-        least = self._column(self._min_p, rows) * best[:, :1].double()
-        return settled.squeeze(1), _invert(kept.masked_fill(kept.double() < least, 0), uniform)
+        picked = keys.gather(1, _invert(kept, uniform)[:, None]).squeeze(1)
+        return settled, highest_id - (picked & highest_id)
 
     def _logprobs(
         self, logits: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, drawn: Tensor, usable: Tensor
@@ -349,14 +353,19 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, logits.gather(1, best[:, None]).squeeze(1).isfinite()
 
 
-def _integer_weights(logits: Tensor, temperature: Tensor, scale_bits: int) -> tuple[Tensor, Tensor]:
-    """``floor(softmax(logits / temperature) * 2^scale_bits)`` as int64, and whether each row has a distribution."""
+def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """``softmax(logits / temperature)``, and whether each row has a distribution (where not, it gets a flat one)."""
     # Shifting before dividing keeps the largest logit at exactly 0: tiny temperatures cannot overflow it.
     probabilities = logits.sub(logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     usable = probabilities[:, 0].isfinite()
     if not bool(usable.all()):
         probabilities[~usable] = 1.0 / probabilities.shape[1]
-    return probabilities.mul_(2.0**scale_bits).long(), usable
+    return probabilities, usable
+
+
+def _integer_weights(probabilities: Tensor, scale_bits: int) -> Tensor:
+    """``floor(probabilities * 2^scale_bits)`` as int64; the product is exact."""
+    return probabilities.mul(2.0**scale_bits).long()
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
