@@ -1,8 +1,10 @@
 """``headway serve`` and its siblings as real processes: readiness, supervision, stops, mistakes."""
 
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -179,6 +181,32 @@ def test_health_and_generate_commands(tmp_path: Path):
     unreachable = finished("generate", "--address", address, "--prompt", "x")
     assert unreachable.process.returncode == 1
     assert len(unreachable.err) == 1
+
+
+def test_tls_and_a_token(tmp_path: Path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "cert.pem", tmp_path / "token"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    token.write_text("open sesame\n")
+    secured = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--auth-token-file", str(token))
+    with command("serve", *SIMULATED, "--grpc-address", "0.0.0.0:0", *secured) as server:
+        port = server.wait_for_ready().rpartition(":")[2]
+        health = finished("health", f"127.0.0.1:{port}", "--root-certificates", str(certificate))
+        assert health.out == ["SERVING\n"]
+        generate = ("generate", "--address", f"localhost:{port}", "--prompt", "hi", "--max-tokens", "3")
+        trusting = (*generate, "--root-certificates", str(certificate))
+        assert finished(*trusting, "--token-file", str(token)).process.returncode == 0
+        refused = finished(*trusting)
+        assert refused.process.returncode == 1
+        assert "UNAUTHENTICATED" in refused.err[0]
 
 
 MISTAKES = [

@@ -134,14 +134,21 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_health_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC without TLS")
+    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
+    parser.add_argument(
+        "--root-certificates",
+        metavar="FILE",
+        help="use TLS and trust these certificates (PEM), such as the server's own",
+    )
     parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
 
 
 def _health(arguments: argparse.Namespace) -> int:
     from headway.health import SERVING, Target, health_of
+    from headway.settings import bytes_of_file
 
-    status = health_of(Target(address=arguments.address), timeout_s=arguments.timeout)
+    certificates = bytes_of_file(arguments.root_certificates, "--root-certificates")
+    status = health_of(Target(address=arguments.address, certificates=certificates), timeout_s=arguments.timeout)
     sys.stdout.write(f"{status}\n")
     return 0 if status == SERVING else 1
 

@@ -10,14 +10,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
 
 from headway.client import DEFAULT_ADDRESS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
 from headway.reporting import Screen, table
-from headway.settings import ConfigurationError, shown
+from headway.settings import ConfigurationError, bytes_of_file, shown
 from headway.streaming import Job, answer, answer_all
 
 INTERRUPTED_EXIT_CODE = 130
@@ -154,7 +153,9 @@ def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:
 
 
 def _lines(file: str) -> list[str]:
-    return (sys.stdin.read() if file == "-" else _read(file, "--file").decode("utf-8", "replace")).splitlines()
+    if file == "-":
+        return sys.stdin.read().splitlines()
+    return (bytes_of_file(file, "--file") or b"").decode("utf-8", "replace").splitlines()
 
 
 def _parsed(line: str, number: int, file: str) -> JobLine:
@@ -164,17 +165,10 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
         raise ConfigurationError(f"--file: line {number} of {shown(file)}: {error}") from None
 
 
-def _read(path: str, flag: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{flag}: cannot read {shown(path)}: {error.strerror}") from None
-
-
 def _client(arguments: argparse.Namespace) -> AsyncClient:
-    certificates = _read(arguments.root_certificates, "--root-certificates") if arguments.root_certificates else None
-    token = _read(arguments.token_file, "--token-file").decode().strip() if arguments.token_file else None
-    return AsyncClient(arguments.address, token=token, root_certificates=certificates)
+    certificates = bytes_of_file(arguments.root_certificates, "--root-certificates")
+    token = (bytes_of_file(arguments.token_file, "--token-file") or b"").decode().strip()
+    return AsyncClient(arguments.address, token=token or None, root_certificates=certificates)
 
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:

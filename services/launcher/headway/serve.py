@@ -32,7 +32,7 @@ from headway.services import (
     sources_in_file,
     with_model_directory,
 )
-from headway.settings import ConfigurationError, ModelDirectoryError, as_text, settings_of, shown
+from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
 from headway.supervision import Action, Fleet, Kill, Report, RestartPolicy, Start, Terminate
 from headway_gateway.config import GatewayConfig
 
@@ -117,16 +117,9 @@ def _target(gateway: GatewayConfig) -> Target:
     """
     return Target(
         address=gateway.grpc_address,
-        certificates=_read(gateway.tls_cert_file, "--tls-cert-file"),
-        token=(_read(gateway.auth_token_file, "--auth-token-file") or b"").decode().strip(),
+        certificates=bytes_of_file(gateway.tls_cert_file, "--tls-cert-file"),
+        token=(bytes_of_file(gateway.auth_token_file, "--auth-token-file") or b"").decode().strip(),
     )
-
-
-def _read(path: str, flag: str) -> bytes | None:
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise ConfigurationError(f"{flag}: cannot read {shown(path)}: {error.strerror}") from None
 
 
 def _check_model_directory(given: Layer) -> None:

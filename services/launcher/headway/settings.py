@@ -5,6 +5,7 @@ Must not know: which services exist, or where values come from.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -132,6 +133,18 @@ def shown(value: object) -> str:
     text = str(value)
     cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
     return repr(cut)
+
+
+def bytes_of_file(path: str | None, origin: str) -> bytes | None:
+    """Return what is in a file that a setting names, or None where it names none.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise ConfigurationError(f"{origin}: cannot read {shown(path)}: {error.strerror}") from None
 
 
 def allowed(setting: Setting) -> str:
