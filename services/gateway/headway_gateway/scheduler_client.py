@@ -135,12 +135,13 @@ class SchedulerClient:
         Raises:
             SchedulerUnavailableError: none within ``timeout_s``; the message says what is missing.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self.can_serve:
-                    await self._status_change()
-        except TimeoutError:
-            raise SchedulerUnavailableError(self._what_is_missing()) from None
+        if not self.can_serve:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not self.can_serve:
+                        await self._status_change()
+            except TimeoutError:
+                raise SchedulerUnavailableError(self._what_is_missing()) from None
         model = self.model
         assert model is not None
         return model

@@ -48,6 +48,7 @@ from headway_proto.ingress import (
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
+_PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[api.GenerateRequest, api.GenerateResponse]"
 
@@ -174,8 +175,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
             )
         self._live_request_ids.add(spec.request_id)
         try:
-            metadata_value = quote(spec.request_id, safe="".join(map(chr, range(0x20, 0x7F))))
-            await context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, metadata_value),))
             prompt_ids = await self._encode_prompt(request, model)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             call = GenerationCall(
@@ -269,6 +268,8 @@ class GenerationCall:
         sequences = [continuation.sequence for continuation in self._continuations]
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
+            # Only now, so that the scheduler works meanwhile.
+            await self._context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
             await self._until_begun()
             await self._context.write(api.GenerateResponse(accepted=self._accepted()))
             await self._stream()
@@ -363,6 +364,11 @@ class GenerationCall:
             cached_tokens=min(max(cached), self._num_prompt_tokens),
             seeds=[self._spec.sampling_of(index).seed for index in range(self._spec.num_continuations)],
         )
+
+
+def _ascii(request_id: str) -> str:
+    """Metadata values are ASCII; what is beyond is percent-encoded."""
+    return quote(request_id, safe=_PRINTABLE_ASCII)
 
 
 def _refused(rejected: Rejected) -> CallRefusedError:

@@ -1,0 +1,277 @@
+"""The gateway as real processes: exit codes, signals, several workers on one port, TLS."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import headway
+from fake_scheduler import FakeScheduler
+from headway.client import AsyncClient, StreamCancelledError, UnavailableError
+from headway_gateway.config import GatewayConfig
+
+DEMO = Path(headway.__file__).parent / "demo_model"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class GatewayProcess:
+    """``headway_gateway.process.run`` in a process of its own."""
+
+    def __init__(self, **config: object) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        settings = {"model": str(DEMO), "grpc_address": self.address, "log_format": "json"} | config
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headway_gateway.worker"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self.process.stdin.write(msgspec.json.encode(GatewayConfig(**settings)))
+        self.process.stdin.close()
+
+    async def ended(self, timeout_s: float = 20.0) -> tuple[int, str]:
+        """Exit code and standard error."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, "the process does not end"
+            await asyncio.sleep(0.02)
+        return self.process.returncode, self.process.stderr.read().decode()
+
+    def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self.process.stderr.close()
+
+
+@pytest.fixture
+async def ingress() -> AsyncIterator[str]:
+    directory = tempfile.mkdtemp(prefix="hw")
+    yield f"ipc://{directory}/i"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def start():
+    started: list[GatewayProcess] = []
+
+    def make(**config: object) -> GatewayProcess:
+        started.append(GatewayProcess(**config))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.clean_up()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def eventually(condition, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_bad_configuration_and_files_exit_with_one_line(start, ingress, workers):
+    cases = [
+        (2, {"grpc_address": "0.0.0.0:1234"}, "grpc_address: '0.0.0.0:1234' is not allowed"),
+        (2, {"ingress_address": "udp://x"}, "ingress_address: 'udp://x' is not allowed"),
+        (3, {"model": "/nowhere"}, "model: '/nowhere' is not a directory"),
+    ]
+    processes = [
+        (code, words, start(**({"ingress_address": ingress, "workers": workers} | config)))
+        for code, config, words in cases
+    ]
+    for code, words, process in processes:
+        exit_code, error = await process.ended()
+        assert exit_code == code
+        assert words in error
+        assert error.count("\n") == 1
+
+
+async def test_a_broken_tokenizer_file_exits_with_one_line(start, ingress, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    process = start(model=str(tmp_path), ingress_address=ingress)
+    code, error = await process.ended()
+    assert code == 3
+    assert error.startswith("headway gateway: ")
+    assert "not a usable tokenizer" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_port_in_use_exits_2(start, ingress, workers):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, error = await start(grpc_address=address, ingress_address=ingress, workers=workers).ended()
+    assert code == 2
+    assert f"grpc_address: cannot listen on '{address}'" in error
+    assert "Traceback" not in error
+
+
+async def test_another_groups_port_is_not_joined_by_accident(start, ingress):
+    async with (
+        FakeScheduler(ingress),
+        AsyncClient((first := start(ingress_address=ingress, workers=2)).address) as client,
+    ):
+        await client.wait_ready(20)
+        code, error = await start(grpc_address=first.address, ingress_address=ingress, workers=2).ended()
+        assert code == 2
+        assert "cannot listen" in error
+
+
+async def test_sigterm_drains_and_exits_0(start, ingress):
+    async with FakeScheduler(ingress, step_interval_s=0.01) as scheduler:
+        gateway = start(ingress_address=ingress)
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+            stream = client.generate("x", max_tokens=60)
+            await anext(stream)
+            gateway.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert gateway.process.poll() is None, "a stream is still open"
+            assert len((await stream.result()).token_ids) == 60
+            code, error = await gateway.ended()
+        assert code == 0, error
+        assert not scheduler.running
+
+
+async def test_a_second_signal_ends_at_once_and_the_scheduler_is_told(start, ingress):
+    async with FakeScheduler(ingress, step_interval_s=0.05) as scheduler:
+        gateway = start(ingress_address=ingress, grace_s=60.0)
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+            stream = client.generate("x", n=2)
+            await anext(stream)
+            gateway.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+            gateway.process.send_signal(signal.SIGTERM)
+            code, error = await gateway.ended(5.0)
+            assert code == 0, error
+            with pytest.raises((UnavailableError, StreamCancelledError)):
+                await stream.result()
+        await eventually(lambda: not scheduler.running, 3.0)
+        assert len(scheduler.aborts) == 2
+
+
+async def test_workers_share_a_port_are_replaced_and_leave_no_orphans(start, ingress):
+    async with FakeScheduler(ingress, step_interval_s=0.002) as scheduler:
+        gateway = start(ingress_address=ingress, workers=2)
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+        await eventually(lambda: len({hello.incarnation for hello in scheduler.hellos}) == 2)
+        workers = children_of(gateway.process.pid)
+        assert len(workers) == 2
+
+        async def one(seed: int) -> list[int]:
+            async with AsyncClient(gateway.address) as client:
+                return (await client.generate("x", seed=seed, max_tokens=10).result()).token_ids
+
+        results = await asyncio.gather(*(one(seed % 2) for seed in range(12)))
+        assert len({tuple(result) for result in results}) == 2
+
+        os.kill(workers[0], signal.SIGKILL)
+        await eventually(lambda: len({hello.incarnation for hello in scheduler.hellos}) == 3)
+        assert len(await one(5)) == 10
+
+        gateway.process.send_signal(signal.SIGTERM)
+        code, error = await gateway.ended()
+        assert code == 0, error
+        assert "a worker died" in error
+        assert not any(is_running(pid) for pid in workers)
+
+
+async def test_workers_end_with_their_killed_parent(start, ingress):
+    async with FakeScheduler(ingress) as scheduler:
+        gateway = start(ingress_address=ingress, workers=2)
+        await eventually(lambda: len({hello.incarnation for hello in scheduler.hellos}) == 2)
+        workers = children_of(gateway.process.pid)
+        gateway.process.kill()
+        await eventually(lambda: not any(is_running(pid) for pid in workers))
+
+
+async def test_a_killed_gateway_costs_the_client_nothing(start, ingress):
+    async with FakeScheduler(ingress, step_interval_s=0.01):
+        gateway = start(ingress_address=ingress)
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+            whole = await client.generate("x", seed=3, max_tokens=120).result()
+            stream = client.generate("x", seed=3, max_tokens=120)
+            first = [await anext(stream) for _ in range(5)]
+            gateway.process.kill()
+            start(ingress_address=ingress, grpc_address=gateway.address)
+            rest = [delta async for delta in stream]
+            assert "".join(delta.text for delta in first + rest) == whole.text
+            assert (await stream.result()).token_ids == whole.token_ids
+
+
+@pytest.fixture
+def key_and_certificate(tmp_path):
+    """A self-signed certificate for localhost."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return key, certificate
+
+
+async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certificate, tmp_path):
+    key, certificate = key_and_certificate
+    (tmp_path / "token").write_text("s3cret")
+    port = free_port()
+    async with FakeScheduler(ingress):
+        start(
+            ingress_address=ingress,
+            grpc_address=f"0.0.0.0:{port}",
+            tls_cert_file=str(certificate),
+            tls_key_file=str(key),
+            auth_token_file=str(tmp_path / "token"),
+        )
+        async with AsyncClient(
+            f"localhost:{port}", token="s3cret", root_certificates=certificate.read_bytes()
+        ) as client:
+            await client.wait_ready(20)
+            assert len((await client.generate("x", max_tokens=3).result()).token_ids) == 3
+        async with AsyncClient(f"127.0.0.1:{port}") as plain:
+            with pytest.raises(UnavailableError):
+                await plain.wait_ready(0.5)
+
+
+async def test_a_log_that_cannot_be_written_disturbs_nobody(start, ingress):
+    async with FakeScheduler(ingress):
+        gateway = start(ingress_address=ingress, log_level="debug")
+        gateway.process.stderr.close()
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+            assert len((await client.generate("x", max_tokens=3).result()).token_ids) == 3
+            gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(10) == 0
