@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import Protocol
 
 import structlog
 
@@ -38,24 +39,31 @@ def run(config: SchedulerConfig) -> int:
         return EXIT_BAD_CONFIGURATION
     if config.exit_with_parent:
         _exit_with_parent()
-    stop = _StopRequest()
+    stop = _StopSignals()
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
     try:
-        _serve(engine, transport, stop, config.grace_s, log)
+        serve(engine, transport, stop, config.grace_s, log)
     finally:
         transport.close()
     log.info("scheduler stopped")
     return EXIT_OK
 
 
-def _serve(
+class StopRequest(Protocol):
+    """How often it was asked to stop."""
+
+    count: int
+
+
+def serve(
     engine: SchedulerEngine,
     transport: Transport,
-    stop: "_StopRequest",
+    stop: StopRequest,
     grace_s: float,
     log: structlog.typing.FilteringBoundLogger,
 ) -> None:
+    """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
     stop_by = float("inf")
     while True:
         now = time.monotonic()
@@ -91,7 +99,7 @@ def _send(engine: SchedulerEngine, transport: Transport, now: float) -> None:
         engine.gateway_unreachable(peer, now)
 
 
-class _StopRequest:
+class _StopSignals:
     """How often SIGTERM or SIGINT came."""
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class Transport:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno)}") from error
+            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}") from error
         return socket
 
     def _start_authenticator(self, curve_keys: str) -> None:

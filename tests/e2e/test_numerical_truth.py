@@ -1,0 +1,162 @@
+"""Greedy tokens over gRPC equal those of ``transformers``, token for token, whatever the scheduler makes of the work.
+
+For each family: 32 concurrent requests of mixed lengths, for small and large blocks, small and large budgets, an ample
+pool and one so small that requests are preempted, with and without shared prefixes; and log probabilities agree.
+"""
+
+import asyncio
+import itertools
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import make_checkpoint, make_model
+from headway import AsyncClient
+from headway_executor.backend import BackendConfig
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_scheduler.core.limits import SchedulerLimits
+from threaded_headway import running
+
+NUM_REQUESTS = 32
+MAX_MODEL_LEN = 128
+VOCAB_SIZE = 320
+FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
+VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
+EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
+CASES = [(family, *setting) for family in FAMILIES for setting in EVERY_SETTING] + [
+    (family, *setting) for family in VARIANTS for setting in ((8, 16, True, True), (16, 512, False, False))
+]
+
+
+@cache
+def prompts(shared_prefixes: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Prompts and how many tokens to generate after each."""
+    rng = np.random.default_rng(7)
+    common = tuple(rng.integers(3, VOCAB_SIZE, size=40).tolist())
+    requests = []
+    for number in range(NUM_REQUESTS):
+        own = tuple(rng.integers(3, VOCAB_SIZE, size=int(rng.integers(1, 60))).tolist())
+        # Equal beginnings of different lengths, some of them no multiple of a block.
+        beginning = common[: (16, 33, 40, 0)[number % 4]] if shared_prefixes else ()
+        requests.append((beginning + own, int(rng.integers(1, 24))))
+    return tuple(requests)
+
+
+@cache
+def expected(family: str, shared_prefixes: bool) -> tuple[tuple[int, ...], ...]:
+    """What transformers generates, one request at a time."""
+    model = make_model(family)
+    outputs = []
+    for prompt, max_tokens in prompts(shared_prefixes):
+        # An end-of-sequence token does not end these: lengths are to be mixed as planned.
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        outputs.append(tuple(output[0, len(prompt) :].tolist()))
+    return tuple(outputs)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for family in (*FAMILIES, *VARIANTS):
+        make_checkpoint(directory / family, family, max_shard_size="50KB")
+    return {family: directory / family for family in (*FAMILIES, *VARIANTS)}
+
+
+def settings_of(model: Path, block_size: int, budget: int, small_pool: bool) -> tuple[BackendConfig, SchedulerLimits]:
+    # The small pool holds one longest request and a half: most of the 32 are preempted or wait.
+    num_blocks = 3 * MAX_MODEL_LEN // (2 * block_size) if small_pool else NUM_REQUESTS * MAX_MODEL_LEN // block_size
+    config = BackendConfig(
+        model=str(model),
+        dtype="float32",
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
+        max_model_len=MAX_MODEL_LEN if "dynamic" not in model.name else 80,
+        max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=budget,
+        num_threads=1,
+    )
+    return config, SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=NUM_REQUESTS)
+
+
+@pytest.mark.parametrize(("family", "block_size", "budget", "small_pool", "shared_prefixes"), CASES)
+async def test_greedy_tokens_equal_transformers(
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    block_size: int,
+    budget: int,
+    small_pool: bool,
+    shared_prefixes: bool,
+) -> None:
+    model = checkpoints[family]
+    requests = prompts(shared_prefixes)
+    config, limits = settings_of(model, block_size, budget, small_pool)
+    if "dynamic" in family:
+        requests = tuple((prompt[:50], max_tokens) for prompt, max_tokens in requests)
+    with running(tmp_path, model, TorchBackend(), config, limits) as headway:
+        async with AsyncClient(headway.address) as client:
+            await client.wait_ready(20)
+            results = await asyncio.gather(
+                *(
+                    client.generate(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True).result()
+                    for prompt, max_tokens in requests
+                )
+            )
+        core = headway.core_when_quiet()
+        assert core.pool.num_free == core.pool.num_blocks
+        if small_pool and budget == 512:
+            assert core.counters.num_preemptions > 0
+        assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
+    got = tuple(tuple(result.token_ids) for result in results)
+    assert got == expected_of(family, shared_prefixes, requests)
+
+
+def expected_of(
+    family: str, shared_prefixes: bool, requests: tuple[tuple[tuple[int, ...], int], ...]
+) -> tuple[tuple[int, ...], ...]:
+    if "dynamic" not in family:
+        return expected(family, shared_prefixes)
+    model = make_model(family)
+    return tuple(
+        tuple(
+            model.generate(
+                torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(prompt) :].tolist()
+        )
+        for prompt, count in requests
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_logprobs_agree_with_transformers(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    config, limits = settings_of(checkpoints[family], 8, 48, small_pool=False)
+    requests = prompts(False)[:12]
+    with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:
+        async with AsyncClient(headway.address) as client:
+            await client.wait_ready(20)
+            results = await asyncio.gather(
+                *(
+                    client.generate(
+                        list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=5
+                    ).result()
+                    for prompt, max_tokens in requests
+                )
+            )
+    model = make_model(family)
+    for (prompt, _), result in zip(requests, results, strict=True):
+        tokens = [*prompt, *result.token_ids]
+        with torch.no_grad():
+            reference = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        logprobs = result.completions[0].logprobs
+        assert len(logprobs) == len(result.token_ids)
+        for place, entry in enumerate(logprobs):
+            row = reference[len(prompt) + place - 1]
+            assert entry.token_id == result.token_ids[place]
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            best = row.topk(5)
+            assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)

@@ -1,0 +1,133 @@
+"""The three services over their real sockets, each in a thread of this process: no start-up cost, so many can be tried.
+
+Owns: starting and stopping the threads. What runs in them is what the processes run.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import structlog
+
+from headway_executor.backend import BackendConfig, ExecutorBackend
+from headway_executor.batch_state import BatchState
+from headway_executor.channel import SchedulerChannel
+from headway_executor.loop import StepCycle
+from headway_executor.loop import serve as serve_executor
+from headway_executor.step_link import StepLink
+from headway_gateway.config import GatewayConfig
+from headway_gateway.server import GatewayServer
+from headway_gateway.tokenization import load_text_model
+from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.process import serve as serve_scheduler
+from headway_scheduler.transport import Transport
+
+
+@dataclass
+class RunningHeadway:
+    """Where it listens, and the engine inside, to be looked at."""
+
+    address: str
+    engine: SchedulerEngine
+
+    def core_when_quiet(self) -> Scheduler:
+        """The scheduler's core once no step is in flight any more; the last may carry surplus tokens."""
+        core = self.engine.core
+        assert core is not None
+        limit = time.monotonic() + 5
+        while core.num_in_flight or core.num_unfinished:
+            assert time.monotonic() < limit, "work goes on without requests"
+            time.sleep(0.001)
+        return core
+
+
+@contextmanager
+def running(
+    directory: Path, model: Path, backend: ExecutorBackend, config: BackendConfig, limits: SchedulerLimits
+) -> Iterator[RunningHeadway]:
+    """Serve ``model`` with an unopened ``backend``; ``directory`` holds the sockets."""
+    with ExitStack() as stack:
+        step, ingress = f"ipc://{directory}/step", f"ipc://{directory}/ingress"
+        engine = stack.enter_context(_scheduler(step, ingress, limits))
+        stack.enter_context(_executor(step, backend, config))
+        address = stack.enter_context(_gateway(ingress, model))
+        yield RunningHeadway(address, engine)
+
+
+@contextmanager
+def _scheduler(step: str, ingress: str, limits: SchedulerLimits) -> Iterator[SchedulerEngine]:
+    transport = Transport(step, ingress)
+    engine = SchedulerEngine(limits, incarnation=secrets.randbits(62))
+    stop = SimpleNamespace(count=0)
+    thread = threading.Thread(target=serve_scheduler, args=(engine, transport, stop, 0.0, _silent_log()))
+    thread.start()
+    try:
+        yield engine
+    finally:
+        stop.count = 1
+        thread.join()
+        transport.close()
+
+
+@contextmanager
+def _executor(step: str, backend: ExecutorBackend, config: BackendConfig) -> Iterator[None]:
+    info = backend.open(config)
+    channel = SchedulerChannel(step)
+    cycle = StepCycle(
+        link=StepLink(incarnation=secrets.randbits(62), info=info),
+        state=BatchState(info),
+        backend=backend,
+        log=_silent_log(),
+        wake=channel.wake,
+    )
+    stop = threading.Event()
+    thread = threading.Thread(target=serve_executor, args=(cycle, channel, stop.is_set))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        channel.wake()
+        thread.join()
+        channel.close()
+        backend.close()
+
+
+@contextmanager
+def _gateway(ingress: str, model: Path) -> Iterator[str]:
+    config = GatewayConfig(model=str(model), ingress_address=ingress, grpc_address="127.0.0.1:0")
+    ready = threading.Event()
+    control: dict[str, object] = {}
+
+    async def main() -> None:
+        server = GatewayServer(config, load_text_model(model))
+        control["port"] = await server.start()
+        control["loop"] = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        control["stop"] = stop
+        ready.set()
+        await stop.wait()
+        await server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    assert ready.wait(20), "the gateway did not start"
+    try:
+        yield f"127.0.0.1:{control['port']}"
+    finally:
+        control["loop"].call_soon_threadsafe(control["stop"].set)  # type: ignore[attr-defined]
+        thread.join()
+
+
+def _silent_log() -> structlog.typing.FilteringBoundLogger:
+    return structlog.wrap_logger(
+        structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger("critical")
+    )
