@@ -1,0 +1,290 @@
+"""The Python client against a scripted server: what it sends, what it makes of the answers, how it takes up a stream."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+import headway
+from headway import client as client_module
+from headway.client import (
+    AsyncClient,
+    Client,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    ServerError,
+    StreamCancelledError,
+    UnavailableError,
+)
+from headway_gateway.statuses import CallRefusedError
+from headway_proto import generation_pb2 as api
+from headway_proto import generation_pb2_grpc as api_grpc
+
+TOKENS = list(range(100, 110))
+
+
+class ScriptedServer(api_grpc.GenerationServicer):
+    """Each call of Generate runs the next of ``scripts``; the last one serves all further calls."""
+
+    def __init__(self, *scripts: Callable[[api.GenerateRequest, grpc.ServicerContext], Iterator]) -> None:
+        self.scripts = list(scripts)
+        self.requests: list[api.GenerateRequest] = []
+        self.metadata: list[dict[str, str]] = []
+
+    def Generate(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        yield from script(request, context)
+
+    def GetModel(self, request, context):  # noqa: N802
+        context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+
+
+def accepted(request: api.GenerateRequest) -> api.GenerateResponse:
+    seed = request.resume.seed if request.HasField("resume") else 77
+    return api.GenerateResponse(accepted=api.Accepted(request_id="r", prompt_tokens=2, seeds=[seed] * 2))
+
+
+def delta(first: int, ids: list[int], index: int = 0) -> api.GenerateResponse:
+    text = "".join(f"<{token}>" for token in ids)
+    return api.GenerateResponse(delta=api.Delta(index=index, text=text, token_ids=ids, first_token_index=first))
+
+
+def finished(index: int = 0) -> api.GenerateResponse:
+    return api.GenerateResponse(
+        finished=api.Finished(index=index, reason=api.FINISH_REASON_LENGTH, usage=api.Usage(output_tokens=10))
+    )
+
+
+def whole(request, context):
+    held = len(request.resume.token_ids)
+    yield accepted(request)
+    yield delta(held, TOKENS[held:])
+    yield finished()
+
+
+def breaks_after(count: int):
+    def script(request, context):
+        held = len(request.resume.token_ids)
+        yield accepted(request)
+        for place in range(held, held + count):
+            yield delta(place, TOKENS[place : place + 1])
+        context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+    return script
+
+
+def refuses(code: grpc.StatusCode, message: str, **details):
+    def script(request, context):
+        refusal = CallRefusedError(code, message, **details)
+        context.set_trailing_metadata(refusal.trailing_metadata())
+        context.abort(code, message)
+        yield
+
+    return script
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.001)
+    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.002)
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(*scripts) -> tuple[ScriptedServer, str]:
+        servicer = ScriptedServer(*scripts)
+        server = grpc.server(ThreadPoolExecutor(4))
+        api_grpc.add_GenerationServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return servicer, f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(0).wait(5)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_headway_is_cheap_and_the_client_needs_only_grpc():
+    out = run_python("import sys, headway; print(sorted({'grpc', 'numpy', 'google.protobuf'} & set(sys.modules)))")
+    assert out.strip() == "[]"
+    heavy = (
+        "{'torch', 'zmq', 'tokenizers', 'jinja2', 'numpy', 'headway_gateway', 'headway_scheduler', 'headway_executor'}"
+    )
+    out = run_python(f"import sys; from headway import Client, AsyncClient; print(sorted({heavy} & set(sys.modules)))")
+    assert out.strip() == "[]"
+
+
+def test_the_package_offers_the_clients_and_nothing_else():
+    assert headway.Client is Client
+    assert headway.AsyncClient is AsyncClient
+    with pytest.raises(AttributeError, match="no attribute 'Server'"):
+        _ = headway.Server
+
+
+def test_deltas_and_result(serve):
+    servicer, address = serve(whole)
+    with Client(address, token="s3cret") as client:
+        stream = client.generate("x")
+        assert [part.token_ids for part in stream] == [tuple(TOKENS)]
+        result = stream.result()
+    assert result.text == "".join(f"<{token}>" for token in TOKENS)
+    assert (result.token_ids, result.seeds, result.prompt_tokens) == (TOKENS, (77, 77), 2)
+    assert (result.completions[0].finish_reason, result.completions[0].usage.output_tokens) == ("length", 10)
+    assert stream.request_id == "r"
+    assert servicer.metadata[0]["authorization"] == "Bearer s3cret"
+
+
+def test_options_become_the_request(serve):
+    servicer, address = serve(whole)
+    with Client(address) as client:
+        client.generate(
+            [1, 2], max_tokens=5, temperature=0.0, top_k=-1, stop="END", logit_bias={3: -1.0}, stop_token_ids=[4],
+            ignore_eos=True, seed=9, request_id="mine", priority="high", tenant="t", ttft_slo_ms=5, model="demo",
+        ).result()  # fmt: skip
+        client.generate([{"role": "user", "content": "hi"}]).result()
+    sampling = api.SamplingParams(
+        max_tokens=5, temperature=0.0, top_k=-1, stop=["END"], logit_bias=[api.LogitBias(token_id=3, bias=-1.0)],
+        stop_token_ids=[4], ignore_eos=True, seed=9,
+    )  # fmt: skip
+    assert servicer.requests[0] == api.GenerateRequest(
+        token_ids=api.TokenIds(ids=[1, 2]), sampling=sampling, request_id="mine", priority=api.PRIORITY_HIGH,
+        tenant="t", ttft_slo_ms=5, model="demo",
+    )  # fmt: skip
+    assert servicer.requests[1].chat.messages[0] == api.ChatMessage(role="user", content="hi")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": 1 << 64}, "out of range"),
+        ({"max_tokens": -1}, "out of range"),
+        ({"logprobs": -1}, "out of range"),
+        ({"priority": "urgent"}, "priority: 'urgent' is not allowed; allowed: realtime, high, normal, low"),
+    ],
+)
+def test_values_that_no_message_can_carry(serve, options, words):
+    servicer, address = serve(whole)
+    with Client(address) as client, pytest.raises(InvalidRequestError, match=words):
+        client.generate("x", **options)
+    assert not servicer.requests
+
+
+def test_unknown_options_and_lone_surrogates():
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match="no option 'max_token'"):
+            client.generate("x", max_token=3)
+        with pytest.raises(InvalidRequestError):
+            client.generate("\ud800")
+
+
+def test_a_broken_stream_is_taken_up_behind_the_last_token(serve):
+    servicer, address = serve(breaks_after(3), breaks_after(0), breaks_after(4), whole)
+    with Client(address) as client:
+        stream = client.generate("x", max_tokens=10)
+        deltas = list(stream)
+    assert [token for part in deltas for token in part.token_ids] == TOKENS
+    assert "".join(part.text for part in deltas) == stream.text() == "".join(f"<{token}>" for token in TOKENS)
+    assert [list(request.resume.token_ids) for request in servicer.requests] == [[], TOKENS[:3], TOKENS[:3], TOKENS[:7]]
+    assert [request.resume.seed for request in servicer.requests[1:]] == [77] * 3
+    assert not servicer.requests[0].HasField("resume")
+
+
+async def test_the_async_client_does_the_same(serve):
+    servicer, address = serve(breaks_after(3), whole)
+    async with AsyncClient(address) as client:
+        stream = client.generate("x", max_tokens=10)
+        deltas = [part async for part in stream]
+        assert [token for part in deltas for token in part.token_ids] == TOKENS
+        assert await stream.text() == "".join(f"<{token}>" for token in TOKENS)
+    assert [list(request.resume.token_ids) for request in servicer.requests] == [[], TOKENS[:3]]
+
+
+def test_resuming_is_tried_a_bounded_number_of_times(serve):
+    servicer, address = serve(breaks_after(2), breaks_after(0))
+    with Client(address) as client, pytest.raises(UnavailableError, match="going away"):
+        client.generate("x").result()
+    assert len(servicer.requests) == 1 + client_module.MOST_RESUMES
+
+
+def test_the_ghost_of_the_old_stream_is_waited_out(serve):
+    ghost = refuses(grpc.StatusCode.ALREADY_EXISTS, "live")
+    servicer, address = serve(breaks_after(2), ghost, ghost, whole)
+    with Client(address) as client:
+        assert client.generate("x", request_id="mine").result().token_ids == TOKENS
+    assert len(servicer.requests) == 4
+
+
+def test_what_was_never_accepted_or_has_several_continuations_is_not_resumed(serve):
+    servicer, address = serve(refuses(grpc.StatusCode.UNAVAILABLE, "draining"))
+    with Client(address) as client, pytest.raises(UnavailableError, match="draining"):
+        client.generate("x").result()
+    assert len(servicer.requests) == 1
+    servicer, address = serve(breaks_after(1))
+    with Client(address) as client, pytest.raises(UnavailableError):
+        client.generate("x", n=2).result()
+    assert len(servicer.requests) == 1
+
+
+def test_resuming_ends_with_the_time_given(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.2)
+    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.2)
+    _, address = serve(breaks_after(1), breaks_after(0))
+    with Client(address) as client, pytest.raises((DeadlineError, UnavailableError)):
+        client.generate("x", timeout_s=0.3).result()
+
+
+def test_details_of_refusals_are_read(serve):
+    script = refuses(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=1.5)
+    _, address = serve(script)
+    with Client(address) as client, pytest.raises(OverloadedError, match="RESOURCE_EXHAUSTED: full") as refusal:
+        client.generate("x").result()
+    assert refusal.value.retry_after_s == 1.5
+    _, address = serve(refuses(grpc.StatusCode.INVALID_ARGUMENT, "bad", violations=[("sampling.top_p", "too big")]))
+    with Client(address) as client, pytest.raises(InvalidRequestError) as refusal:
+        client.generate("x").result()
+    assert refusal.value.violations == (("sampling.top_p", "too big"),)
+
+
+def test_errors_of_plain_calls_and_of_absent_servers(serve):
+    _, address = serve(refuses(grpc.StatusCode.DATA_LOSS, "odd"))
+    with Client(address) as client:
+        with pytest.raises(UnavailableError, match="the model is still loading"):
+            client.model()
+        with pytest.raises(ServerError, match="DATA_LOSS: odd"):
+            client.generate("x").result()
+        with pytest.raises(ServerError, match="UNIMPLEMENTED"):
+            client.status()
+        with pytest.raises(UnavailableError, match=r"not ready within 0\.3 s"):
+            client.wait_ready(0.3)
+
+
+def test_cancel_ends_the_stream(serve):
+    left = threading.Event()
+
+    def endless(request, context):
+        context.add_callback(left.set)
+        yield accepted(request)
+        yield delta(0, TOKENS[:1])
+        left.wait(10)
+
+    _, address = serve(endless)
+    with Client(address) as client:
+        with client.generate("x") as stream:
+            next(stream)
+        assert left.wait(5)
+        with pytest.raises(StreamCancelledError):
+            stream.result()
