@@ -62,7 +62,9 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
     require(0.0 < sampling.top_p <= 1.0, "top_p", sampling.top_p, "allowed: above 0, up to 1")
     require(sampling.top_k >= 0, "top_k", sampling.top_k, "allowed: 0 (keep all) or more")
     penalty = sampling.repetition_penalty
-    require(math.isfinite(penalty) and 0.0 < penalty <= 10.0, "repetition_penalty", penalty, "allowed: above 0, up to 10")
+    require(
+        math.isfinite(penalty) and 0.0 < penalty <= 10.0, "repetition_penalty", penalty, "allowed: above 0, up to 10"
+    )
     require(sampling.min_tokens >= 0, "min_tokens", sampling.min_tokens, "allowed: 0 or more")
     require(0 <= sampling.seed < 1 << 64, "seed", sampling.seed, "allowed: 0 to 2^64 - 1")
     require(
