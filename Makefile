@@ -22,6 +22,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## virtual environment and pinned dependencies only
+	@echo 'ready: $(VENV)'
 
 $(READY): pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,8 +32,8 @@ $(READY): pyproject.toml requirements/dev.lock
 	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	    echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }; }
 	$(say) 'installing the pinned dependencies of requirements/dev.lock (minutes the first time: torch is large)'
-	@$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/pip install -qq --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(READY)  ## serve the demo model, stream eight prompts at once, print the timings
