@@ -1,0 +1,259 @@
+"""The reference backend: any supported model, eagerly in torch, on a CPU or a CUDA device.
+
+Owns: opening a model (settings against model against memory), the token ids of every row, and turning a ``StepBatch``
+into a forward pass and its samples into a ``StepResult``.
+Must not know: sockets, frames, epochs, or the scheduler's reasons.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
+from headway_executor.linear import LinearFactory
+from headway_executor.models.attention import AttentionPlan, AttentionShape, StepRows
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.decoder import Decoder
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import expected_tensors, ignored_tensors, load_decoder
+from headway_executor.sampler import Sampler
+from headway_executor.weights import Checkpoint
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTIZATIONS = ("none", "int8")
+
+
+class TorchBackend:
+    """An ``ExecutorBackend``; see there for the four calls."""
+
+    def __init__(self) -> None:
+        self._model: _OpenModel | None = None
+
+    def open(self, config: BackendConfig) -> BackendInfo:
+        """See ``ExecutorBackend.open``."""
+        device = _device(config)
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        directory = Path(config.model)
+        model_config = read_model_config(directory)
+        dtype = _dtype(config, model_config)
+        max_model_len = _max_model_len(config, model_config)
+        _check_block_size(config.block_size)
+        with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+            checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
+            decoder = load_decoder(
+                model_config,
+                checkpoint,
+                max_model_len=max_model_len,
+                linear=LinearFactory(device, dtype, config.quantization),
+                dtype=dtype,
+            )
+            fingerprint = checkpoint.fingerprint()
+            pool = _pool(config, model_config, max_model_len, dtype, device)
+            self._model = _OpenModel(config, model_config, decoder, pool, max_model_len, device)
+            self._model.warm_up()
+        return BackendInfo(
+            backend="torch",
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            model_name=directory.resolve().name,
+            model_fingerprint=fingerprint,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            max_num_rows=config.max_num_seqs,
+        )
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """See ``ExecutorBackend.execute``."""
+        with torch.inference_mode():
+            return self._opened.execute(batch)
+
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """See ``ExecutorBackend.move_blocks``."""
+        with torch.inference_mode():
+            self._opened.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+
+    def close(self) -> None:
+        """See ``ExecutorBackend.close``."""
+        self._model = None
+
+    @property
+    def _opened(self) -> "_OpenModel":
+        if self._model is None:
+            raise RuntimeError("the backend is not open")
+        return self._model
+
+
+class _OpenModel:
+    """A loaded model with its pool and the token ids of every row."""
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        model_config: ModelConfig,
+        decoder: Decoder,
+        pool: KvPool,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.pool = pool
+        self._decoder = decoder
+        self._shape = AttentionShape(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+        self._device = device
+        self._vocab_size = model_config.vocab_size
+        self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+        self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self._refused: dict[int, str] = {}
+
+    def warm_up(self) -> None:
+        """Run the operators once, so that their one-time costs fall before the first request."""
+        num_tokens = min(self.pool.block_size, self._token_ids.shape[1] - 1)
+        self._sampler.add_row(0, SamplingParams(temperature=0.0), num_tokens)
+        for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
+            if new:
+                rows = StepRows(np.array([new], np.int32), np.array([computed], np.int32), np.zeros((1, 1), np.int32))
+                self._forward(rows, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        started = time.perf_counter_ns()
+        for row in batch.finished_rows.tolist():
+            self._refused.pop(row, None)
+        for new in batch.new_rows:
+            self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
+        if not len(batch.rows):
+            return StepResult(sampled_token_ids=EMPTY_COLUMN)
+        rows = StepRows(batch.num_scheduled_tokens, batch.num_computed_tokens, batch.block_table[batch.rows])
+        drawn: Int32Array = EMPTY_COLUMN
+        logprobs: tuple[RowLogprobs, ...] = ()
+        errors: tuple[RowError, ...] = ()
+        sampling = np.flatnonzero(batch.samples)
+        logits = self._forward(rows, batch.rows.astype(np.int64), sampling)
+        if len(sampling):
+            sampled_rows = torch.from_numpy(batch.rows[sampling].astype(np.int64)).to(self._device)
+            ends = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling].astype(np.int64)
+            positions = torch.from_numpy(ends).to(self._device)
+            sampled = self._sampler.sample(logits, sampled_rows, positions, self._token_ids)
+            self._token_ids[sampled_rows, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
+            drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
+            logprobs, errors = sampled.logprobs, sampled.errors
+        if self._refused:
+            drawn, errors = self._with_refusals(batch.rows[sampling], drawn, errors)
+        elapsed_us = (time.perf_counter_ns() - started) // 1000
+        return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, device_time_us=elapsed_us)
+
+    def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        self._refused.pop(row, None)
+        outside = (token_ids < 0) | (token_ids >= self._vocab_size)
+        if outside.any():
+            # The embedding has no such rows; the request fails alone, its neighbours run on.
+            first = int(token_ids[outside][0])
+            self._refused[row] = f"token id {first} is not allowed; allowed: 0 to {self._vocab_size - 1}"
+            token_ids = np.where(outside, np.int32(0), token_ids)
+        self._token_ids[row, : len(token_ids)] = torch.from_numpy(token_ids.astype(np.int32))
+        self._sampler.add_row(row, sampling, num_prompt_tokens)
+
+    def _with_refusals(
+        self, rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...]
+    ) -> tuple[Int32Array, tuple[RowError, ...]]:
+        messages = {error.row: error.message for error in errors}
+        messages |= {row: self._refused[row] for row in rows.tolist() if row in self._refused}
+        refused = np.isin(rows, list(self._refused))
+        return (
+            np.where(refused, np.int32(ERRORED_ROW), drawn),
+            tuple(RowError(row, message) for row, message in sorted(messages.items())),
+        )
+
+    def _forward(self, rows: StepRows, row_ids: np.ndarray, sampling: np.ndarray) -> Tensor:
+        """Logits of the last token of the rows at places ``sampling`` of the caller's order, in that order."""
+        token_rows = rows.token_rows()
+        positions = rows.positions(token_rows)
+        block_size = self.pool.block_size
+        slots = rows.tables[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        last = np.empty_like(rows.starts)
+        last[rows.order] = rows.starts + rows.num_new - 1
+        columns = np.stack([row_ids[rows.order][token_rows], positions, slots])
+        store_rows, store_positions, slot_tensor = torch.from_numpy(columns).to(self._device).unbind(0)
+        token_ids = self._token_ids[store_rows, store_positions]
+        plan = AttentionPlan(self._shape, self.pool, rows, slot_tensor)
+        sampled = torch.from_numpy(last[sampling]).to(self._device)
+        return self._decoder.forward(token_ids, store_positions, plan, sampled)
+
+
+def _device(config: BackendConfig) -> torch.device:
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in {"cpu", "cuda"}:
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; allowed: cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
+    if config.quantization not in _QUANTIZATIONS:
+        allowed = ", ".join(_QUANTIZATIONS)
+        raise BackendConfigError(f"quantization {config.quantization!r:.64} is not allowed; allowed: {allowed}")
+    if config.quantization == "int8" and device.type != "cpu":
+        raise BackendConfigError(f"quantization 'int8' is not allowed on device {config.device!r:.64}; allowed: none")
+    return device
+
+
+def _dtype(config: BackendConfig, model_config: ModelConfig) -> torch.dtype:
+    """What "auto" means: the checkpoint's dtype; with int8 weights it is float32, in which the CPU does everything else best."""
+    if config.dtype == "auto":
+        return torch.float32 if config.quantization == "int8" else _DTYPES[model_config.dtype]
+    if config.dtype not in _DTYPES:
+        raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[config.dtype]
+
+
+def _max_model_len(config: BackendConfig, model_config: ModelConfig) -> int:
+    if not 0 <= config.max_model_len <= model_config.context:
+        raise BackendConfigError(
+            f"max_model_len {config.max_model_len} is not allowed; allowed: 1 to the model's context, "
+            f"{model_config.context}, or 0 for all of it"
+        )
+    return config.max_model_len or model_config.context
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < 1 or block_size & (block_size - 1):
+        raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")
+
+
+def _pool(
+    config: BackendConfig, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> KvPool:
+    num_blocks = config.num_kv_blocks
+    if num_blocks == 0:
+        position_bytes = (
+            2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+        )
+        useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+        num_blocks = num_blocks_that_fit(
+            block_bytes=position_bytes * config.block_size, useful_blocks=useful, device=device
+        )
+    check_pool_size(
+        num_blocks=num_blocks,
+        given=config.num_kv_blocks != 0,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    return KvPool(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,335 @@
+"""Attention over paged keys and values for one flat batch of prefill chunks and decode tokens.
+
+Owns: how a step's tokens are ordered and grouped, and the attention of each group.
+Must not know: requests, sampling, or layers beyond their keys, values and window.
+
+A row is ``(number of new tokens, kv length)``; decode is a chunk of one. Three kinds of group, chosen by shape only, so
+that what shares a step changes a row's result by rounding at most:
+
+- **decode rows on a CPU in float32**: scores are a sampled dense-dense product (``sampled_addmm``) whose sparsity pattern
+  is the block table, values are a weighted ``embedding_bag``. Both read the pool in place: nothing is gathered or padded.
+- **other decode rows**: their blocks are gathered, padded to the longest of the group.
+- **chunks**: scaled-dot-product attention; one whose keys are all new does not touch the pool.
+
+Decode rows are grouped by length, so that padding at most doubles the work.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from headway_executor.kv_pool import KvPool
+from headway_proto.columns import Int32Array
+
+_SHORT = 64
+"""Rows of fewer positions than this share a group whatever their lengths."""
+
+_MASKED = float("-inf")
+
+_Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention needs to know of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor on every score."""
+        return float(self.head_dim**-0.5)
+
+
+class StepRows:
+    """The rows of one step in the order their tokens take in the flat batch: decode rows first, by length.
+
+    ``num_new`` and ``kv_length`` (positions after the step) are int64, shape ``[rows]``, in that order;
+    ``order[i]`` is the place of row i in the caller's arrays; ``starts[i]`` is its first token in the batch.
+    """
+
+    def __init__(self, num_scheduled: Int32Array, num_computed: Int32Array, tables: Int32Array) -> None:
+        num_new = num_scheduled.astype(np.int64)
+        kv_length = num_computed + num_new
+        # Decode rows by length; then chunks, those without a past side by side where they have the same size.
+        self.order = np.lexsort((np.where(num_new == 1, kv_length, num_new), num_computed > 0, num_new > 1))
+        self.num_new: _Int64Array = num_new[self.order]
+        self.kv_length: _Int64Array = kv_length[self.order]
+        self.tables = tables[self.order]
+        self.num_decodes = int((num_new == 1).sum())
+        ends = np.cumsum(self.num_new)
+        self.starts: _Int64Array = ends - self.num_new
+        self.num_tokens = int(ends[-1])
+
+    def token_rows(self) -> _Int64Array:
+        """For every token, its row's place in this order; shape ``[tokens]``."""
+        return np.repeat(np.arange(len(self.num_new)), self.num_new)
+
+    def positions(self, token_rows: _Int64Array) -> _Int64Array:
+        """For every token, its position in its sequence; shape ``[tokens]``."""
+        first = self.kv_length - self.num_new
+        return np.arange(self.num_tokens) + (first - self.starts)[token_rows]
+
+
+class Group(Protocol):
+    """Some consecutive tokens of the batch that attend together."""
+
+    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+        """Attend with the group's own tokens of ``qkv``.
+
+        ``qkv`` shape ``[tokens of the group, all heads * head_dim]``: queries, keys, values; ``layer`` is
+        ``KvPool.layer``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
+        """
+        ...
+
+
+class AttentionPlan:
+    """How one step attends; built once, used by every layer.
+
+    ``slots`` is where each token's key and value go: int64, shape ``[tokens]``.
+    """
+
+    def __init__(self, shape: AttentionShape, pool: KvPool, rows: StepRows, slots: Tensor) -> None:
+        self._shape = shape
+        self._pool = pool
+        self._rows = rows
+        self._slots = slots
+        self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
+
+    def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
+        """Store the new keys and values of layer ``index`` and attend.
+
+        ``qkv`` shape ``[tokens, (heads + 2 * kv_heads) * head_dim]``; ``window`` is how many positions a query sees, its
+        own included, None for all. Returns shape ``[tokens, heads * head_dim]``.
+        """
+        shape = self._shape
+        new = qkv[:, shape.query_width :].view(-1, 2 * shape.num_kv_heads, shape.head_dim)
+        self._pool.write(index, self._slots, new)
+        layer = self._pool.layer(index)
+        groups = self._groups.get(window)
+        if groups is None:
+            groups = self._groups[window] = _group(shape, self._pool, self._rows, window, qkv)
+        if len(groups) == 1:
+            return groups[0][1].attend(qkv, layer)
+        return torch.cat([group.attend(qkv[tokens], layer) for tokens, group in groups])
+
+
+def _group(
+    shape: AttentionShape, pool: KvPool, rows: StepRows, window: int | None, like: Tensor
+) -> list[tuple[slice, Group]]:
+    """Cut the batch into groups. ``like`` tells device and dtype."""
+    groups: list[tuple[slice, Group]] = []
+    seen_from = np.zeros_like(rows.kv_length) if window is None else np.maximum(0, rows.kv_length - window)
+    decode = SparseDecode if like.device.type == "cpu" and like.dtype == torch.float32 else PaddedDecode
+    for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
+        part = slice(low, high)
+        visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], pool.block_size)
+        groups.append((part, decode(shape, visible, like)))
+    low = rows.num_decodes
+    while low < len(rows.num_new):
+        high = low + 1
+        new, past = int(rows.num_new[low]), int(rows.kv_length[low] - rows.num_new[low])
+        if past == 0:
+            while high < len(rows.num_new) and rows.num_new[high] == new == rows.kv_length[high]:
+                high += 1
+            group: Group = NewChunks(shape, high - low, new, window, like)
+        else:
+            first = 0 if window is None else max(0, past + 1 - window)
+            ends = rows.kv_length[low:high]
+            (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, pool.block_size)
+            group = ContinuedChunk(shape, keys, past - first, new, window, like)
+        start = int(rows.starts[low])
+        groups.append((slice(start, start + new * (high - low)), group))
+        low = high
+    return groups
+
+
+def _similar(lengths: _Int64Array) -> list[tuple[int, int]]:
+    """Cut ascending ``lengths`` into runs whose longest is at most twice the shortest (or short)."""
+    runs: list[tuple[int, int]] = []
+    low = 0
+    while low < len(lengths):
+        high = int(np.searchsorted(lengths, max(_SHORT, 2 * lengths[low]), side="right"))
+        runs.append((low, high))
+        low = high
+    return runs
+
+
+def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, block_size: int) -> list[_Int64Array]:
+    """For each row, the slots of its positions ``[first, end)``, in order."""
+    found = []
+    for i in range(len(end)):
+        positions = np.arange(first[i], end[i])
+        found.append(tables[i][positions // block_size].astype(np.int64) * block_size + positions % block_size)
+    return found
+
+
+class SparseDecode:
+    """Decode rows that read keys and values in place, as sparse products.
+
+    A bag is one query head of one row; its entries are the pool's key (then value) vectors the head sees.
+    """
+
+    def __init__(self, shape: AttentionShape, visible: Sequence[_Int64Array], like: Tensor) -> None:
+        self._shape = shape
+        lengths = np.array([len(slots) for slots in visible])
+        counts = np.repeat(lengths, shape.num_heads)
+        self._width = int(lengths.max())
+        ends = np.cumsum(counts)
+        self._visible = np.concatenate(visible)
+        self._lengths = lengths
+        self._bag_starts = torch.from_numpy(ends - counts)
+        self._row_ends = torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.int64), ends]))
+        self._scores: Tensor | None = None
+        self._entries = torch.empty(0)
+        self._places: Tensor | None = None
+        self._padded = like.new_full((len(counts), self._width), _MASKED)
+        if int(lengths.min()) < self._width:
+            offsets = np.arange(len(counts)) * self._width - (ends - counts)
+            self._places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(offsets, counts))
+
+    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+        """See ``Group.attend``."""
+        shape = self._shape
+        keys, values = layer.flatten(1, 2)
+        if self._scores is None:
+            self._scores = self._pattern(layer.shape[2], len(keys), keys.dtype)
+        queries = qkv[:, : shape.query_width].reshape(-1, shape.head_dim)
+        torch.sparse.sampled_addmm(self._scores, queries, keys.t(), beta=0.0, alpha=shape.scale, out=self._scores)
+        weights = self._softmax(self._scores.values())
+        attended: Tensor = torch.ops.aten._embedding_bag_forward_only(  # noqa: SLF001
+            values, self._entries, self._bag_starts, False, 0, False, weights
+        )[0]
+        return attended.view(-1, shape.query_width)
+
+    def _pattern(self, num_slots: int, num_vectors: int, dtype: torch.dtype) -> Tensor:
+        """The sparse matrix of scores: bags by pool vectors (all slots of head 0, then head 1, ...)."""
+        shape = self._shape
+        heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads) * num_slots
+        starts = np.cumsum(self._lengths) - self._lengths
+        entries = np.concatenate(
+            [
+                (heads[:, None] + self._visible[start : start + length]).ravel()
+                for start, length in zip(starts, self._lengths, strict=True)
+            ]
+        )
+        self._entries = torch.from_numpy(entries)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            return torch.sparse_csr_tensor(
+                self._row_ends,
+                self._entries,
+                # Zeros, not whatever memory holds: sampled_addmm multiplies old values with beta, and 0 * NaN is NaN.
+                torch.zeros(len(entries), dtype=dtype),
+                size=(len(self._row_ends) - 1, num_vectors),
+                check_invariants=False,
+            )
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Softmax within each bag; ``scores`` shape ``[entries]``."""
+        if self._places is None:
+            return torch.softmax(scores.view(-1, self._width), -1).view(-1)
+        flat = self._padded.view(-1)
+        flat.index_copy_(0, self._places, scores)
+        return torch.softmax(self._padded, -1).view(-1).index_select(0, self._places)
+
+
+class PaddedDecode:
+    """Decode rows whose keys and values are gathered and padded to the longest: any device and dtype."""
+
+    def __init__(self, shape: AttentionShape, visible: Sequence[_Int64Array], like: Tensor) -> None:
+        self._shape = shape
+        self._num_rows = len(visible)
+        self._width = max(len(slots) for slots in visible)
+        padded = np.zeros((self._num_rows, self._width), dtype=np.int64)
+        seen = np.zeros((self._num_rows, 1, 1, self._width), dtype=np.bool_)
+        for i, slots in enumerate(visible):
+            padded[i, : len(slots)] = slots
+            seen[i, 0, 0, : len(slots)] = True
+        self._slots = torch.from_numpy(padded).view(-1).to(like.device)
+        self._seen = torch.from_numpy(seen).to(like.device)
+
+    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+        """See ``Group.attend``."""
+        shape = self._shape
+        gathered = layer.index_select(2, self._slots)
+        gathered = gathered.view(2, shape.num_kv_heads, self._num_rows, self._width, shape.head_dim)
+        keys, values = gathered.transpose(1, 2).unbind(0)
+        # Padding reads slot 0, whose owner may hold NaN: a weight of zero would not hide it.
+        values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
+        queries = qkv[:, : shape.query_width].view(self._num_rows, shape.num_heads, 1, shape.head_dim)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._seen, scale=shape.scale, enable_gqa=True
+        )
+        return attended.reshape(self._num_rows, shape.query_width)
+
+
+class NewChunks:
+    """``num_rows`` chunks of ``num_new`` tokens each that start their sequences: all they see is in the batch."""
+
+    def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
+        self._shape = shape
+        self._size = (num_rows, num_new)
+        binding = window is not None and window < num_new
+        self._mask = _mask(0, num_new, window, like) if binding else None
+
+    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:  # noqa: ARG002 - all keys are new
+        """See ``Group.attend``."""
+        shape = self._shape
+        heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
+        first_value = shape.num_heads + shape.num_kv_heads
+        attended = functional.scaled_dot_product_attention(
+            heads[:, : shape.num_heads],
+            heads[:, shape.num_heads : first_value],
+            heads[:, first_value:],
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=shape.scale,
+            enable_gqa=True,
+        )
+        return attended.transpose(1, 2).reshape(-1, shape.query_width)
+
+
+class ContinuedChunk:
+    """One chunk of ``num_new`` tokens after ``past`` visible positions; ``keys`` are the slots of all of them."""
+
+    def __init__(
+        self, shape: AttentionShape, keys: _Int64Array, past: int, num_new: int, window: int | None, like: Tensor
+    ) -> None:
+        self._shape = shape
+        self._slots = torch.from_numpy(keys).to(like.device)
+        self._mask = _mask(past, num_new, window, like)
+
+    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+        """See ``Group.attend``."""
+        shape = self._shape
+        keys, values = layer.index_select(2, self._slots).unsqueeze(1).unbind(0)
+        queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=self._mask, scale=shape.scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(-1, shape.query_width)
+
+
+def _mask(past: int, num_new: int, window: int | None, like: Tensor) -> Tensor:
+    """What each of ``num_new`` queries after ``past`` positions sees: additive, shape ``[num_new, past + num_new]``."""
+    keys = torch.arange(past + num_new, device=like.device)
+    queries = keys[past:, None]
+    seen = keys <= queries
+    if window is not None:
+        seen &= keys > queries - window
+    return like.new_zeros(seen.shape).masked_fill_(~seen, _MASKED)

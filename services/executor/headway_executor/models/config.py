@@ -1,0 +1,153 @@
+"""What a checkpoint's config.json says, checked and in one form for every family.
+
+Owns: ``ModelConfig`` and ``RopeConfig``, the typed reading of JSON fields, and the files ``config.json`` and
+``generation_config.json``.
+Must not know: tensors, or how a model computes.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway_executor.backend import ModelFilesError
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+_MAX_SIZE = 1 << 24
+"""No dimension of a real model comes near this; a larger one is damage, and would only fail later and worse."""
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding of one model.
+
+    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3"; the other fields matter to the kinds that name them
+    (see ``rope``). ``original_context`` is the context, in tokens, the frequencies were trained for.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and variants of one decoder-only model.
+
+    ``context`` is the longest sequence it can serve, in tokens, rope scaling included. ``sliding_windows`` holds per
+    layer how many positions a query sees, its own included, or None for all. ``dtype`` is the checkpoint's.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    context: int
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+class ConfigFields:
+    """Typed access to one JSON object; every complaint names the file, the field, its value and what is allowed."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        self.source = source
+        self.values = values
+
+    def refuse(self, field: str, allowed: str) -> ModelFilesError:
+        """The error for ``field``, to be raised by the caller."""
+        value = self.values.get(field)
+        return ModelFilesError(f"{self.source}: {field} {value!r:.64} is not supported; allowed: {allowed}")
+
+    def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = _MAX_SIZE) -> int:
+        """An integer between ``low`` and ``high``; absent or null gives ``default``, None makes the field required."""
+        value = self.values.get(field)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(field, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, field: str) -> int | None:
+        """A positive integer, or None where the field is absent or null."""
+        return None if self.values.get(field) is None else self.integer(field)
+
+    def number(self, field: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A finite number greater than ``above``; absent or null gives ``default``, None makes the field required."""
+        value = self.values.get(field)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= above:
+            raise self.refuse(field, f"a number above {above:g}")
+        return float(value)
+
+    def optional_number(self, field: str) -> float | None:
+        """A positive number, or None where the field is absent or null."""
+        return None if self.values.get(field) is None else self.number(field)
+
+    def flag(self, field: str, *, default: bool) -> bool:
+        """A boolean; absent or null gives ``default``."""
+        value = self.values.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(field, "true or false")
+        return value
+
+    def section(self, field: str) -> "ConfigFields | None":
+        """A nested object, or None where the field is absent, null or empty."""
+        value = self.values.get(field)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.refuse(field, "an object")
+        return ConfigFields(f"{self.source}: {field}", value)
+
+    def token_ids(self, field: str) -> tuple[int, ...]:
+        """One token id or a list of them, ascending; absent or null gives none."""
+        value = self.values.get(field)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.refuse(field, "a token id or a list of token ids")
+        return tuple(sorted(set(ids)))
+
+
+def read_json_object(path: Path) -> ConfigFields:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        ModelFilesError: the file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFilesError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path}: not valid JSON ({str(error)[:64]})") from None
+    if not isinstance(values, dict):
+        raise ModelFilesError(f"{path}: holds {str(values)[:64]!r}; allowed: a JSON object")
+    return ConfigFields(path.name, values)

@@ -1,0 +1,120 @@
+"""Rotary position embeddings as one table of rotations by position.
+
+Owns: the frequencies of every supported kind of rope scaling, and applying a rotation.
+Must not know: batches, caches, or any model family.
+
+Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
+scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
+and code of Llama 3.1.
+
+A head's channels i and i + d/2 form one rotated pair. Here pairs lie next to each other (channels 2i, 2i + 1), so that a
+rotation is one complex multiplication; ``interleaved`` is the permutation that the weights undergo at load. Dot products
+of queries and keys do not notice.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from headway_executor.models.config import RopeConfig
+
+
+def rotations(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """Rotation of every position: complex64, shape ``[num_positions, head_dim // 2]``.
+
+    Each is ``m * exp(i * position * frequency)``; ``m`` is YaRN's attention factor, 1 for the other kinds.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    frequencies = _frequencies(rope, head_dim, positions)
+    angles = positions[:, None] * frequencies
+    return torch.polar(torch.full_like(angles, _attention_factor(rope)), angles)
+
+
+def rotate_(heads: Tensor, rotation: Tensor) -> None:
+    """Rotate ``heads`` in place.
+
+    ``heads`` any floating dtype, shape ``[tokens, heads, head_dim]`` with pairs interleaved, any row stride;
+    ``rotation`` complex64, shape ``[tokens, 1, head_dim // 2]``. Other dtypes than float32 are rotated in float32.
+    """
+    paired = (*heads.shape[:-1], -1, 2)
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(heads.view(paired)).mul_(rotation)
+    else:
+        wide = torch.view_as_complex(heads.float().view(paired))
+        heads.copy_(torch.view_as_real(wide * rotation).flatten(-2))
+
+
+def interleaved(head_dim: int) -> Tensor:
+    """The order of a head's channels that puts rotated pairs side by side: int64, shape ``[head_dim]``."""
+    return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """Radians per position, float32, shape ``[1 or positions, head_dim // 2]``."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if rope.kind == "dynamic":
+        return _dynamic(rope, exponents, head_dim, positions)
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "yarn":
+        frequencies = _yarn(rope, frequencies, head_dim)
+    elif rope.kind == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    return frequencies[None]
+
+
+def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
+    """Dynamic NTK: the base grows with the sequence beyond the original context.
+
+    "The sequence" is taken as everything up to the position itself, so that a position's rotation depends on nothing
+    else and cached keys stay valid whoever shares them. That is what token-by-token decoding gives in transformers; a
+    longer prompt rotates all its positions by its total length there.
+    """
+    length = (positions + 1).clamp(min=rope.original_context)
+    stretch = rope.factor * length / rope.original_context - (rope.factor - 1)
+    base = rope.theta * stretch ** (head_dim / (head_dim - 2))
+    return 1.0 / base[:, None] ** exponents
+
+
+def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
+    """YaRN: high frequencies stay, low ones are interpolated, a linear ramp lies between."""
+
+    def channel(num_rotations: float) -> float:
+        turns = rope.original_context / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / rope.factor * interpolated + frequencies * (1 - interpolated)
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: wavelengths beyond the original context are stretched, with a smooth transition."""
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (rope.original_context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def _attention_factor(rope: RopeConfig) -> float:
+    """YaRN's scale of queries and keys, from the file or its recommended value."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)

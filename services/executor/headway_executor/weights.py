@@ -1,0 +1,167 @@
+"""Reading the tensors of a Hugging Face checkpoint directory, safetensors only, through memory mapping.
+
+Owns: finding the files, checking that they hold exactly the tensors a model needs, reading them, and the fingerprint.
+Must not know: what a tensor is for.
+
+Pickle checkpoints are refused, not converted: unpickling runs code. Nothing here calls ``torch.load``.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headway_executor.backend import ModelFilesError
+from headway_executor.models.config import CONFIG_FILE, read_json_object
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_DTYPES = ("F32", "BF16", "F16")
+
+_SAMPLED_PAGES = 16
+_PAGE_BYTES = 4096
+
+
+class TensorHeader(msgspec.Struct, frozen=True):
+    """What a file says of one tensor: its file's name, dtype (as safetensors writes it) and shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of one checkpoint directory. A context manager: the mappings live inside the ``with`` block.
+
+    Raises (on construction):
+        ModelFilesError: files are missing, damaged, refused, or disagree with their index.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        weight_map = _weight_map(directory)
+        names = sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]
+        self._files = {name: _open(directory / name) for name in names}
+        self.headers = dict(self._read_headers())
+        if weight_map is not None:
+            _check_index(weight_map, self.headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
+        """Check that the checkpoint holds exactly the ``expected`` tensors (name to shape), in a supported dtype.
+
+        Tensors named in ``ignored`` may be there too.
+
+        Raises:
+            ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
+        """
+        for name, shape in expected.items():
+            header = self.headers.get(name)
+            if header is None:
+                raise ModelFilesError(f"{self._directory}: tensor {name} is missing")
+            if header.shape != shape:
+                found, wanted = list(header.shape), list(shape)
+                raise ModelFilesError(
+                    f"{header.file}: tensor {name} has shape {found}; {CONFIG_FILE} asks for {wanted}"
+                )
+            if header.dtype not in _DTYPES:
+                raise ModelFilesError(
+                    f"{header.file}: tensor {name} has dtype {header.dtype}; allowed: {', '.join(_DTYPES)}"
+                )
+        extra = sorted(self.headers.keys() - expected.keys() - ignored)
+        if extra:
+            raise ModelFilesError(
+                f"{self.headers[extra[0]].file}: tensor {extra[0][:64]} does not belong to this model"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``, in its own dtype; its storage may be the mapped file, so it must not be written to."""
+        tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """Names model and weights: 16 hex digits over config.json, all headers, file sizes and a sample of the data.
+
+        The sample is a few pages spread over each file: cheap at any size, and it tells fine-tunes of one model apart.
+        """
+        digest = hashlib.sha256((self._directory / CONFIG_FILE).read_bytes())
+        for name, header in sorted(self.headers.items()):
+            digest.update(f"{name} {header.dtype} {header.shape}\n".encode())
+        for name in sorted(self._files):
+            with (self._directory / name).open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{size}\n".encode())
+                for i in range(_SAMPLED_PAGES):
+                    file.seek(max(0, size - _PAGE_BYTES) * i // (_SAMPLED_PAGES - 1))
+                    digest.update(file.read(_PAGE_BYTES))
+        return digest.hexdigest()[:16]
+
+    def _read_headers(self) -> Iterator[tuple[str, TensorHeader]]:
+        seen: dict[str, str] = {}
+        for file, handle in self._files.items():
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                if name in seen:
+                    raise ModelFilesError(f"{file}: tensor {name[:64]} is also in {seen[name]}")
+                seen[name] = file
+                view = handle.get_slice(name)
+                yield name, TensorHeader(file, view.get_dtype(), tuple(view.get_shape()))
+
+
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """The index's tensor-to-file map, or None for a checkpoint in a single file."""
+    if (directory / _INDEX_FILE).exists():
+        fields = read_json_object(directory / _INDEX_FILE)
+        weight_map = fields.values.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise fields.refuse("weight_map", "an object of tensor and file names")
+        for file in weight_map.values():
+            _check_file_name(file)
+        return weight_map
+    if (directory / _SINGLE_FILE).exists():
+        return None
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelFilesError(
+            f"{directory}: {pickles[0]} is a pickle checkpoint, which is never loaded; convert it to {_SINGLE_FILE}"
+        )
+    raise ModelFilesError(f"{directory}: no {_SINGLE_FILE} or {_INDEX_FILE}")
+
+
+def _check_file_name(file: object) -> None:
+    """A shard is a plain file of the directory; anything else could point outside it."""
+    if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
+        raise ModelFilesError(f"{_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name")
+
+
+def _open(path: Path) -> Any:
+    """Map one file; the library checks that the header is sane and that tensors neither overlap nor overrun."""
+    if not path.is_file():
+        raise ModelFilesError(f"{path}: no such file, though the index names it")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelFilesError(f"{path}: damaged or not a safetensors file ({str(error)[:64]})") from None
+
+
+def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> None:
+    for name, file in weight_map.items():
+        if name not in headers or headers[name].file != file:
+            raise ModelFilesError(f"{_INDEX_FILE}: tensor {name[:64]} is not in {file}")
+    unlisted = sorted(headers.keys() - weight_map.keys())
+    if unlisted:
+        raise ModelFilesError(f"{_INDEX_FILE}: tensor {unlisted[0][:64]} of {headers[unlisted[0]].file} is not listed")
