@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format stubs lock bench clean
+.PHONY: help setup demo test lint format stubs flags lock bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,11 +61,14 @@ format: $(READY)  ## let ruff fix and format
 stubs: $(READY)  ## generate the protobuf and gRPC stubs from the .proto files
 	@$(BIN)/python tools/generate_stubs.py
 
+flags: $(READY)  ## write the README's table of settings from the code
+	@$(BIN)/python tools/document_flags.py
+
 lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds
 	@$(BIN)/python tools/pin_requirements.py
 
 bench: $(READY)  ## run the benchmarks; see benchmarks/README.md
-	@set -e; for benchmark in benchmarks/bench_*.py; do \
+	@set -e; for benchmark in benchmarks/[a-z]*.py; do \
 	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done
 
 clean:  ## remove the virtual environment and every cache

@@ -1,0 +1,72 @@
+"""Writes the table of settings in README.md from the configuration structs themselves.
+
+Owns: the layout of that table and the marks it stands between.
+Must not know: any setting.
+
+    python tools/document_flags.py             # rewrite the table (`make flags`)
+    python tools/document_flags.py --check     # exit 1 if it differs
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headway.serve_config import ServeConfig
+from headway.services import SERVICES, SETTLED_BY_SERVE
+from headway.settings import Setting, settings_of
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN = "<!-- settings: written by tools/document_flags.py -->"
+END = "<!-- end of settings -->"
+
+
+def rows() -> Iterator[str]:
+    """Yield the table's lines: every setting once, with the services that have it."""
+    yield "| flag | of | default | |"
+    yield "|---|---|---|---|"
+    owners: dict[str, list[str]] = {}
+    settings: dict[str, Setting] = {}
+    for section, declared in (
+        ("serve", settings_of(ServeConfig)),
+        *((service.name, service.settings) for service in SERVICES.values()),
+    ):
+        for name, setting in declared.items():
+            owners.setdefault(name, []).append(section)
+            settings.setdefault(name, setting)
+    for name, setting in settings.items():
+        mark = "*" if name in SETTLED_BY_SERVE else ""
+        yield f"| `{setting.flag}`{mark} | {', '.join(owners[name])} | {_default(setting)} | {setting.description} |"
+
+
+def _default(setting: Setting) -> str:
+    if setting.required:
+        return "required"
+    if isinstance(setting.default, bool):
+        return "on" if setting.default else "off"
+    return f"`{setting.default}`" if setting.default not in ("", {}, ()) else ""  # {} has no hash
+
+
+def written(text: str) -> str:
+    """Return the README's text with the table between the marks as it has to be."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + "\n".join((BEGIN, *rows(), END)) + after
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the table, or with ``--check`` compare."""
+    parser = argparse.ArgumentParser(description="Write the table of settings in README.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the table differs")
+    text = README.read_text(encoding="utf-8")
+    expected = written(text)
+    if parser.parse_args(arguments).check:
+        if text != expected:
+            print("README.md: the table of settings is out of date; run `make flags`", file=sys.stderr)
+        return int(text != expected)
+    README.write_text(expected, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
