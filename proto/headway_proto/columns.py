@@ -33,8 +33,8 @@ def decode_column(data: bytes) -> Int32Array:
     return np.frombuffer(data, dtype=INT32)
 
 
-def encode_columns(columns: Iterable[Int32Array]) -> bytes:
-    """Encode equally long columns as one column group."""
+def encode_columns(columns: Iterable[NDArray[np.integer]]) -> bytes:
+    """Encode equally long integer columns as one column group."""
     return b"".join(column.astype(INT32, copy=False).tobytes() for column in columns)
 
 

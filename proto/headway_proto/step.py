@@ -24,6 +24,7 @@ import zlib
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_proto.columns import INT32, Int32Array
 from headway_proto.framing import FrameReader, FrameWriter
@@ -185,7 +186,7 @@ def executor_frame_reader() -> FrameReader:
 
 
 def state_digest(
-    rows: Int32Array, num_computed_tokens: Int32Array, num_blocks: Int32Array, block_table: Int32Array
+    rows: NDArray[np.integer], num_computed_tokens: Int32Array, num_blocks: Int32Array, block_table: Int32Array
 ) -> int:
     """Digest of the mirrored state after a step, equal on both sides when they agree.
 

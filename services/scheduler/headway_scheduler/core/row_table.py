@@ -5,13 +5,20 @@ Must not know: queues, budgets, or why a row changes.
 """
 
 import heapq
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.request import Request
 
 NEVER = np.iinfo(np.int64).max
+
+RowIndices: TypeAlias = NDArray[np.intp]
+"""Row numbers in the type that arrays are indexed with: a column that travels is int32, one that indexes is not."""
+
+NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class RowTable:
@@ -90,9 +97,9 @@ class RowTable:
         assert request is not None
         return request
 
-    def live_rows(self) -> Int32Array:
+    def live_rows(self) -> RowIndices:
         """All live rows, ascending."""
-        return np.flatnonzero(self.order_key[: self.end] >= 0).astype(np.int32)
+        return (self.order_key[: self.end] >= 0).nonzero()[0]
 
     def last_in_service_order(self) -> int:
         """The live row that is served last: the first to be preempted."""
@@ -104,7 +111,7 @@ class RowTable:
         self.block_table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] += len(blocks)
 
-    def append_one_block_each(self, rows: Int32Array, blocks: Int32Array) -> None:
+    def append_one_block_each(self, rows: RowIndices, blocks: Int32Array) -> None:
         """Extend several rows' block tables by one block each."""
         self.block_table[rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
@@ -113,7 +120,7 @@ class RowTable:
         """A copy of one row's block table."""
         return self.block_table[row, : self.num_blocks[row]].copy()
 
-    def append_tokens(self, rows: Int32Array, token_ids: Int32Array) -> Int32Array:
+    def append_tokens(self, rows: RowIndices, token_ids: Int32Array) -> Int32Array:
         """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``."""
         positions = self.num_tokens[rows]
         self._flat_token_ids[self._row_start[rows] + positions] = token_ids

@@ -27,7 +27,6 @@ from collections import deque
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
@@ -37,7 +36,7 @@ from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, Logprobs
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
-from headway_scheduler.core.row_table import NEVER, RowTable
+from headway_scheduler.core.row_table import NEVER, NO_ROWS, RowIndices, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
 from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
 
@@ -91,7 +90,7 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
-        self._decoding_rows = EMPTY_COLUMN
+        self._decoding_rows = NO_ROWS
         self._decoding_changed = False
         # How many running requests end at each token id: one gather tells whether any sampled token matters.
         self._stop_uses = np.zeros(capacity.vocab_size, dtype=np.int32)
@@ -224,14 +223,14 @@ class Scheduler:
     def _num_decoding(self) -> int:
         if self._decoding_changed:
             rows = self.rows
-            self._decoding_rows = np.flatnonzero(rows.decoding[: rows.end]).astype(np.int32)
+            self._decoding_rows = rows.decoding[: rows.end].nonzero()[0]
             self._decoding_changed = False
         return len(self._decoding_rows)
 
     def _serve_decoding(self, plan: StepPlan) -> None:
         """First pass, part one: give a block to each decoding row that has come to the end of its last."""
         rows = self.rows
-        due = np.flatnonzero(rows.due_tick[: rows.end] == self.next_step)
+        due = (rows.due_tick[: rows.end] == self.next_step).nonzero()[0]
         if len(due):
             exhausted = rows.num_computed_tokens[due] == rows.limit[due] - 1
             if exhausted.any():
@@ -249,12 +248,11 @@ class Scheduler:
         else:
             self._extend_decoding_one_by_one(plan, due.tolist())
 
-    def _extend_decoding(self, plan: StepPlan, due: NDArray[np.int64]) -> None:
+    def _extend_decoding(self, plan: StepPlan, due: RowIndices) -> None:
         rows = self.rows
-        due_rows = due.astype(np.int32)
         blocks = self.pool.allocate(len(due))
-        rows.append_one_block_each(due_rows, blocks)
-        plan.add_blocks(due_rows, blocks)
+        rows.append_one_block_each(due, blocks)
+        plan.add_blocks(due, blocks)
         steps_left = np.minimum(rows.block_size, rows.limit[due] - 1 - rows.num_computed_tokens[due])
         rows.due_tick[due] = self.next_step + steps_left
         if self._stalled:
@@ -271,7 +269,7 @@ class Scheduler:
             if self._obtain_block(plan, row):
                 blocks = self.pool.allocate(1)
                 self.rows.append_blocks(row, blocks)
-                plan.add_blocks(np.full(1, row, dtype=np.int32), blocks)
+                plan.add_blocks(np.full(1, row), blocks)
                 self._stalled.discard(row)
                 self._start_decoding(row, self.next_step)
 
@@ -319,7 +317,7 @@ class Scheduler:
         """Schedule ``num_tokens`` more tokens of a prompt and the blocks for them."""
         rows = self.rows
         blocks = self._blocks_for(row, int(rows.num_computed_tokens[row]) + num_tokens)
-        plan.add_blocks(np.full(len(blocks), row, dtype=np.int32), blocks)
+        plan.add_blocks(np.full(len(blocks), row), blocks)
         self._advance_prompt(plan, row, num_tokens)
 
     def _blocks_for(self, row: int, num_tokens: int) -> Int32Array:
@@ -490,7 +488,7 @@ class Scheduler:
         sampling_rows = self._decoding_rows
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
-            sampling_rows = np.sort(np.concatenate((sampling_rows, np.asarray(completed, dtype=np.int32))))
+            sampling_rows = np.sort(np.concatenate((sampling_rows, np.asarray(completed))))
         output = SchedulerOutput(
             epoch=self.epoch,
             step=step,
@@ -608,7 +606,7 @@ class Scheduler:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
 
     def _append_tokens(
-        self, sampling_rows: Int32Array, token_ids: Int32Array, finished: list[FinishedEvent]
+        self, sampling_rows: RowIndices, token_ids: Int32Array, finished: list[FinishedEvent]
     ) -> TokenColumns:
         rows = self.rows
         positions = rows.append_tokens(sampling_rows, token_ids)
@@ -619,7 +617,7 @@ class Scheduler:
             token_ids,
         )
         at_end = (self._stop_uses[token_ids] > 0) | (positions + 1 == rows.limit[sampling_rows])
-        for entry in np.flatnonzero(at_end).tolist():
+        for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
             if end is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from headway_proto.columns import Int32Array, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.request import Request
+from headway_scheduler.core.row_table import RowIndices
 
 
 class PrefillChunk:
@@ -54,10 +55,10 @@ class StepPlan:
         self.num_promised_blocks = 0
         """Fenced blocks that rows already sit out for."""
         self.short_of_blocks = False
-        self._block_rows: list[Int32Array] = []
+        self._block_rows: list[RowIndices] = []
         self._block_ids: list[Int32Array] = []
 
-    def add_blocks(self, rows: Int32Array, blocks: Int32Array) -> None:
+    def add_blocks(self, rows: RowIndices, blocks: Int32Array) -> None:
         """Append ``blocks[i]`` to the table of ``rows[i]``."""
         if len(blocks):
             self._block_rows.append(rows)
@@ -80,6 +81,8 @@ class StepPlan:
         """The column group (row, block id)."""
         if not self._block_ids:
             return b""
+        if len(self._block_ids) == 1:
+            return encode_columns((self._block_rows[0], self._block_ids[0]))
         return encode_columns((np.concatenate(self._block_rows), np.concatenate(self._block_ids)))
 
     def scheduled_tokens(self, *sitting_out: Iterable[int]) -> bytes:
@@ -100,7 +103,7 @@ class InFlightStep:
 
     __slots__ = ("chunks", "digest", "leavers", "sampling_rows", "step")
 
-    def __init__(self, step: int, sampling_rows: Int32Array, chunks: list[PrefillChunk], digest: int | None) -> None:
+    def __init__(self, step: int, sampling_rows: RowIndices, chunks: list[PrefillChunk], digest: int | None) -> None:
         self.step = step
         self.sampling_rows = sampling_rows
         self.chunks = chunks
