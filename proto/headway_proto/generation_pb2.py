@@ -4,76 +4,79 @@
 # source: headway_proto/generation.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "headway_proto/generation.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'headway_proto/generation.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1eheadway_proto/generation.proto\x12\nheadway.v1"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.headway.v1.ChatMessage"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02"\xe9\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.headway.v1.LogitBias\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x07\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_n")\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04seed\x18\x02 \x01(\x04"\xce\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.headway.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.headway.v1.ChatH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.headway.v1.SamplingParams\x12&\n\x08priority\x18\x06 \x01(\x0e\x32\x14.headway.v1.Priority\x12\x13\n\x0bttft_slo_ms\x18\x07 \x01(\r\x12\x12\n\nitl_slo_ms\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t\x12"\n\x06resume\x18\n \x01(\x0b\x32\x12.headway.v1.Resume\x12\r\n\x05model\x18\x0b \x01(\tB\x08\n\x06prompt"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.headway.v1.AcceptedH\x00\x12"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.headway.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.headway.v1.FinishedH\x00\x42\x07\n\x05\x65vent"[\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\r\n\x05seeds\x18\x04 \x03(\x04"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.headway.v1.TopLogprob"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02"~\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11\x66irst_token_index\x18\x04 \x01(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.headway.v1.TokenLogprob"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r"V\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x13\n\x0bmean_itl_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r"\xce\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.headway.v1.FinishReason\x12\x0e\n\x04stop\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.headway.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.headway.v1.Timings\x12\r\n\x05\x65rror\x18\x07 \x01(\tB\t\n\x07matched"L\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.headway.v1.ChatH\x00\x42\x07\n\x05input"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05""\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t"\x11\n\x0fGetModelRequest"\xc2\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x19\n\x11has_chat_template\x18\t \x01(\x08*u\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_REALTIME\x10\x01\x12\x11\n\rPRIORITY_HIGH\x10\x02\x12\x13\n\x0fPRIORITY_NORMAL\x10\x03\x12\x10\n\x0cPRIORITY_LOW\x10\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb0\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.headway.v1.GenerateRequest\x1a\x1c.headway.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.headway.v1.TokenizeRequest\x1a\x1c.headway.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.headway.v1.DetokenizeRequest\x1a\x1e.headway.v1.DetokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.headway.v1.GetModelRequest\x1a\x1c.headway.v1.GetModelResponseb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eheadway_proto/generation.proto\x12\nheadway.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.headway.v1.ChatMessage\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xe9\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.headway.v1.LogitBias\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x07\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_n\")\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"\xce\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.headway.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.headway.v1.ChatH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.headway.v1.SamplingParams\x12&\n\x08priority\x18\x06 \x01(\x0e\x32\x14.headway.v1.Priority\x12\x13\n\x0bttft_slo_ms\x18\x07 \x01(\r\x12\x12\n\nitl_slo_ms\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\"\n\x06resume\x18\n \x01(\x0b\x32\x12.headway.v1.Resume\x12\r\n\x05model\x18\x0b \x01(\tB\x08\n\x06prompt\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.headway.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.headway.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.headway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"[\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\r\n\x05seeds\x18\x04 \x03(\x04\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.headway.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"~\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x19\n\x11\x66irst_token_index\x18\x04 \x01(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.headway.v1.TokenLogprob\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"V\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x13\n\x0bmean_itl_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\"\xce\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.headway.v1.FinishReason\x12\x0e\n\x04stop\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.headway.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.headway.v1.Timings\x12\r\n\x05\x65rror\x18\x07 \x01(\tB\t\n\x07matched\"L\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.headway.v1.ChatH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xc2\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x19\n\x11has_chat_template\x18\t \x01(\x08*u\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x15\n\x11PRIORITY_REALTIME\x10\x01\x12\x11\n\rPRIORITY_HIGH\x10\x02\x12\x13\n\x0fPRIORITY_NORMAL\x10\x03\x12\x10\n\x0cPRIORITY_LOW\x10\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb0\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.headway.v1.GenerateRequest\x1a\x1c.headway.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.headway.v1.TokenizeRequest\x1a\x1c.headway.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.headway.v1.DetokenizeRequest\x1a\x1e.headway.v1.DetokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.headway.v1.GetModelRequest\x1a\x1c.headway.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "headway_proto.generation_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headway_proto.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_PRIORITY"]._serialized_start = 2377
-    _globals["_PRIORITY"]._serialized_end = 2494
-    _globals["_FINISHREASON"]._serialized_start = 2497
-    _globals["_FINISHREASON"]._serialized_end = 2642
-    _globals["_TOKENIDS"]._serialized_start = 46
-    _globals["_TOKENIDS"]._serialized_end = 69
-    _globals["_CHATMESSAGE"]._serialized_start = 71
-    _globals["_CHATMESSAGE"]._serialized_end = 115
-    _globals["_CHAT"]._serialized_start = 117
-    _globals["_CHAT"]._serialized_end = 166
-    _globals["_LOGITBIAS"]._serialized_start = 168
-    _globals["_LOGITBIAS"]._serialized_end = 211
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 214
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 703
-    _globals["_RESUME"]._serialized_start = 705
-    _globals["_RESUME"]._serialized_end = 746
-    _globals["_GENERATEREQUEST"]._serialized_start = 749
-    _globals["_GENERATEREQUEST"]._serialized_end = 1083
-    _globals["_GENERATERESPONSE"]._serialized_start = 1086
-    _globals["_GENERATERESPONSE"]._serialized_end = 1233
-    _globals["_ACCEPTED"]._serialized_start = 1235
-    _globals["_ACCEPTED"]._serialized_end = 1326
-    _globals["_TOKENLOGPROB"]._serialized_start = 1328
-    _globals["_TOKENLOGPROB"]._serialized_end = 1414
-    _globals["_TOPLOGPROB"]._serialized_start = 1416
-    _globals["_TOPLOGPROB"]._serialized_end = 1463
-    _globals["_DELTA"]._serialized_start = 1465
-    _globals["_DELTA"]._serialized_end = 1591
-    _globals["_USAGE"]._serialized_start = 1593
-    _globals["_USAGE"]._serialized_end = 1669
-    _globals["_TIMINGS"]._serialized_start = 1671
-    _globals["_TIMINGS"]._serialized_end = 1757
-    _globals["_FINISHED"]._serialized_start = 1760
-    _globals["_FINISHED"]._serialized_end = 1966
-    _globals["_TOKENIZEREQUEST"]._serialized_start = 1968
-    _globals["_TOKENIZEREQUEST"]._serialized_end = 2044
-    _globals["_TOKENIZERESPONSE"]._serialized_start = 2046
-    _globals["_TOKENIZERESPONSE"]._serialized_end = 2083
-    _globals["_DETOKENIZEREQUEST"]._serialized_start = 2085
-    _globals["_DETOKENIZEREQUEST"]._serialized_end = 2123
-    _globals["_DETOKENIZERESPONSE"]._serialized_start = 2125
-    _globals["_DETOKENIZERESPONSE"]._serialized_end = 2159
-    _globals["_GETMODELREQUEST"]._serialized_start = 2161
-    _globals["_GETMODELREQUEST"]._serialized_end = 2178
-    _globals["_GETMODELRESPONSE"]._serialized_start = 2181
-    _globals["_GETMODELRESPONSE"]._serialized_end = 2375
-    _globals["_GENERATION"]._serialized_start = 2645
-    _globals["_GENERATION"]._serialized_end = 2949
+  DESCRIPTOR._loaded_options = None
+  _globals['_PRIORITY']._serialized_start=2377
+  _globals['_PRIORITY']._serialized_end=2494
+  _globals['_FINISHREASON']._serialized_start=2497
+  _globals['_FINISHREASON']._serialized_end=2642
+  _globals['_TOKENIDS']._serialized_start=46
+  _globals['_TOKENIDS']._serialized_end=69
+  _globals['_CHATMESSAGE']._serialized_start=71
+  _globals['_CHATMESSAGE']._serialized_end=115
+  _globals['_CHAT']._serialized_start=117
+  _globals['_CHAT']._serialized_end=166
+  _globals['_LOGITBIAS']._serialized_start=168
+  _globals['_LOGITBIAS']._serialized_end=211
+  _globals['_SAMPLINGPARAMS']._serialized_start=214
+  _globals['_SAMPLINGPARAMS']._serialized_end=703
+  _globals['_RESUME']._serialized_start=705
+  _globals['_RESUME']._serialized_end=746
+  _globals['_GENERATEREQUEST']._serialized_start=749
+  _globals['_GENERATEREQUEST']._serialized_end=1083
+  _globals['_GENERATERESPONSE']._serialized_start=1086
+  _globals['_GENERATERESPONSE']._serialized_end=1233
+  _globals['_ACCEPTED']._serialized_start=1235
+  _globals['_ACCEPTED']._serialized_end=1326
+  _globals['_TOKENLOGPROB']._serialized_start=1328
+  _globals['_TOKENLOGPROB']._serialized_end=1414
+  _globals['_TOPLOGPROB']._serialized_start=1416
+  _globals['_TOPLOGPROB']._serialized_end=1463
+  _globals['_DELTA']._serialized_start=1465
+  _globals['_DELTA']._serialized_end=1591
+  _globals['_USAGE']._serialized_start=1593
+  _globals['_USAGE']._serialized_end=1669
+  _globals['_TIMINGS']._serialized_start=1671
+  _globals['_TIMINGS']._serialized_end=1757
+  _globals['_FINISHED']._serialized_start=1760
+  _globals['_FINISHED']._serialized_end=1966
+  _globals['_TOKENIZEREQUEST']._serialized_start=1968
+  _globals['_TOKENIZEREQUEST']._serialized_end=2044
+  _globals['_TOKENIZERESPONSE']._serialized_start=2046
+  _globals['_TOKENIZERESPONSE']._serialized_end=2083
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2085
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2123
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2125
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2159
+  _globals['_GETMODELREQUEST']._serialized_start=2161
+  _globals['_GETMODELREQUEST']._serialized_end=2178
+  _globals['_GETMODELRESPONSE']._serialized_start=2181
+  _globals['_GETMODELRESPONSE']._serialized_end=2375
+  _globals['_GENERATION']._serialized_start=2645
+  _globals['_GENERATION']._serialized_end=2949
 # @@protoc_insertion_point(module_scope)
