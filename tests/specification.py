@@ -188,6 +188,8 @@ class Specification:
                 self.tokens[request.row] = 1
             else:
                 in_need.append(request)
+        if len(in_need) <= self.pool.num_free:
+            in_need.sort(key=lambda request: request.row)  # there is a block for everyone
         for request in in_need:
             if request.row is not None and self._obtain_block(request):
                 self._extend(request, 1)

@@ -25,7 +25,8 @@ class RowTable:
     """``max_rows`` rows; the lowest free one is taken first, so that the columns stay dense.
 
     Columns, shape ``[max_rows]``: ``num_tokens`` known (prompt and received output); ``num_computed_tokens`` after the
-    steps scheduled so far; ``num_blocks`` in the block table; ``limit`` most tokens allowed; ``num_prompt_tokens``;
+    steps scheduled so far; ``num_blocks`` in the block table; ``last_position`` the position of
+    the last token allowed; ``num_prompt_tokens``;
     ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
     ``due_tick``; ``order_key`` the place in the service order (lower is served first).
     ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
@@ -42,7 +43,7 @@ class RowTable:
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
-        self.limit = np.zeros(max_rows, dtype=np.int32)
+        self.last_position = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         self.owner = np.zeros(max_rows, dtype=np.int32)
         self.handle = np.zeros(max_rows, dtype=np.int32)
@@ -68,7 +69,7 @@ class RowTable:
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = 0
         self.num_blocks[row] = 0
-        self.limit[row] = request.limit
+        self.last_position[row] = request.limit - 1
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.owner[row] = new.origin.owner
         self.handle[row] = new.origin.handle

@@ -92,6 +92,9 @@ class Scheduler:
         self._admitted: list[AdmittedEvent] = []
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
+        # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
+        self._origins_of = NO_ROWS
+        self._origins = EMPTY_COLUMN, EMPTY_COLUMN, EMPTY_COLUMN
         # How many running requests end at each token id: one gather tells whether any sampled token matters.
         self._stop_uses = np.zeros(capacity.vocab_size, dtype=np.int32)
 
@@ -231,30 +234,28 @@ class Scheduler:
         """First pass, part one: give a block to each decoding row that has come to the end of its last."""
         rows = self.rows
         due = (rows.due_tick[: rows.end] == self.next_step).nonzero()[0]
-        if len(due):
-            exhausted = rows.num_computed_tokens[due] == rows.limit[due] - 1
-            if exhausted.any():
-                for row in due[exhausted].tolist():
-                    self._stop_decoding(row)
-                    self._idle.add(row)
-                due = due[~exhausted]
         if self._stalled:
-            due = np.concatenate((due, np.asarray(sorted(self._stalled))))
+            due = np.sort(np.concatenate((due, np.asarray(sorted(self._stalled)))))
         if not len(due):
             return
-        due = due[rows.order_key[due].argsort()]
-        if len(due) <= self.pool.num_free:
-            self._extend_decoding(plan, due)
-        else:
-            self._extend_decoding_one_by_one(plan, due.tolist())
+        num_left = rows.last_position[due] - rows.num_computed_tokens[due]
+        if not num_left.all():
+            for row in due[num_left == 0].tolist():
+                self._stop_decoding(row)
+                self._idle.add(row)
+            due, num_left = due[num_left > 0], num_left[num_left > 0]
+        if len(due) > self.pool.num_free:
+            self._extend_decoding_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
+        elif len(due):
+            # There is a block for everyone: no need to ask who is served first.
+            self._extend_decoding(plan, due, num_left)
 
-    def _extend_decoding(self, plan: StepPlan, due: RowIndices) -> None:
+    def _extend_decoding(self, plan: StepPlan, due: RowIndices, num_left: Int32Array) -> None:
         rows = self.rows
         blocks = self.pool.allocate(len(due))
         rows.append_one_block_each(due, blocks)
         plan.add_blocks(due, blocks)
-        steps_left = np.minimum(rows.block_size, rows.limit[due] - 1 - rows.num_computed_tokens[due])
-        rows.due_tick[due] = self.next_step + steps_left
+        rows.due_tick[due] = np.minimum(num_left, rows.block_size) + self.next_step
         if self._stalled:
             rows.decoding[sorted(self._stalled)] = 1
             self._decoding_changed = True
@@ -422,7 +423,7 @@ class Scheduler:
         """From step ``tick`` on, ``row`` runs one token a step, until it needs a block or has nothing left to run."""
         rows = self.rows
         computed = int(rows.num_computed_tokens[row])
-        steps = min(int(rows.num_blocks[row]) * rows.block_size, int(rows.limit[row]) - 1) - computed
+        steps = min(int(rows.num_blocks[row]) * rows.block_size, int(rows.last_position[row])) - computed
         rows.due_tick[row] = tick + steps
         rows.decoding[row] = 1
         self._decoding_changed = True
@@ -519,13 +520,14 @@ class Scheduler:
         Raises:
             StateMismatch: it cannot be the answer to that step; call ``begin_epoch``.
         """
-        step, token_ids = self._take_answer(output)
+        step, token_ids, stop_uses = self._take_answer(output)
         self.pool.complete_step(step.step)
         finished: list[FinishedEvent] = []
         failed = {error.row: error.message for error in output.errors}
-        self._confirm_chunks(step, failed, now)
+        if step.chunks:
+            self._confirm_chunks(step, failed, now)
         logprobs = self._logprobs(step, output) if output.logprobs else ()
-        sampling_rows, sampled = step.sampling_rows, token_ids
+        sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
             stays = np.ones(len(sampling_rows), dtype=np.bool_)
@@ -533,24 +535,28 @@ class Scheduler:
                 stays[step.places_of(row)] = False
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, failed, finished)
-            sampling_rows, sampled = sampling_rows[stays], sampled[stays]
-        events = self._append_tokens(sampling_rows, sampled, finished)
-        events = self._append_late_tokens(events, late, finished) if late else events
+            sampling_rows, token_ids, stop_uses = sampling_rows[stays], token_ids[stays], stop_uses[stays]
+        columns = self._append_tokens(sampling_rows, token_ids, stop_uses, finished)
+        if late:
+            columns = self._append_late_tokens(columns, late, finished)
         admitted = tuple(self._admitted)
         self._admitted.clear()
-        owners, handles, indices, new_token_ids = events
-        self.counters.num_output_tokens += len(new_token_ids)
+        owners, handles, indices, token_ids = columns
+        self.counters.num_output_tokens += len(token_ids)
         return StepEvents(
             admitted=admitted,
             owners=owners,
             handles=handles,
             indices=indices,
-            token_ids=new_token_ids,
+            token_ids=token_ids,
             logprobs=logprobs,
             finished=tuple(finished),
         )
 
-    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array]:
+    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, Int32Array]:
+        """Check an answer against the oldest step in flight; return that step, its tokens, and how many live requests
+        stop at each of them.
+        """
         if not self._in_flight or output.step != self._in_flight[0].step:
             raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
         step = self._in_flight[0]
@@ -559,13 +565,17 @@ class Scheduler:
             raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
         if step.digest is not None and output.state_digest != step.digest:
             raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
-        checked = token_ids
         if output.errors:
-            checked = token_ids[~np.isin(step.sampling_rows, [error.row for error in output.errors])]
-        if len(checked) and int(checked.view(np.uint32).max()) >= self.capacity.vocab_size:
-            raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary")
+            token_ids = token_ids.copy()
+            for error in output.errors:
+                token_ids[step.places_of(error.row)] = 0  # nobody will see it
+        try:
+            # Seen as unsigned, a negative id is outside the vocabulary as well.
+            stop_uses = self._stop_uses[token_ids.view(np.uint32)]
+        except IndexError:
+            raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
-        return step, token_ids
+        return step, token_ids, stop_uses
 
     def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
         for chunk in step.chunks:
@@ -606,23 +616,21 @@ class Scheduler:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
 
     def _append_tokens(
-        self, sampling_rows: RowIndices, token_ids: Int32Array, finished: list[FinishedEvent]
+        self, sampling_rows: RowIndices, token_ids: Int32Array, stop_uses: Int32Array, finished: list[FinishedEvent]
     ) -> TokenColumns:
         rows = self.rows
         positions = rows.append_tokens(sampling_rows, token_ids)
-        columns = (
-            rows.owner[sampling_rows],
-            rows.handle[sampling_rows],
-            positions - rows.num_prompt_tokens[sampling_rows],
-            token_ids,
-        )
-        at_end = (self._stop_uses[token_ids] > 0) | (positions + 1 == rows.limit[sampling_rows])
+        if self._origins_of is not sampling_rows:
+            self._origins = rows.owner[sampling_rows], rows.handle[sampling_rows], rows.num_prompt_tokens[sampling_rows]
+            self._origins_of = sampling_rows
+        owners, handles, num_prompt_tokens = self._origins
+        at_end = (stop_uses > 0) | (positions == rows.last_position[sampling_rows])
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
             if end is not None:
                 finished.append(end)
-        return columns
+        return owners, handles, positions - num_prompt_tokens, token_ids
 
     def _append_late_tokens(
         self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]
