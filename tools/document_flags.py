@@ -22,21 +22,17 @@ END = "<!-- end of settings -->"
 
 
 def rows() -> Iterator[str]:
-    """Yield the table's lines: every setting once, with the services that have it."""
+    """Yield the table's lines: a setting that several services mean alike once, with all of them."""
+    declared = {"serve": settings_of(ServeConfig), **{name: service.settings for name, service in SERVICES.items()}}
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for section, settings in declared.items():
+        for name, setting in settings.items():
+            flag = f"`{setting.flag}`" + "*" * (name in SETTLED_BY_SERVE)
+            owners.setdefault((flag, _default(setting), setting.description), []).append(section)
     yield "| flag | of | default | |"
     yield "|---|---|---|---|"
-    owners: dict[str, list[str]] = {}
-    settings: dict[str, Setting] = {}
-    for section, declared in (
-        ("serve", settings_of(ServeConfig)),
-        *((service.name, service.settings) for service in SERVICES.values()),
-    ):
-        for name, setting in declared.items():
-            owners.setdefault(name, []).append(section)
-            settings.setdefault(name, setting)
-    for name, setting in settings.items():
-        mark = "*" if name in SETTLED_BY_SERVE else ""
-        yield f"| `{setting.flag}`{mark} | {', '.join(owners[name])} | {_default(setting)} | {setting.description} |"
+    for (flag, default, description), sections in owners.items():
+        yield f"| {flag} | {', '.join(sections)} | {default} | {description} |"
 
 
 def _default(setting: Setting) -> str:

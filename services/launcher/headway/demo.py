@@ -14,24 +14,26 @@ from typing import cast
 from headway.client import AsyncClient, ChatMessage, GenerateOptions
 from headway.configuration import OneLineParser
 from headway.reporting import Screen, table
-from headway.serve import make_plan, say, serve, socket_directory, without_settings
+from headway.serve import make_plan, serve, socket_directory, without_settings
 from headway.services import add_serve_flags
 from headway.streaming import Answer, Job, answer_all
 
-# Openings and questions that the small model continues readably; demo_model/README.md shows what it makes of them.
+# What the small model continues readably; the card in demo_model/ shows what it makes of each.
 OPENINGS = (
-    "The str.split method",
-    "The json.dumps function",
-    "A dictionary is",
+    "Return a list of",
+    "The subprocess.run function",
     "To open a file",
-    "The collections.Counter class",
+    "The str.split method",
     "The os.path.join function",
+    "The logging module",
+    "The asyncio.run function",
+    "The pathlib.Path class",
+    "class Thread",
 )
 QUESTIONS = (
     "What does str.split do?",
+    "What does os.path.join do?",
     "What is collections.Counter?",
-    "How do I use json.dumps?",
-    "What does the sorted function do?",
 )
 DEFAULT_MAX_TOKENS = 64
 
@@ -56,9 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     answers: list[Answer] = []
 
     async def stream_all(readiness_line: str, address: str) -> bool:
-        say(readiness_line)
-        say(f"streaming {len(jobs)} prompts at once")
-        sys.stdout.write("\n")
+        sys.stdout.write(f"{readiness_line}\nstreaming {len(jobs)} prompts at once\n\n")
+        sys.stdout.flush()
         screen, started = Screen(jobs), time.perf_counter()
         async with AsyncClient(address) as client:
             answers.extend(
