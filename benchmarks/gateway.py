@@ -163,6 +163,7 @@ async def connected(
     link.start()
     await link.wait_until_serving(10)
     async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
         yield api_grpc.GenerationStub(channel), link, prompt_ids
     await link.close()
 

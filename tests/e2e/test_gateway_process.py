@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq.auth
 
 import headway
 from fake_scheduler import FakeScheduler
@@ -264,6 +265,49 @@ async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certific
         async with AsyncClient(f"127.0.0.1:{port}") as plain:
             with pytest.raises(UnavailableError):
                 await plain.wait_ready(0.5)
+
+
+async def test_the_link_may_be_encrypted(start, tmp_path):
+    for owner in ("scheduler", "gateway"):
+        zmq.auth.create_certificates(tmp_path, owner)
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "gateway.key").rename(tmp_path / "clients" / "gateway.key")
+    step, ingress = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    flags = ["--step-address", step, "--ingress-address", ingress, "--curve-keys", str(tmp_path)]
+    scheduler = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "headway", "scheduler", "--log-level", "error", *flags
+    )
+    try:
+        plain = start(ingress_address=ingress)
+        keyed = start(ingress_address=ingress, curve_keys=str(tmp_path))
+        async with AsyncClient(keyed.address) as client:
+            await eventually_status(client)
+        async with AsyncClient(plain.address) as client:
+            with pytest.raises(UnavailableError):
+                await client.status()
+    finally:
+        scheduler.terminate()
+        await scheduler.wait()
+
+
+async def test_unusable_keys_exit_2_with_one_line(start, ingress, tmp_path):
+    code, error = await start(ingress_address=ingress, curve_keys=str(tmp_path)).ended()
+    assert code == 2
+    assert "curve_keys: " in error
+    assert "allowed: a directory with a usable scheduler.key" in error
+    assert error.count("\n") == 1
+
+
+async def eventually_status(client: AsyncClient) -> None:
+    """Wait until the scheduler answers an operator's call."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            assert (await client.status()).scheduler_state == "waiting for executor"
+        except UnavailableError:
+            assert time.monotonic() < deadline
+        else:
+            return
 
 
 async def test_a_log_that_cannot_be_written_disturbs_nobody(start, ingress):

@@ -24,6 +24,11 @@ def test_defaults_are_valid():
         ({"grpc_address": "[::]:50051"}, "grpc_address: "),
         ({"grpc_address": "example.org:50051"}, "grpc_address: "),
         ({"ingress_address": "http://x"}, "ingress_address: 'http://x' is not allowed; allowed: ipc://PATH or tcp"),
+        (
+            {"ingress_address": "tcp://10.0.0.1:5"},
+            "allowed: ipc://PATH or a loopback address; any other with curve_keys",
+        ),
+        ({"ingress_address": "tcp://127.0.0.1:0"}, "allowed: tcp://HOST:PORT with a port from 1 to 65535"),
         ({"ingress_address": "ipc://" + "x" * 108}, "allowed: an IPC path of at most 107 bytes"),
         ({"model": ""}, "model: '' is not allowed"),
         ({"workers": 0}, "workers: '0' is not allowed; allowed: 1 to 64"),
@@ -61,6 +66,11 @@ def test_beyond_loopback_takes_tls_and_token_or_a_word(tmp_path):
     for part in (tls, token):
         with pytest.raises(ValueError, match="loopback"):
             config(**everywhere, **part).validate()
+
+
+def test_an_address_beyond_loopback_takes_keys():
+    config(ingress_address="tcp://10.0.0.1:5", curve_keys="/keys").validate()
+    config(ingress_address="tcp://[::1]:5").validate()
 
 
 def test_an_empty_token_file_is_refused(tmp_path):

@@ -25,6 +25,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ingress_address: Annotated[
         str, Meta(description="ZeroMQ address of the scheduler's ingress: ipc://PATH or tcp://HOST:PORT")
     ] = "tcp://127.0.0.1:50053"
+    curve_keys: Annotated[
+        str,
+        Meta(description="directory with scheduler.key and gateway.key_secret, as zmq.auth.create_certificates writes"),
+    ] = ""
     grpc_address: Annotated[str, Meta(description="HOST:PORT to serve gRPC on; port 0 picks a free one")] = (
         "127.0.0.1:50051"
     )
@@ -71,7 +75,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         host, _ = split_address(self.grpc_address)
         _require_positive(self)
-        _check_ingress(self.ingress_address)
+        _check_ingress(self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file)
         if not _is_loopback(host) and not guarded and not self.allow_insecure_bind:
@@ -130,10 +134,18 @@ def _check_files(config: GatewayConfig) -> None:
         raise ValueError(_refusal("auth_token_file", config.auth_token_file, "a file with a token in it"))
 
 
-def _check_ingress(address: str) -> None:
+def _check_ingress(address: str, *, has_keys: bool) -> None:
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in {"ipc", "tcp"} or not rest:
         raise ValueError(_refusal("ingress_address", address, "ipc://PATH or tcp://HOST:PORT"))
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError(_refusal("ingress_address", address, "tcp://HOST:PORT with a port from 1 to 65535"))
+        if not has_keys and not _is_loopback(host.removeprefix("[").removesuffix("]")):
+            raise ValueError(
+                _refusal("ingress_address", address, "ipc://PATH or a loopback address; any other with curve_keys")
+            )
     if scheme == "ipc" and len(rest.encode()) > MAX_IPC_PATH_BYTES:
         raise ValueError(_refusal("ingress_address", address, f"an IPC path of at most {MAX_IPC_PATH_BYTES} bytes"))
 

@@ -17,6 +17,7 @@ import structlog
 import zmq
 
 from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
+from headway_gateway.link_keys import LinkKeys
 from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, AdminReply, ModelInfo
 
@@ -41,8 +42,11 @@ class SchedulerClient:
     ``on_status`` is called whenever the link, the model or the scheduler's state may have changed.
     """
 
-    def __init__(self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
+    ) -> None:
         self._address = address
+        self._keys = keys
         self._link = IngressLink(incarnation=incarnation, now=time.monotonic(), silence_timeout_s=silence_timeout_s)
         self._context = zmq.Context(io_threads=1)
         self._outgoing: deque[bytes] = deque()
@@ -176,6 +180,9 @@ class SchedulerClient:
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_INTERVAL_MAX_MS),
         ):
             socket.setsockopt(option, value)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.scheduler_public
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         socket.connect(self._address)
         self._socket = socket
         self._loop.add_reader(socket.fileno(), self._pump)

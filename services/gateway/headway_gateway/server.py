@@ -17,6 +17,7 @@ from headway_gateway.config import GatewayConfig, split_address
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
 from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
+from headway_gateway.link_keys import load_link_keys
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer, ServingLimits
@@ -38,12 +39,17 @@ class GatewayServer:
     """A gateway that can be started, drained and closed, inside one event loop."""
 
     def __init__(self, config: GatewayConfig, text_model: TextModel) -> None:
-        """``config`` has passed ``validate``."""
+        """``config`` has passed ``validate``.
+
+        Raises:
+            ValueError: the key files of the link cannot be used.
+        """
         self._config = config
         self._client = SchedulerClient(
             config.ingress_address,
             incarnation=secrets.randbits(63),
             silence_timeout_s=config.silence_timeout_s,
+            keys=load_link_keys(Path(config.curve_keys)) if config.curve_keys else None,
         )
         self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
         self._generation = GenerationServicer(

@@ -16,6 +16,7 @@ import msgspec
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.pacing import WritePace
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_gateway.tokenization import PromptError, TextModel
@@ -81,6 +82,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._num_open_streams = 0
         self._is_draining = False
         self._became_idle = Wakeup()
+        self._pace = WritePace()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on; open ones go on."""
@@ -160,7 +162,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
             )
         self._num_open_streams += 1
         try:
-            yield
+            with self._pace.writing():
+                yield
         finally:
             self._num_open_streams -= 1
             if not self._num_open_streams:
@@ -181,6 +184,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 client=self._client,
                 text_model=self._text_model,
                 context=context,
+                pace=self._pace,
                 spec=spec,
                 prompt_ids=prompt_ids,
                 max_tokens=max_tokens,
@@ -242,6 +246,7 @@ class GenerationCall:
         client: SchedulerClient,
         text_model: TextModel,
         context: GenerateContext,
+        pace: WritePace,
         spec: GenerationSpec,
         prompt_ids: list[int],
         max_tokens: int,
@@ -251,6 +256,7 @@ class GenerationCall:
         self._client = client
         self._text_model = text_model
         self._context = context
+        self._pace = pace
         self._spec = spec
         self._num_prompt_tokens = len(prompt_ids)
         self._prompt_column = encode_column(prompt_ids)
@@ -298,6 +304,9 @@ class GenerationCall:
                     await write(response)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
+                pause_s = self._pace.pause_s
+                if pause_s:
+                    await asyncio.sleep(pause_s)
                 await self._wakeup.wait()
 
     def _continuation(self, index: int) -> Continuation:
