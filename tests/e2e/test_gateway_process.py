@@ -267,6 +267,17 @@ async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certific
                 await plain.wait_ready(0.5)
 
 
+async def test_a_key_that_is_not_the_certificates_exits_2(start, ingress, key_and_certificate, tmp_path):
+    _, certificate = key_and_certificate
+    (tmp_path / "other.pem").write_text("-----BEGIN PRIVATE KEY-----\nbm90IGEga2V5\n-----END PRIVATE KEY-----\n")
+    process = start(ingress_address=ingress, tls_cert_file=str(certificate), tls_key_file=str(tmp_path / "other.pem"))
+    code, error = await process.ended()
+    assert code == 2
+    assert "tls_cert_file: " in error.splitlines()[-1]
+    assert "allowed: a PEM certificate chain whose private key is in tls_key_file" in error
+    assert "Traceback" not in error
+
+
 async def test_the_link_may_be_encrypted(start, tmp_path):
     for owner in ("scheduler", "gateway"):
         zmq.auth.create_certificates(tmp_path, owner)

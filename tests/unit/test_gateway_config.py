@@ -73,9 +73,10 @@ def test_an_address_beyond_loopback_takes_keys():
     config(ingress_address="tcp://[::1]:5").validate()
 
 
-def test_an_empty_token_file_is_refused(tmp_path):
-    (tmp_path / "token").write_text(" \n")
-    with pytest.raises(ValueError, match=r"auth_token_file: .*a file with a token"):
+@pytest.mark.parametrize("content", [b" \n", b"\xff", b"two\nlines"])
+def test_an_unusable_token_file_is_refused(tmp_path, content):
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ValueError, match=r"auth_token_file: .*a readable file with a token"):
         config(auth_token_file=str(tmp_path / "token")).validate()
 
 

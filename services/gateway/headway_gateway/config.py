@@ -102,6 +102,21 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port_text)
 
 
+def read_token(path: str) -> str:
+    """The bearer token in ``path``, surrounding white space removed.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no token of printable ASCII.
+    """
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(_refusal("auth_token_file", path, "a readable file with a token in it")) from error
+    if not token or not token.isprintable():
+        raise ValueError(_refusal("auth_token_file", path, "a readable file with a token in it"))
+    return token
+
+
 def _require_positive(config: GatewayConfig) -> None:
     counts = (
         ("workers", 64),
@@ -130,8 +145,8 @@ def _check_files(config: GatewayConfig) -> None:
         path = getattr(config, field)
         if path and not Path(path).is_file():
             raise ValueError(_refusal(field, path, "a file that exists"))
-    if config.auth_token_file and not Path(config.auth_token_file).read_text().strip():
-        raise ValueError(_refusal("auth_token_file", config.auth_token_file, "a file with a token in it"))
+    if config.auth_token_file:
+        read_token(config.auth_token_file)
 
 
 def _check_ingress(address: str, *, has_keys: bool) -> None:

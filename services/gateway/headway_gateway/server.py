@@ -6,6 +6,7 @@ Must not know: signals, exit codes, logging set-up (the process's affair), or wh
 
 import asyncio
 import secrets
+import ssl
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
-from headway_gateway.config import GatewayConfig, split_address
+from headway_gateway.config import GatewayConfig, read_token, split_address
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
 from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
@@ -84,6 +85,7 @@ class GatewayServer:
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
+            ValueError: certificate and key cannot be used.
         """
         port = self._listen()
         self._client.start()
@@ -126,11 +128,19 @@ class GatewayServer:
 def _interceptors(config: GatewayConfig) -> list[grpc.aio.ServerInterceptor]:
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if config.auth_token_file:
-        interceptors.append(AuthenticationInterceptor(Path(config.auth_token_file).read_text().strip()))
+        interceptors.append(AuthenticationInterceptor(read_token(config.auth_token_file)))
     return interceptors
 
 
 def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
+    try:
+        # gRPC itself would only say that it cannot listen.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_cert_file, config.tls_key_file)
+    except OSError as error:
+        raise ValueError(
+            f"tls_cert_file: {config.tls_cert_file[:64]!r} cannot be used; "
+            "allowed: a PEM certificate chain whose private key is in tls_key_file"
+        ) from error
     pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
     return grpc.ssl_server_credentials([pair])
 

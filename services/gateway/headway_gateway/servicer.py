@@ -296,11 +296,10 @@ class GenerationCall:
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
-                for response in continuation.take():
-                    if continuation.is_over and continuation.sequence.end is None:
-                        self._client.abort(
-                            (continuation.sequence,)
-                        )  # A stop string ended it; the scheduler cannot know.
+                responses = continuation.take()
+                if continuation.is_over and continuation.sequence.end is None:
+                    self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
+                for response in responses:
                     await write(response)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
