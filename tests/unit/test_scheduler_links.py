@@ -1,0 +1,196 @@
+"""The scheduler's ends of both protocols: lives, order, flow control."""
+
+import numpy as np
+import pytest
+
+from headway_proto import ingress, step
+from headway_proto.columns import decode_columns
+from headway_proto.framing import FrameWriter
+from headway_proto.ingress import MAX_UNACKNOWLEDGED_FRAMES, GatewayHeartbeat, GatewayHello, SchedulerHello, Tokens
+from headway_proto.step import BackendInfo, ExecutorHeartbeat, ExecutorHello, ExecutorOutput, NewEpoch, ResyncRequest
+from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressLinks
+from headway_scheduler.step_link import (
+    SILENCE_TIMEOUT_S,
+    TAKEOVER_SILENCE_S,
+    EpochOpened,
+    ExecutorLost,
+    StepAnswered,
+    StepLink,
+)
+
+NEWS = Announcement(None, ingress.STATE_SERVING, 0, 0)
+INFO = BackendInfo(
+    backend="simulated",
+    device="none",
+    dtype="none",
+    model_name="m",
+    model_fingerprint="f",
+    num_blocks=8,
+    block_size=4,
+    max_model_len=32,
+    vocab_size=10,
+    eos_token_ids=(),
+    max_num_rows=4,
+)
+
+
+class Executor:
+    """Frames as an executor would send them."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.peer = b"executor-%d" % incarnation
+        self.writer: FrameWriter = step.executor_frame_writer()
+
+    def hello(self) -> bytes:
+        return self.writer.encode(ExecutorHello(self.incarnation, INFO))
+
+
+@pytest.fixture
+def link() -> StepLink:
+    return StepLink(incarnation=77)
+
+
+def join(link: StepLink, executor: Executor, now: float) -> int:
+    (event,) = link.receive(executor.peer, executor.hello(), now)
+    assert isinstance(event, EpochOpened)
+    peer, frame = link.outgoing.pop()
+    body = step.executor_frame_reader().decode(frame).body
+    assert (peer, body) == (executor.peer, NewEpoch(event.epoch, executor.incarnation, 77))
+    executor.writer.begin_epoch(event.epoch)
+    return event.epoch
+
+
+def test_repeated_hellos_do_not_open_more_epochs(link: StepLink) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    assert link.receive(executor.peer, executor.hello(), 0.1) == []
+    assert len(link.receive(executor.peer, executor.hello(), 0.6)) == 1
+
+
+def test_an_answer_of_an_older_epoch_has_no_effect(link: StepLink) -> None:
+    executor = Executor(1)
+    first = join(link, executor, 0.0)
+    late = executor.writer.encode(ExecutorOutput(epoch=first, step=0))
+    link.reopen("for the test", 1.0)
+    assert link.receive(executor.peer, late, 1.1) == []
+
+
+@pytest.mark.parametrize("damage", ["gap", "corruption"])
+def test_a_broken_thread_opens_a_new_epoch(link: StepLink, damage: str) -> None:
+    executor = Executor(1)
+    epoch = join(link, executor, 0.0)
+    frame = executor.writer.encode(ExecutorOutput(epoch=epoch, step=0))
+    if damage == "gap":
+        frame = executor.writer.encode(ExecutorOutput(epoch=epoch, step=1))
+    else:
+        frame = frame[:-1] + bytes([frame[-1] ^ 1])
+    (event,) = link.receive(executor.peer, frame, 1.0)
+    assert isinstance(event, EpochOpened)
+    assert event.epoch != epoch
+    assert link.num_damaged_frames == (damage == "corruption")
+
+
+def test_a_duplicate_is_answered_once(link: StepLink) -> None:
+    executor = Executor(1)
+    epoch = join(link, executor, 0.0)
+    frame = executor.writer.encode(ExecutorOutput(epoch=epoch, step=0))
+    (event,) = link.receive(executor.peer, frame, 0.1)
+    assert isinstance(event, StepAnswered)
+    assert link.receive(executor.peer, frame, 0.2) == []
+
+
+def test_a_resync_request_counts_once_however_often_it_is_repeated(link: StepLink) -> None:
+    executor = Executor(1)
+    epoch = join(link, executor, 0.0)
+    request = ResyncRequest(1, "lost the thread")
+    frames = [executor.writer.encode(request) for _ in range(3)]
+    assert [len(link.receive(executor.peer, frame, 1.0)) for frame in frames] == [1, 0, 0]
+    assert link.epoch == epoch + 1
+
+
+def test_a_second_executor_takes_over_only_from_a_silent_one(link: StepLink) -> None:
+    first, second = Executor(1), Executor(2)
+    join(link, first, 0.0)
+    assert link.receive(second.peer, second.hello(), TAKEOVER_SILENCE_S - 0.1) == []
+    join(link, second, TAKEOVER_SILENCE_S + 0.1)
+    # The one that was replaced is fenced: whatever it still says has no effect.
+    assert link.receive(first.peer, first.writer.encode(ExecutorHeartbeat(1, 0)), 1.3) == []
+
+
+def test_an_unreachable_executor_is_replaced_at_once(link: StepLink) -> None:
+    first, second = Executor(1), Executor(2)
+    join(link, first, 0.0)
+    assert link.unreachable(first.peer) == [ExecutorLost("unreachable")]
+    assert not link.is_open
+    join(link, second, 0.1)
+
+
+def test_silence_ends_the_link_and_a_revived_executor_is_told_to_say_hello(link: StepLink) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    (event,) = link.tick(SILENCE_TIMEOUT_S + 0.1)
+    assert isinstance(event, ExecutorLost)
+    link.outgoing.clear()
+    assert link.receive(executor.peer, executor.writer.encode(ExecutorHeartbeat(1, 0)), 20.0) == []
+    assert link.outgoing[0][0] == executor.peer
+
+
+class Gateway:
+    """Frames as a gateway would send them."""
+
+    def __init__(self, links: IngressLinks) -> None:
+        self.links = links
+        self.writer: FrameWriter = ingress.gateway_frame_writer()
+        self.reader = ingress.gateway_frame_reader()
+
+    def open(self, number: int, now: float) -> tuple[int, list[object]]:
+        self.writer.begin_epoch(0)
+        events = self.links.receive(b"g", self.writer.encode(GatewayHello(5, number)), now, NEWS)
+        frame = self.reader.decode(self.links.outgoing[-1][1])
+        assert isinstance(frame.body, SchedulerHello)
+        self.links.outgoing.clear()
+        self.writer.begin_epoch(frame.epoch)
+        return self.links.links()[-1].owner, list(events)
+
+
+def test_a_new_link_is_a_new_owner_and_the_old_one_is_gone() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    gateway = Gateway(links)
+    first, events = gateway.open(0, 0.0)
+    assert events == []
+    second, events = gateway.open(1, 0.1)
+    assert events == [GatewayGone(first, "the gateway opened another link")]
+    assert second != first
+    assert len(links) == 1
+
+
+def test_a_gateway_that_does_not_acknowledge_is_sent_no_more_and_catches_up_later() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    gateway = Gateway(links)
+    owner, _ = gateway.open(0, 0.0)
+    link = links.get(owner)
+    assert link is not None
+    one = np.ones(1, dtype=np.int32)
+    for index in range(MAX_UNACKNOWLEDGED_FRAMES + 50):
+        link.hold(columns=(one, one * index, one))
+        links.flush()
+    # The hello was the first frame of the link.
+    assert len(links.outgoing) == MAX_UNACKNOWLEDGED_FRAMES - 1
+    links.outgoing.clear()
+    links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(MAX_UNACKNOWLEDGED_FRAMES)), 1.0, NEWS)
+    links.flush()
+    (message,) = [gateway.reader.decode(frame).body for _, frame in links.outgoing]
+    assert isinstance(message, Tokens)
+    _, indices, _ = decode_columns(message.columns, 3)
+    assert indices.tolist() == list(range(MAX_UNACKNOWLEDGED_FRAMES - 1, MAX_UNACKNOWLEDGED_FRAMES + 50))
+
+
+def test_a_silent_gateway_is_given_up() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    owner, _ = Gateway(links).open(0, 0.0)
+    assert links.tick(5.0, NEWS) == []
+    (event,) = links.tick(11.0, NEWS)
+    assert isinstance(event, GatewayGone)
+    assert event.owner == owner
+    assert len(links) == 0
