@@ -144,6 +144,30 @@ def test_the_processes_alone_in_any_order_over_tcp():
         assert [process.stop() for process in (gateway, scheduler, executor)] == [0, 0, 0]
 
 
+def test_links_with_keys_admit_those_who_have_them_and_nobody_else(tmp_path: Path):
+    assert finished("keys", str(tmp_path / "keys")).process.returncode == 0
+    assert finished("keys", str(tmp_path / "others")).process.returncode == 0
+    step, ingress, grpc = (free_port() for _ in range(3))
+    at_scheduler = (f"--step-address=tcp://0.0.0.0:{step}", f"--ingress-address=tcp://0.0.0.0:{ingress}")
+    at_executor = (f"--step-address=tcp://127.0.0.1:{step}", "--backend=simulated", "--model=demo")
+    at_gateway = (f"--ingress-address=tcp://127.0.0.1:{ingress}", f"--grpc-address=127.0.0.1:{grpc}", "--model=demo")
+
+    def keys(of: str, made: str = "keys") -> str:
+        return f"--curve-keys={tmp_path / made / of}"
+
+    with (
+        command("scheduler", *at_scheduler, keys("scheduler")),
+        command("gateway", *at_gateway, keys("gateway")),
+        Client(f"127.0.0.1:{grpc}") as client,
+    ):
+        for stranger in ((), (keys("executor", "others"),)):
+            with command("executor", *at_executor, *stranger), pytest.raises(UnavailableError):
+                client.wait_ready(3)
+        with command("executor", *at_executor, keys("executor")):
+            client.wait_ready(20)
+            assert len(client.generate(PROMPT, max_tokens=5, ignore_eos=True).result().token_ids) == 5
+
+
 def test_settings_come_from_file_and_environment_and_are_told_at_start(tmp_path: Path):
     file = tmp_path / "headway.toml"
     file.write_text('[serve]\nbackend = "simulated"\ngrpc_address = "127.0.0.1:0"\n[scheduler]\nmax_num_seqs = 7\n')

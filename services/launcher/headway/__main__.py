@@ -153,6 +153,18 @@ def _health(arguments: argparse.Namespace) -> int:
     return 0 if status == SERVING else 1
 
 
+def _add_keys_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.keys import add_keys_flags
+
+    add_keys_flags(parser)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from headway.keys import run
+
+    return run(arguments)
+
+
 def _version(arguments: argparse.Namespace) -> int:
     del arguments
     sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
@@ -171,6 +183,7 @@ COMMANDS = {
         "serve the model that ships with Headway, stream several prompts at once, and stop", _add_demo_flags, _demo
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
+    "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),
     "version": Command("print the version", lambda _: None, _version),
 }
 

@@ -1,0 +1,71 @@
+"""``headway keys``: the keys that links between hosts need.
+
+Owns: which key file each process needs, under the names that the services expect in their ``curve_keys`` directories.
+Must not know: how a link uses them.
+
+Each process has a CURVE pair. Executor and gateway know the scheduler's public key, so that nobody can pose as the
+scheduler; the scheduler knows theirs, so that nobody else gets in.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import zmq.auth
+
+from headway.settings import ConfigurationError, shown
+
+SCHEDULER = "scheduler"
+CLIENTS = ("executor", "gateway")
+
+
+def add_keys_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway keys``."""
+    parser.add_argument(
+        "directory",
+        metavar="DIRECTORY",
+        help="makes scheduler/, executor/ and gateway/ in it: take each to its host, and name it with --curve-keys",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the keys; return the exit code.
+
+    Raises:
+        ConfigurationError: the directory cannot be made, or has keys in it already.
+    """
+    directory = Path(arguments.directory)
+    try:
+        make_keys(directory)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"DIRECTORY: {shown(directory)} is not allowed; allowed: one that has no keys in it yet"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"DIRECTORY: {shown(directory)} cannot be written: {error.strerror}") from None
+    sys.stdout.write("".join(f"{directory / name}\n" for name in (SCHEDULER, *CLIENTS)))
+    return 0
+
+
+def make_keys(directory: Path) -> None:
+    """Make a pair for each process, and give each the public keys of those that it talks to.
+
+    Raises:
+        FileExistsError: one of the directories is there already.
+        OSError: something cannot be written.
+    """
+    inherited_umask = os.umask(0o077)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in (SCHEDULER, *CLIENTS):
+            (directory / name).mkdir()
+            zmq.auth.create_certificates(directory / name, name)
+        admitted = directory / SCHEDULER / "clients"
+        admitted.mkdir()
+        for name in CLIENTS:
+            shutil.copy(directory / name / f"{name}.key", admitted)
+            shutil.copy(directory / SCHEDULER / f"{SCHEDULER}.key", directory / name)
+    finally:
+        os.umask(inherited_umask)

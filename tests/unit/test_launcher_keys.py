@@ -1,0 +1,39 @@
+"""``headway keys``: every process gets what it needs and nothing that is another's."""
+
+from argparse import Namespace
+
+import pytest
+
+from headway.keys import make_keys, run
+from headway.settings import ConfigurationError
+
+
+def test_each_directory_holds_its_own_secret_and_the_public_keys_of_its_peers(tmp_path):
+    make_keys(tmp_path / "keys")
+    files = {str(path.relative_to(tmp_path / "keys")) for path in (tmp_path / "keys").rglob("*") if path.is_file()}
+    assert files == {
+        "scheduler/scheduler.key",
+        "scheduler/scheduler.key_secret",
+        "scheduler/clients/executor.key",
+        "scheduler/clients/gateway.key",
+        "executor/executor.key",
+        "executor/executor.key_secret",
+        "executor/scheduler.key",
+        "gateway/gateway.key",
+        "gateway/gateway.key_secret",
+        "gateway/scheduler.key",
+    }
+
+
+def test_nobody_else_can_read_them(tmp_path):
+    make_keys(tmp_path / "keys")
+    paths = [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]
+    assert [path for path in paths if path.stat().st_mode & 0o077] == []
+
+
+def test_keys_that_are_there_stay(tmp_path):
+    make_keys(tmp_path)
+    before = (tmp_path / "scheduler" / "scheduler.key_secret").read_text()
+    with pytest.raises(ConfigurationError, match="one that has no keys in it yet"):
+        run(Namespace(directory=str(tmp_path)))
+    assert (tmp_path / "scheduler" / "scheduler.key_secret").read_text() == before
