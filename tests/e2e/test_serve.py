@@ -95,6 +95,19 @@ def test_children_end_with_a_launcher_that_is_killed():
         assert alive == []
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+def test_children_that_are_still_starting_end_too(delay_s):
+    with command("serve", *SIMULATED) as server:
+        wait_until(lambda: len(psutil.Process(server.process.pid).children()) == 3, 20, "three children")
+        children = psutil.Process(server.process.pid).children()
+        time.sleep(delay_s)
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        for orphan in alive:
+            orphan.kill()
+        assert alive == []
+
+
 def test_a_second_signal_kills_at_once():
     with command("serve", *SIMULATED, "--backend-option", "step_base_us=200000") as server:
         address = server.wait_for_ready()

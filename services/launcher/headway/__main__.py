@@ -98,11 +98,15 @@ def _add_service_flags(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _run_service(name: str, arguments: argparse.Namespace) -> int:
+    from headway.parentage import launcher_is_gone
     from headway.services import SERVICES, announce, load
 
     config = load(SERVICES[name], arguments, os.environ)
+    run = SERVICES[name].run
+    if launcher_is_gone(os.environ):
+        return 0
     announce(name, config)
-    return SERVICES[name].run(config)
+    return run(config)
 
 
 def _service(name: str, summary: str) -> Command:

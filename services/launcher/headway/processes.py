@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from headway.parentage import LAUNCHER_VARIABLE
+
 
 class ChildExited(msgspec.Struct, frozen=True):
     """A child ended; ``returncode`` is negative for a signal."""
@@ -35,7 +37,7 @@ class Children:
     ) -> None:
         self._on_exit = on_exit
         self._commands = commands
-        self._environment = dict(environment)
+        self._environment = {**environment, LAUNCHER_VARIABLE: str(os.getpid())}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
