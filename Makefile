@@ -36,7 +36,7 @@ $(READY): pyproject.toml requirements/dev.lock
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(READY)  ## serve the demo model, stream eight prompts at once, print the timings
+demo: $(READY)  ## serve the demo model, stream a dozen prompts at once, print the timings
 	$(say) 'headway demo'
 	@$(BIN)/headway demo $(ARGS)
 
