@@ -67,14 +67,19 @@ class SpecPool:
     def allocate(self, count: int) -> list[int]:
         blocks = []
         for _ in range(count):
-            if self.plain:
-                block = self.plain.pop()
-            else:
-                block = self.evictable.pop(0)
-                del self.cache[self.chain_of.pop(block)]
+            if not self.plain:
+                self._evict(at_least=count - len(blocks))
+            block = self.plain.pop()
             self.references[block] = 1
             blocks.append(block)
         return blocks
+
+    def _evict(self, at_least: int) -> None:
+        batch = self.evictable[: max(at_least, len(self.references) // 64)]
+        del self.evictable[: len(batch)]
+        for block in batch:
+            del self.cache[self.chain_of.pop(block)]
+        self.plain = batch[::-1]
 
     def release(self, blocks: list[int], fence: int | None) -> None:
         unused = []

@@ -107,7 +107,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
     max_model_len = draw(st.integers(min_value=4, max_value=48))
     least = -(-(max_model_len - 1) // block_size)
     capacity = ExecutorCapacity(
-        num_blocks=draw(st.integers(min_value=least, max_value=4 * least)),
+        num_blocks=draw(st.integers(min_value=least, max_value=4 * least) | st.just(200)),
         block_size=block_size,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,

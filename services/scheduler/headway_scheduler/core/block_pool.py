@@ -6,7 +6,7 @@ Must not know: requests, rows, or steps beyond their number.
 Life of a block: allocated (count 1), shared by prefix hits (count up), released (count down). At count 0 it is *fenced*
 while a step in flight may still write it, then *free*: a block that holds nothing reusable goes onto a stack, a cached
 one to the end of the eviction queue, from which a prefix hit can still take it back. Blocks without content are handed
-out first, then the least recently used cached ones are evicted.
+out first, then the least recently used cached ones are evicted, a small share of the pool at a time.
 
 All lists are columns and all operations work on slices of them, so releasing a long request costs a few array
 operations.
@@ -20,6 +20,8 @@ from headway_proto.columns import Int32Array
 from headway_scheduler.core.prefix_cache import PrefixCache
 
 _NOT_QUEUED = -1
+_EVICTION_SHARE = 64
+"""When blocks must be evicted, at least one in this many of the pool goes: evicting one by one costs more."""
 
 
 class BlockPool:
@@ -56,9 +58,9 @@ class BlockPool:
             blocks = self._plain[top - from_stack : top][::-1].copy()
             self._num_plain -= from_stack
             if from_stack < count:
-                blocks = np.concatenate((blocks, self._evict(count - from_stack)))
+                blocks = np.concatenate((blocks, self._take_evicted(count - from_stack)))
         else:
-            blocks = self._evict(count)
+            blocks = self._take_evicted(count)
         self._ref_count[blocks] = 1
         return blocks
 
@@ -137,6 +139,14 @@ class BlockPool:
         self._queue[: len(current)] = current
         self._queue_place[current] = np.arange(len(current))
         self._queue_head, self._queue_tail = 0, len(current)
+
+    def _take_evicted(self, count: int) -> Int32Array:
+        """Evict a batch of at least ``count`` blocks; return ``count`` of them, the rest go onto the (empty) stack."""
+        evicted = self._evict(min(max(count, self.num_blocks // _EVICTION_SHARE), self._num_queued))
+        num_left = len(evicted) - count
+        self._plain[:num_left] = evicted[count:][::-1]
+        self._num_plain = num_left
+        return evicted[:count]
 
     def _evict(self, count: int) -> Int32Array:
         evicted: list[Int32Array] = []

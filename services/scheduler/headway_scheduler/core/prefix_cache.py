@@ -22,7 +22,8 @@ ROOT_NODE = 0
 """The node before the first block of every prompt."""
 
 _PLACE_BITS = 24
-_NO_RUN = 0
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
+_NO_NODE = -1
 
 
 class _Run:
@@ -49,14 +50,13 @@ class PrefixCache:
         self._block_bytes = block_size * 4
         self._runs: dict[int, _Run] = {}
         self._branches: dict[tuple[int, bytes], _Run] = {}
-        self._last_number = _NO_RUN
-        self._run_of_block = np.zeros(num_blocks, dtype=np.int64)
-        self._place_of_block = np.zeros(num_blocks, dtype=np.int32)
+        self._last_number = 0
+        self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
         self.num_cached = 0
 
     def holds(self, blocks: Int32Array) -> NDArray[np.bool_]:
         """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
-        held: NDArray[np.bool_] = self._run_of_block[blocks] != _NO_RUN
+        held: NDArray[np.bool_] = self._node_of_block[blocks] != _NO_NODE
         return held
 
     def find(self, token_bytes: bytes, max_blocks: int) -> tuple[Int32Array, int]:
@@ -73,30 +73,31 @@ class PrefixCache:
         blocks are exchanged after the fact.
         """
         parts, node = self._walk(parent_node, token_bytes, len(blocks))
-        num_known = sum(len(part) for part in parts)
+        num_known = sum(map(len, parts))
         if num_known == len(blocks):
             return node
         start = num_known * self._block_bytes
         branch = (node, token_bytes[start : start + self._block_bytes])
         self._last_number += 1
         run = _Run(self._last_number, branch, token_bytes[start:], blocks[num_known:])
-        self._runs[run.number] = run
-        self._branches[branch] = run
-        self._run_of_block[run.blocks] = run.number
-        self._place_of_block[run.blocks] = np.arange(run.length)
+        self._runs[run.number] = self._branches[branch] = run
+        first_node = run.node(0)
+        self._node_of_block[run.blocks] = np.arange(first_node, first_node + run.length)
         self.num_cached += run.length
-        return run.node(run.length - 1)
+        return first_node + run.length - 1
 
     def forget(self, blocks: Int32Array) -> None:
         """Cached ``blocks`` will be overwritten: cut their runs."""
-        numbers, places = self._run_of_block[blocks], self._place_of_block[blocks]
-        self._run_of_block[blocks] = _NO_RUN
+        nodes = self._node_of_block[blocks]
+        self._node_of_block[blocks] = _NO_NODE
         self.num_cached -= len(blocks)
+        numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
-        changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        starts = [0, *changes.tolist()]
-        for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
-            self._cut(self._runs[int(numbers[start])], int(places[start:end].min()), end - start)
+        starts = np.concatenate(([0], (numbers[1:] != numbers[:-1]).nonzero()[0] + 1))
+        firsts = np.minimum.reduceat(places, starts).tolist()
+        counts = np.diff(starts, append=len(blocks)).tolist()
+        for number, first, count in zip(numbers[starts].tolist(), firsts, counts, strict=True):
+            self._cut(self._runs[number], first, count)
 
     def _cut(self, run: _Run, first: int, count: int) -> None:
         run.num_left -= count
@@ -126,7 +127,7 @@ class PrefixCache:
         """The run and place of the block behind ``node`` that holds ``first_block``."""
         run = self._runs.get(node >> _PLACE_BITS)
         if run is not None:
-            place = (node & ((1 << _PLACE_BITS) - 1)) + 1
+            place = (node & _PLACE_MASK) + 1
             size = self._block_bytes
             if place < run.length and run.token_bytes[place * size : (place + 1) * size] == first_block:
                 return run, place
