@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from headway.__main__ import COMMANDS, overview, parser_of
-from headway.serve import make_plan, socket_directory, without_settings
+from headway.plan import make_plan, without_settings
+from headway.serve import socket_directory
 from headway.services import DEMO_MODEL_DIRECTORY, SERVICES, SETTLED_BY_SERVE
 from headway.settings import ConfigurationError, ModelDirectoryError
 

@@ -13,8 +13,9 @@ from typing import cast
 
 from headway.client import AsyncClient, ChatMessage, GenerateOptions
 from headway.configuration import OneLineParser
+from headway.plan import make_plan, without_settings
 from headway.reporting import Screen, table
-from headway.serve import make_plan, serve, socket_directory, without_settings
+from headway.serve import serve, socket_directory
 from headway.services import add_serve_flags
 from headway.streaming import Answer, Job, answer_all
 

@@ -1,0 +1,136 @@
+"""What ``headway serve`` decides before it starts a process.
+
+Owns: one set of flags, variables and file sections turned into the configuration and the command line of each service;
+the order in which they start and stop.
+Must not know: how processes are started, watched or stopped.
+"""
+
+import argparse
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
+from headway.health import Target
+from headway.serve_config import DEMO_MODEL, ServeConfig
+from headway.services import SERVE, SERVICES, serve_settings, sources_in_file, with_model_directory
+from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
+from headway.supervision import RestartPolicy
+from headway_gateway.config import GatewayConfig
+
+START_ORDER = ("executor", "scheduler", "gateway")
+STOP_ORDER = ("gateway", "scheduler", "executor")
+STOP_GRACE_S = 5.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run the services. ``commands`` and ``stop_grace_s`` (seconds from SIGTERM to SIGKILL) are by name, the
+    latter in the order of an orderly stop; ``target`` is how this host reaches the gateway.
+    """
+
+    commands: dict[str, list[str]]
+    restart_policy: RestartPolicy
+    stop_grace_s: dict[str, float]
+    target: Target
+
+
+def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
+    """Settle every configuration and validate it, so that a mistake is told before anything starts.
+
+    A setting that several services share reaches each of them. What serve is given (flag, variable, [serve]) wins over
+    what the service itself is given (variable, [scheduler], [executor], [gateway]).
+
+    Raises:
+        ConfigurationError: some source is wrong.
+    """
+    settings = serve_settings()
+    files = sources_in_file(arguments, environment)
+    given = merged(
+        (given_by_flags(arguments, settings), given_by_environment(environment, SERVE, settings), files[SERVE])
+    )
+    serve = build(ServeConfig, given, ServeConfig.validate)
+    presets = {"model": Given(serve.model, "--model")}
+    configs = {}
+    for service in SERVICES.values():
+        settled = _settled(service.settings, directory)
+        from_environment = given_by_environment(environment, service.name, service.settings)
+        layers = (settled, given, from_environment, files[service.name], presets)
+        values = with_model_directory(merged(layers))
+        _check_model_directory(values)
+        configs[service.name] = service.build(_with_a_port(values))
+    gateway = configs["gateway"]
+    assert isinstance(gateway, GatewayConfig)
+    return Plan(
+        commands={name: _command(name, config) for name, config in configs.items()},
+        restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
+        target=_target(gateway),
+        # What a service allows its requests, and some time over to end in.
+        stop_grace_s={name: getattr(configs[name], "grace_s", 0.0) + STOP_GRACE_S for name in STOP_ORDER},
+    )
+
+
+def _target(gateway: GatewayConfig) -> Target:
+    """Return how this host reaches the gateway. Its certificate and its token lie here, so both are at hand.
+
+    Raises:
+        ConfigurationError: a file cannot be read.
+    """
+    return Target(
+        address=gateway.grpc_address,
+        certificates=bytes_of_file(gateway.tls_cert_file, "--tls-cert-file"),
+        token=(bytes_of_file(gateway.auth_token_file, "--auth-token-file") or b"").decode().strip(),
+    )
+
+
+def _check_model_directory(given: Layer) -> None:
+    """Refuse a directory that is not there once, here, rather than once in each process that reads it."""
+    model = given.get("model")
+    if model is not None and not Path(model.value).is_dir():
+        raise ModelDirectoryError(
+            f"{model.origin}: {shown(model.value)} is not allowed; allowed: a checkpoint directory, or {DEMO_MODEL}"
+        )
+
+
+def _settled(settings: Mapping[str, object], directory: Path) -> Layer:
+    values = {
+        "ingress_address": f"ipc://{directory}/ingress",
+        "step_address": f"ipc://{directory}/step",
+        "exit_with_parent": True,
+    }
+    return {name: Given(value, "the launcher") for name, value in values.items() if name in settings}
+
+
+def _command(name: str, config: msgspec.Struct) -> list[str]:
+    """Return the command line of a child: every setting that is not its default, and no other source."""
+    words = [sys.executable, "-m", "headway", name]
+    for setting in settings_of(type(config)).values():
+        value = getattr(config, setting.name)
+        if setting.required or value != setting.default:
+            words += as_text(setting, value)
+    return words
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without ``HEADWAY_*``: for children, whose settings have become flags already."""
+    return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}
+
+
+def _with_a_port(given: Layer) -> Layer:
+    """Replace port 0 of the gRPC address by a free port, so that the address holds over restarts of the gateway."""
+    address = given.get("grpc_address")
+    if address is None or not address.value.endswith(":0"):
+        return given
+    host = address.value.removesuffix(":0")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host.strip("[]"), 0))
+            port = probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigurationError(
+            f"{address.origin}: {shown(address.value)} cannot be bound: {error.strerror}"
+        ) from None
+    return {**given, "grpc_address": Given(f"{host}:{port}", address.origin)}
