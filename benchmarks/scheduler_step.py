@@ -205,7 +205,7 @@ def main() -> None:
     peer = run_peer(arguments.peer) if arguments.peer else {}
     rows = []
     print(
-        f"{'running':>8} {'decode median':>14} {'mean':>8} {'p99':>8} {'bytes':>6} {'churn mean':>11} {'peer mean':>10} {'ratio':>7}"
+        f"{'running':>8} {'decode median':>14} {'mean':>8} {'p99':>8} {'bytes':>6} {'churn median':>13} {'mean':>8} {'peer mean':>10} {'ratio':>7}"
     )
     for size in sizes:
         decode = all_decode(size, arguments.steps, arguments.depth, arguments.seed, aligned=arguments.aligned)
@@ -216,7 +216,7 @@ def main() -> None:
         rows.append({"running": size, "decode": decode, "churn": turnover, "peer_mean_us": peer_us, "ratio": ratio})
         print(
             f"{size:>8} {decode['median_us']:>14} {decode['mean_us']:>8} {decode['p99_us']:>8} "
-            f"{decode['message_bytes_min']:>6} {turnover['mean_us']:>11} "
+            f"{decode['message_bytes_min']:>6} {turnover['median_us']:>13} {turnover['mean_us']:>8} "
             f"{peer_us or '-':>10} {f'{ratio:.0f}x' if ratio else '-':>7}"
         )
     if arguments.output:
