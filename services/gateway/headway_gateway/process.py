@@ -28,6 +28,7 @@ EXIT_OK = 0
 EXIT_CONFIGURATION = 2
 EXIT_MODEL_FILES = 3
 _PR_SET_PDEATHSIG = 1
+_SWITCH_INTERVAL_S = 0.0005
 
 _log = structlog.get_logger("headway.gateway")
 
@@ -37,6 +38,9 @@ def run(config: GatewayConfig) -> int:
     _configure_logging(config)
     try:
         config.validate()
+        # gRPC's polling thread and the tokenising ones hand over to the event loop many times per request; waiting up to
+        # the default 5 ms for the interpreter lock would be the tail of every latency.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if config.exit_with_parent and not _end_with_parent():
             return EXIT_OK
         return asyncio.run(_run_workers(config) if config.workers > 1 else _run_server(config))
