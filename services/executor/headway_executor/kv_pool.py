@@ -1,16 +1,19 @@
 """The paged store of keys and values.
 
-Owns: its layout, its size, writing new positions, and moving whole blocks.
+Owns: its layout, its size, and moving whole blocks.
 Must not know: rows, attention, or which request a block belongs to.
 
-Layout: ``[layers, 2, kv_heads, num_slots, head_dim]``, keys first; slot ``block * block_size + offset`` holds one
-position. Per layer and head the slots are the rows of one matrix, which is what attention gathers from.
+Layout: ``[layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, key heads before value heads. So one block of one
+layer is contiguous, as is one head within it, and everything a layer holds is one matrix of vectors that attention can
+index: ``vector(slot, head)``, where slot ``block * block_size + offset`` is one position. (Measured against one matrix
+per head and against one row per slot: this order was the quickest to write and to attend over.)
 """
 
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
@@ -42,23 +45,26 @@ class KvPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
-        self._slots = torch.zeros(shape, dtype=dtype, device=device)
-        self._layers = list(self._slots.unbind(0))
-        self._writable = [layer.flatten(0, 1) for layer in self._layers]
+        self._num_heads = 2 * num_kv_heads
+        shape = (num_layers, num_blocks, self._num_heads, block_size, head_dim)
+        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._vectors = [layer.view(-1, head_dim) for layer in self._blocks.unbind(0)]
         self._host_blocks: dict[int, Tensor] = {}
 
-    def layer(self, index: int) -> Tensor:
-        """Keys and values of one layer: a view, shape ``[2, kv_heads, num_slots, head_dim]``."""
-        return self._layers[index]
+    @property
+    def value_offset(self) -> int:
+        """How many vectors a value lies behind its key."""
+        return self._num_heads // 2 * self.block_size
 
-    def write(self, index: int, slots: Tensor, keys_values: Tensor) -> None:
-        """Store new positions of one layer.
+    def vectors(self, index: int) -> Tensor:
+        """Everything one layer holds: a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
+        return self._vectors[index]
 
-        ``slots`` int64, shape ``[tokens]``; ``keys_values`` shape ``[tokens, 2 * kv_heads, head_dim]``: all key heads,
-        then all value heads.
-        """
-        self._writable[index].index_copy_(1, slots, keys_values.transpose(0, 1))
+    def key_vectors(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the keys of ``slots`` are: int64, shape ``[kv_heads, *slots.shape]``."""
+        blocks, offsets = np.divmod(slots, self.block_size)
+        heads = np.arange(self._num_heads // 2).reshape(-1, *(1 for _ in slots.shape))
+        return (blocks * self._num_heads + heads) * self.block_size + offsets
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks, all layers at once: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
@@ -67,21 +73,17 @@ class KvPool:
             KeyError: a swapped-in host block was never swapped out.
         """
         if swap_out.shape[1]:
-            evicted = self._blocks[:, :, :, self._index(swap_out[0])].cpu()
+            evicted = self._blocks[:, self._index(swap_out[0])].cpu()
             for i, host_block in enumerate(swap_out[1].tolist()):
-                self._host_blocks[host_block] = evicted[:, :, :, i].clone()
+                self._host_blocks[host_block] = evicted[:, i].clone()
         if swap_in.shape[1]:
-            held = torch.stack([self._host_blocks.pop(host_block) for host_block in swap_in[0].tolist()], dim=3)
-            self._blocks[:, :, :, self._index(swap_in[1])] = held.to(self._slots.device)
+            held = torch.stack([self._host_blocks.pop(host_block) for host_block in swap_in[0].tolist()], dim=1)
+            self._blocks[:, self._index(swap_in[1])] = held.to(self._blocks.device)
         if copies.shape[1]:
-            self._blocks[:, :, :, self._index(copies[1])] = self._blocks[:, :, :, self._index(copies[0])]
-
-    @property
-    def _blocks(self) -> Tensor:
-        return self._slots.view(*self._slots.shape[:3], self.num_blocks, self.block_size, -1)
+            self._blocks[:, self._index(copies[1])] = self._blocks[:, self._index(copies[0])]
 
     def _index(self, blocks: Int32Array) -> Tensor:
-        return torch.from_numpy(blocks.astype(np.int64)).to(self._slots.device)
+        return torch.from_numpy(blocks.astype(np.int64)).to(self._blocks.device)
 
 
 def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.device) -> int:

@@ -22,8 +22,11 @@ _TINY = 1e-30
 class Linear(Protocol):
     """A linear layer."""
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Multiply: ``[tokens, in] -> [tokens, out]``, same dtype; the result is a new tensor."""
+    def __call__(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Multiply: ``[tokens, in] -> [tokens, out]``, same dtype; the result is a new tensor.
+
+        ``scale``, shape ``[tokens, 1]``, is a factor on each token's input.
+        """
         ...
 
 
@@ -34,9 +37,9 @@ class DenseLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
         """See ``Linear.__call__``."""
-        return functional.linear(inputs, self._weight, self._bias)
+        return functional.linear(inputs if scale is None else inputs * scale, self._weight, self._bias)
 
 
 class PackedLinear:
@@ -47,24 +50,22 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_FOR_ROWS)  # noqa: SLF001
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)  # noqa: SLF001
         self._shape_only = torch.empty(1).expand(weight.shape)
         self._bias = bias
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
         """See ``Linear.__call__``."""
-        output: Tensor = torch.ops.mkl._mkl_linear(  # noqa: SLF001
-            inputs, self._packed, self._shape_only, self._bias, inputs.shape[0]
+        output: Tensor = torch.ops.mkl._mkl_linear.default(  # noqa: SLF001
+            inputs if scale is None else inputs * scale, self._packed, self._shape_only, self._bias, inputs.shape[0]
         )
         return output
 
     @staticmethod
     def accepts() -> bool:
         """Whether this torch has MKL's packed products and they do not depend on the number of rows packed for."""
-        if not (
-            torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-            and hasattr(torch.ops.mkl, "_mkl_linear")
-        ):
+        mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        if not (mkl and hasattr(torch.ops.mkl, "_mkl_linear")):
             return False
         weight = torch.linspace(-1, 1, 96 * 40).view(96, 40)
         packed = PackedLinear(weight, None)
@@ -84,21 +85,22 @@ class Int8Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         wide = weight.float()
-        self._scales = (wide.abs().amax(1) / _INT8_MAX).clamp_(min=_TINY)
-        quantised = (wide / self._scales[:, None]).round_().to(torch.int8)
+        scales = (wide.abs().amax(1) / _INT8_MAX).clamp_(min=_TINY)
+        quantised = (wide / scales[:, None]).round_().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(quantised, [_PACKED_FOR_ROWS, weight.shape[1]])
+        self._scales = scales / _INT8_MAX
         self._bias = bias
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """See ``Linear.__call__``."""
+    def __call__(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
+        """See ``Linear.__call__``. A factor on the input changes nothing but the scale of the output."""
         wide = inputs.float()
-        scales = wide.abs().amax(-1, keepdim=True).mul_(1 / _INT8_MAX).clamp_(min=_TINY)
-        quantised = (wide / scales).round_().to(torch.int8)
+        largest = wide.abs().amax(-1, keepdim=True).clamp_(min=_TINY)
+        quantised = (wide * (_INT8_MAX / largest)).round_().to(torch.int8)
         # Input scale 1 and zero point 0 here: the operator takes one scale per batch, ours differ by token.
-        output: Tensor = torch.ops.onednn.qlinear_pointwise(
+        output: Tensor = torch.ops.onednn.qlinear_pointwise.default(
             quantised, 1.0, 0, self._packed, self._scales, None, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        output.mul_(scales)
+        output.mul_(largest if scale is None else largest * scale)
         if self._bias is not None:
             output.add_(self._bias)
         return output.to(inputs.dtype)

@@ -43,7 +43,7 @@ class TorchBackend:
             torch.set_num_threads(config.num_threads)
         directory = Path(config.model)
         model_config = read_model_config(directory)
-        dtype = _dtype(config, model_config)
+        dtype = _dtype(config, model_config, device)
         max_model_len = _max_model_len(config, model_config)
         _check_block_size(config.block_size)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
@@ -181,10 +181,10 @@ class _OpenModel:
         slots = rows.tables[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
         last = np.empty_like(rows.starts)
         last[rows.order] = rows.starts + rows.num_new - 1
-        columns = np.stack([row_ids[rows.order][token_rows], positions, slots])
-        store_rows, store_positions, slot_tensor = torch.from_numpy(columns).to(self._device).unbind(0)
+        columns = np.stack([row_ids[rows.order][token_rows], positions])
+        store_rows, store_positions = torch.from_numpy(columns).to(self._device).unbind(0)
         token_ids = self._token_ids[store_rows, store_positions]
-        plan = AttentionPlan(self._shape, self.pool, rows, slot_tensor)
+        plan = AttentionPlan(self._shape, self.pool, rows, slots)
         sampled = torch.from_numpy(last[sampling]).to(self._device)
         return self._decoder.forward(token_ids, store_positions, plan, sampled)
 
@@ -207,10 +207,10 @@ def _device(config: BackendConfig) -> torch.device:
     return device
 
 
-def _dtype(config: BackendConfig, model_config: ModelConfig) -> torch.dtype:
-    """What "auto" means: the checkpoint's dtype; with int8 weights it is float32, in which the CPU does everything else best."""
+def _dtype(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
     if config.dtype == "auto":
-        return torch.float32 if config.quantization == "int8" else _DTYPES[model_config.dtype]
+        return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
     if config.dtype not in _DTYPES:
         raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES[config.dtype]

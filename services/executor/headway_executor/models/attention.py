@@ -88,11 +88,11 @@ class StepRows:
 class Group(Protocol):
     """Some consecutive tokens of the batch that attend together."""
 
-    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         """Attend with the group's own tokens of ``qkv``.
 
-        ``qkv`` shape ``[tokens of the group, all heads * head_dim]``: queries, keys, values; ``layer`` is
-        ``KvPool.layer``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
+        ``qkv`` shape ``[tokens of the group, all heads * head_dim]``: queries, keys, values; ``vectors`` is
+        ``KvPool.vectors``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
         """
         ...
 
@@ -103,11 +103,12 @@ class AttentionPlan:
     ``slots`` is where each token's key and value go: int64, shape ``[tokens]``.
     """
 
-    def __init__(self, shape: AttentionShape, pool: KvPool, rows: StepRows, slots: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, pool: KvPool, rows: StepRows, slots: _Int64Array) -> None:
         self._shape = shape
         self._pool = pool
         self._rows = rows
-        self._slots = slots
+        keys = pool.key_vectors(slots)
+        self._written = torch.from_numpy(np.concatenate([keys, keys + pool.value_offset]).T.reshape(-1))
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
     def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
@@ -117,15 +118,15 @@ class AttentionPlan:
         own included, None for all. Returns shape ``[tokens, heads * head_dim]``.
         """
         shape = self._shape
-        new = qkv[:, shape.query_width :].view(-1, 2 * shape.num_kv_heads, shape.head_dim)
-        self._pool.write(index, self._slots, new)
-        layer = self._pool.layer(index)
+        vectors = self._pool.vectors(index)
+        self._written = self._written.to(qkv.device)
+        vectors.index_copy_(0, self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
         groups = self._groups.get(window)
         if groups is None:
             groups = self._groups[window] = _group(shape, self._pool, self._rows, window, qkv)
         if len(groups) == 1:
-            return groups[0][1].attend(qkv, layer)
-        return torch.cat([group.attend(qkv[tokens], layer) for tokens, group in groups])
+            return groups[0][1].attend(qkv, vectors)
+        return torch.cat([group.attend(qkv[tokens], vectors) for tokens, group in groups])
 
 
 def _group(
@@ -138,7 +139,7 @@ def _group(
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
         part = slice(low, high)
         visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], pool.block_size)
-        groups.append((part, decode(shape, visible, like)))
+        groups.append((part, decode(shape, pool, visible, like)))
     low = rows.num_decodes
     while low < len(rows.num_new):
         high = low + 1
@@ -151,7 +152,7 @@ def _group(
             first = 0 if window is None else max(0, past + 1 - window)
             ends = rows.kv_length[low:high]
             (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, pool.block_size)
-            group = ContinuedChunk(shape, keys, past - first, new, window, like)
+            group = ContinuedChunk(shape, pool, keys, past - first, new, window, like)
         start = int(rows.starts[low])
         groups.append((slice(start, start + new * (high - low)), group))
         low = high
@@ -181,61 +182,51 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
 class SparseDecode:
     """Decode rows that read keys and values in place, as sparse products.
 
-    A bag is one query head of one row; its entries are the pool's key (then value) vectors the head sees.
+    A bag is one query head of one row; its entries are the pool's key (then value) vectors that the head sees.
     """
 
-    def __init__(self, shape: AttentionShape, visible: Sequence[_Int64Array], like: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, pool: KvPool, visible: Sequence[_Int64Array], like: Tensor) -> None:
         self._shape = shape
+        self._value_offset = pool.value_offset
+        group = shape.num_heads // shape.num_kv_heads
+        self._entries = torch.from_numpy(
+            np.concatenate([np.repeat(pool.key_vectors(slots), group, axis=0).ravel() for slots in visible])
+        )
         lengths = np.array([len(slots) for slots in visible])
         counts = np.repeat(lengths, shape.num_heads)
-        self._width = int(lengths.max())
         ends = np.cumsum(counts)
-        self._visible = np.concatenate(visible)
-        self._lengths = lengths
-        self._bag_starts = torch.from_numpy(ends - counts)
-        self._row_ends = torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.int64), ends]))
-        self._scores: Tensor | None = None
-        self._entries = torch.empty(0)
+        starts = ends - counts
+        self._width = int(lengths.max())
+        self._starts = torch.from_numpy(starts)
+        self._scores = self._pattern(torch.from_numpy(np.append(starts, ends[-1])), len(pool.vectors(0)), like.dtype)
         self._places: Tensor | None = None
-        self._padded = like.new_full((len(counts), self._width), _MASKED)
         if int(lengths.min()) < self._width:
-            offsets = np.arange(len(counts)) * self._width - (ends - counts)
-            self._places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(offsets, counts))
+            self._padded = like.new_full((len(counts), self._width), _MASKED)
+            shifts = np.arange(len(counts)) * self._width - starts
+            self._places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(shifts, counts))
 
-    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         """See ``Group.attend``."""
         shape = self._shape
-        keys, values = layer.flatten(1, 2)
-        if self._scores is None:
-            self._scores = self._pattern(layer.shape[2], len(keys), keys.dtype)
         queries = qkv[:, : shape.query_width].reshape(-1, shape.head_dim)
-        torch.sparse.sampled_addmm(self._scores, queries, keys.t(), beta=0.0, alpha=shape.scale, out=self._scores)
+        torch.sparse.sampled_addmm(self._scores, queries, vectors.t(), beta=0.0, alpha=shape.scale, out=self._scores)
         weights = self._softmax(self._scores.values())
-        attended: Tensor = torch.ops.aten._embedding_bag_forward_only(  # noqa: SLF001
-            values, self._entries, self._bag_starts, False, 0, False, weights
+        # Values lie a fixed distance behind their keys: the same entries over a shifted table.
+        attended: Tensor = torch.ops.aten._embedding_bag_forward_only.default(  # noqa: SLF001
+            vectors[self._value_offset :], self._entries, self._starts, False, 0, False, weights
         )[0]
         return attended.view(-1, shape.query_width)
 
-    def _pattern(self, num_slots: int, num_vectors: int, dtype: torch.dtype) -> Tensor:
-        """The sparse matrix of scores: bags by pool vectors (all slots of head 0, then head 1, ...)."""
-        shape = self._shape
-        heads = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads) * num_slots
-        starts = np.cumsum(self._lengths) - self._lengths
-        entries = np.concatenate(
-            [
-                (heads[:, None] + self._visible[start : start + length]).ravel()
-                for start, length in zip(starts, self._lengths, strict=True)
-            ]
-        )
-        self._entries = torch.from_numpy(entries)
+    def _pattern(self, ends: Tensor, num_vectors: int, dtype: torch.dtype) -> Tensor:
+        """The sparse matrix of scores, bags by vectors of the pool."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(
-                self._row_ends,
+                ends,
                 self._entries,
                 # Zeros, not whatever memory holds: sampled_addmm multiplies old values with beta, and 0 * NaN is NaN.
-                torch.zeros(len(entries), dtype=dtype),
-                size=(len(self._row_ends) - 1, num_vectors),
+                torch.zeros(len(self._entries), dtype=dtype),
+                size=(len(ends) - 1, num_vectors),
                 check_invariants=False,
             )
 
@@ -251,31 +242,43 @@ class SparseDecode:
 class PaddedDecode:
     """Decode rows whose keys and values are gathered and padded to the longest: any device and dtype."""
 
-    def __init__(self, shape: AttentionShape, visible: Sequence[_Int64Array], like: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, pool: KvPool, visible: Sequence[_Int64Array], like: Tensor) -> None:
         self._shape = shape
-        self._num_rows = len(visible)
-        self._width = max(len(slots) for slots in visible)
-        padded = np.zeros((self._num_rows, self._width), dtype=np.int64)
-        seen = np.zeros((self._num_rows, 1, 1, self._width), dtype=np.bool_)
+        width = max(len(slots) for slots in visible)
+        padded = np.zeros((len(visible), width), dtype=np.int64)
+        seen = np.zeros((len(visible), 1, 1, width), dtype=np.bool_)
         for i, slots in enumerate(visible):
             padded[i, : len(slots)] = slots
             seen[i, 0, 0, : len(slots)] = True
-        self._slots = torch.from_numpy(padded).view(-1).to(like.device)
+        self._gather = _Gather(shape, pool, padded, like)
         self._seen = torch.from_numpy(seen).to(like.device)
 
-    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         """See ``Group.attend``."""
         shape = self._shape
-        gathered = layer.index_select(2, self._slots)
-        gathered = gathered.view(2, shape.num_kv_heads, self._num_rows, self._width, shape.head_dim)
-        keys, values = gathered.transpose(1, 2).unbind(0)
+        keys, values = self._gather.of(vectors)
         # Padding reads slot 0, whose owner may hold NaN: a weight of zero would not hide it.
         values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
-        queries = qkv[:, : shape.query_width].view(self._num_rows, shape.num_heads, 1, shape.head_dim)
+        queries = qkv[:, : shape.query_width].view(-1, shape.num_heads, 1, shape.head_dim)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=self._seen, scale=shape.scale, enable_gqa=True
         )
-        return attended.reshape(self._num_rows, shape.query_width)
+        return attended.reshape(-1, shape.query_width)
+
+
+class _Gather:
+    """Copies the keys and values of ``slots`` (shape ``[rows, width]``) out of a layer."""
+
+    def __init__(self, shape: AttentionShape, pool: KvPool, slots: _Int64Array, like: Tensor) -> None:
+        keys = pool.key_vectors(slots)
+        both = np.stack([keys, keys + pool.value_offset]).transpose(0, 2, 1, 3)
+        self._shape = (*both.shape, shape.head_dim)
+        self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
+
+    def of(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each of shape ``[rows, kv_heads, width, head_dim]``."""
+        keys, values = vectors.index_select(0, self._index).view(self._shape)
+        return keys, values
 
 
 class NewChunks:
@@ -287,7 +290,7 @@ class NewChunks:
         binding = window is not None and window < num_new
         self._mask = _mask(0, num_new, window, like) if binding else None
 
-    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:  # noqa: ARG002 - all keys are new
+    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:  # noqa: ARG002 - all keys are new
         """See ``Group.attend``."""
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
@@ -305,19 +308,26 @@ class NewChunks:
 
 
 class ContinuedChunk:
-    """One chunk of ``num_new`` tokens after ``past`` visible positions; ``keys`` are the slots of all of them."""
+    """One chunk of ``num_new`` tokens after ``past`` visible positions; ``slots`` are those of all of them."""
 
     def __init__(
-        self, shape: AttentionShape, keys: _Int64Array, past: int, num_new: int, window: int | None, like: Tensor
+        self,
+        shape: AttentionShape,
+        pool: KvPool,
+        slots: _Int64Array,
+        past: int,
+        num_new: int,
+        window: int | None,
+        like: Tensor,
     ) -> None:
         self._shape = shape
-        self._slots = torch.from_numpy(keys).to(like.device)
+        self._gather = _Gather(shape, pool, slots[None], like)
         self._mask = _mask(past, num_new, window, like)
 
-    def attend(self, qkv: Tensor, layer: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         """See ``Group.attend``."""
         shape = self._shape
-        keys, values = layer.index_select(2, self._slots).unsqueeze(1).unbind(0)
+        keys, values = self._gather.of(vectors)
         queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=self._mask, scale=shape.scale, enable_gqa=True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway_executor.linear import LinearFactory
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.decoder import Decoder, DecoderLayer, RmsNorm
+from headway_executor.models.decoder import Decoder, DecoderLayer, NormedLinear, RmsNorm
 from headway_executor.models.rope import interleaved, rotations
 from headway_executor.weights import Checkpoint
 
@@ -98,8 +98,7 @@ class _Loader:
             embedding=embedding,
             rotations=rotations(config.rope, config.head_dim, max_model_len).to(self._linear.device),
             layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            final_norm=self._norm(self._checkpoint.read(_FINAL_NORM)),
-            head=self._linear(head),
+            head=self._normed(_FINAL_NORM, head),
         )
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -107,8 +106,11 @@ class _Loader:
         prefix = _layer_prefix(index)
         return DecoderLayer(
             index=index,
-            attention_norm=self._norm(self._read(prefix, "input_layernorm.weight")),
-            qkv=self._linear(self._qkv(prefix, "weight"), self._qkv(prefix, "bias") if config.qkv_bias else None),
+            qkv=self._normed(
+                prefix + "input_layernorm.weight",
+                self._qkv(prefix, "weight"),
+                self._qkv(prefix, "bias") if config.qkv_bias else None,
+            ),
             num_rotated=config.num_heads + config.num_kv_heads,
             head_dim=config.head_dim,
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
@@ -117,9 +119,10 @@ class _Loader:
                 self._read(prefix, "self_attn.o_proj.bias") if config.output_bias else None,
             ),
             window=config.sliding_windows[index],
-            mlp_norm=self._norm(self._read(prefix, "post_attention_layernorm.weight")),
-            gate_up=self._linear(
-                self._gate_up(prefix, "weight"), self._gate_up(prefix, "bias") if config.mlp_bias else None
+            gate_up=self._normed(
+                prefix + "post_attention_layernorm.weight",
+                self._gate_up(prefix, "weight"),
+                self._gate_up(prefix, "bias") if config.mlp_bias else None,
             ),
             down=self._linear(
                 self._read(prefix, "mlp.down_proj.weight"),
@@ -146,6 +149,13 @@ class _Loader:
 
     def _gate_up(self, prefix: str, kind: str) -> Tensor:
         return torch.cat([self._read(prefix, f"mlp.gate_proj.{kind}"), self._read(prefix, f"mlp.up_proj.{kind}")])
+
+    def _normed(self, norm_name: str, weight: Tensor, bias: Tensor | None = None) -> NormedLinear:
+        """Norm and product; see ``NormedLinear`` for when the norm's weight is folded in."""
+        norm, eps = self._checkpoint.read(norm_name), self._config.rms_norm_eps
+        if self._dtype == torch.float32:
+            return NormedLinear(self._linear(weight.float() * norm.float(), bias), None, eps)
+        return NormedLinear(self._linear(weight, bias), self._norm(norm), eps)
 
     def _norm(self, weight: Tensor) -> RmsNorm:
         return RmsNorm(self._place(weight), self._config.rms_norm_eps)
