@@ -115,8 +115,9 @@ class _StopSignals:
 def _exit_with_parent() -> None:
     """Ask the kernel for SIGTERM when the parent ends (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
+        parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1:
+        if os.getppid() != parent:  # it ended in between
             os.kill(os.getpid(), signal.SIGTERM)
 
 
