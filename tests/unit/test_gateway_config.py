@@ -7,7 +7,7 @@ from headway_gateway.config import GatewayConfig, split_address
 
 
 def config(**changes: object) -> GatewayConfig:
-    return GatewayConfig(**({"model": "m", "ingress_address": "ipc:///tmp/x"} | changes))
+    return GatewayConfig(**({"model": "m", "ingress_address": "ipc:///run/headway/ingress"} | changes))
 
 
 def test_defaults_are_valid():
