@@ -165,6 +165,15 @@ def test_a_new_link_is_a_new_owner_and_the_old_one_is_gone() -> None:
     assert len(links) == 1
 
 
+def test_a_gateway_that_reconnected_under_another_peer_name_replaces_its_old_link() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    first, _ = Gateway(links).open(0, 0.0)
+    hello = ingress.gateway_frame_writer().encode(GatewayHello(5, 0))
+    events = links.receive(b"g again", hello, 0.1, NEWS)
+    assert events == [GatewayGone(first, "the gateway opened another link")]
+    assert [link.peer for link in links.links()] == [b"g again"]
+
+
 def test_a_gateway_that_does_not_acknowledge_is_sent_no_more_and_catches_up_later() -> None:
     links = IngressLinks(77, submit_credits=10)
     gateway = Gateway(links)

@@ -220,11 +220,15 @@ class IngressLinks:
         self, peer: bytes, link: GatewayLink | None, hello: GatewayHello, now: float, announcement: Announcement
     ) -> list[IngressEvent]:
         events: list[IngressEvent] = []
+        if link is None:
+            # After a reconnection the same gateway has another peer address.
+            link = next((open_ for open_ in self.links() if open_.incarnation == hello.incarnation), None)
         if link is not None:
             same_life = hello.incarnation == link.incarnation
             if same_life and hello.link < link.number:
                 return []
-            if same_life and hello.link == link.number and now - link.opened_at < REOPEN_INTERVAL_S:
+            is_repeated = same_life and hello.link == link.number and peer == link.peer
+            if is_repeated and now - link.opened_at < REOPEN_INTERVAL_S:
                 return []  # sent before our answer arrived
             events += self._drop(link, "the gateway opened another link")
         self._last_owner += 1
