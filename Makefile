@@ -68,8 +68,8 @@ lock: $(READY)  ## write requirements/*.lock from what the virtual environment h
 	@$(BIN)/python tools/pin_requirements.py
 
 bench: $(READY)  ## run the benchmarks; see benchmarks/README.md
-	@set -e; for benchmark in benchmarks/[a-z]*.py; do \
-	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done
+	@set -e; for benchmark in scheduler_step gateway torch_cpu; do \
+	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python benchmarks/$$benchmark.py $(ARGS); done
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Submit
 from headway_proto.sampling import SamplingParams
+from provenance import provenance
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 PROMPT = "The list of things that a gateway does:"
@@ -237,12 +237,6 @@ def main() -> None:
             rows = asyncio.run(latency(address, chain.ingress, options.requests))
         with running_chain(address, options.gap_ms * 1e3, options.streams, directory) as chain:
             rows |= asyncio.run(gaps(address, chain.ingress, 200))
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     result: dict[str, object] = {
         "what": "gateway, whole chain, simulated backend at zero step time",
         "streams": options.streams,
@@ -250,11 +244,8 @@ def main() -> None:
         "gap_ms": options.gap_ms,
         "throughput": rounds,
         "latency": rows,
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
         "grpc": grpc.__version__,
-        "commit": commit,
+        **provenance(seed=0),
     }
     print_tables(result)
     options.output.parent.mkdir(exist_ok=True)

@@ -14,7 +14,6 @@ A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that
 import argparse
 import gc
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
+from provenance import provenance
 
 PROMPT_TOKENS = 512
 BLOCK_SIZE = 16
@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aligned", action="store_true", help="all block boundaries in the same step")
     parser.add_argument("--peer", default="", help="command that measures a peer's scheduler")
-    parser.add_argument("--commit", default="", help="commit to note in the result")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
@@ -222,10 +221,7 @@ def main() -> None:
     if arguments.output:
         record = {
             "benchmark": "scheduler_step",
-            "commit": arguments.commit,
-            "python": platform.python_version(),
-            "machine": platform.processor() or platform.machine(),
-            "seed": arguments.seed,
+            **provenance(arguments.seed),
             "steps": arguments.steps,
             "depth": arguments.depth,
             "aligned": arguments.aligned,
