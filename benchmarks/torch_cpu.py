@@ -222,7 +222,9 @@ def best_seconds(work: object, repetitions: int = 8) -> float:
 def floor_ms(model: ModelConfig, quantization: str, concurrency: int, limits: Limits) -> float:
     """The least a decode step can take: weights read once, or products at the rate of large ones, if that is more."""
     weights = sum(
-        int(np.prod(shape)) for name, shape in expected_tensors(model).items() if len(shape) == 2 and "embed" not in name
+        int(np.prod(shape))
+        for name, shape in expected_tensors(model).items()
+        if len(shape) == 2 and "embed" not in name
     )
     weights += model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     width, rate = (1, limits.int8_rate) if quantization == "int8" else (4, limits.float32_rate)
@@ -259,16 +261,27 @@ def backend_config(model: Path, quantization: str, arguments: argparse.Namespace
 
 def hardware() -> dict[str, object]:
     """What the numbers were measured on."""
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-              if line.startswith("model name")]
-    return {"cpu": models[0] if models else platform.machine(), "cores": len(models), "threads": torch.get_num_threads()}
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(models),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def commit() -> str:
     """The commit measured, marked when the tree differs from it."""
     here = Path(__file__).parent
     described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, check=False, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 - git is found where it is installed
+        cwd=here,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     return described.stdout.strip() or "unknown"
 

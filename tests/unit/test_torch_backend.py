@@ -2,13 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
-from headway_executor.backend import BackendConfig
+from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, make_checkpoint
+from headway_executor import kv_pool
+from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import SamplingParams
 
@@ -89,3 +91,130 @@ def test_half_precision_is_close(family, dtype):
         (entry,) = request.logprobs
         assert entry.logprob == pytest.approx(float(logprobs[0, request.output[0]]), abs=tolerance)
         assert float(logprobs[0].max() - logprobs[0, request.output[0]]) < tolerance
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    model = make_checkpoint(directory, "llama3")
+    model.generation_config.eos_token_id = None
+    return directory, model
+
+
+def run(backend_and_info, prompt, num_output=8, *, budget=64, **fields):
+    request = Request(prompt, num_output, **fields)
+    BackendDriver(*backend_and_info).run([request], budget=budget)
+    return request
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shared_prefix_gives_the_same_tokens(llama, dtype):
+    backend, info = open_backend(llama[0], dtype=dtype)
+    driver = BackendDriver(backend, info)
+    (prefix, tail) = prompts((32, 9))
+    first = Request(prefix + tail, 12)
+    driver.run([first], budget=64)
+    again = Request(prefix + tail, 12, shared_blocks=first.blocks[:4])
+    neighbour = Request(prefix + tail[::-1], 12, shared_blocks=first.blocks[:4])
+    driver.run([again, neighbour], budget=64)
+    assert again.output == first.output
+    if dtype == "float32":
+        assert neighbour.output == reference(llama[1], neighbour.prompt, 12)[0]
+
+
+def test_blocks_can_be_copied_and_swapped(llama):
+    backend, info = open_backend(llama[0])
+    prefix, tail = prompts((32, 5))
+    first = run((backend, info), prefix + tail)
+    moved = np.array([first.blocks[:4], [150, 151, 152, 153]], dtype=np.int32)
+    nothing = np.empty((2, 0), dtype=np.int32)
+    backend.move_blocks(copies=moved, swap_out=nothing, swap_in=nothing)
+    assert run((backend, info), prefix + tail, shared_blocks=moved[1].tolist()).output == first.output
+    out = np.array([[150, 151, 152, 153], [7, 5, 6, 4]], dtype=np.int32)
+    back = np.array([[7, 5, 6, 4], [140, 141, 142, 143]], dtype=np.int32)
+    backend.move_blocks(copies=nothing, swap_out=out, swap_in=nothing)
+    backend.move_blocks(copies=nothing, swap_out=nothing, swap_in=back)
+    assert run((backend, info), prefix + tail, shared_blocks=back[1].tolist()).output == first.output
+
+
+def test_a_row_with_impossible_tokens_fails_alone(llama):
+    backend, info = open_backend(llama[0])
+    good = Request(prompts((20,))[0], 8)
+    bad = Request([1, VOCAB_SIZE, 2], 8)
+    BackendDriver(backend, info).run([good, bad], budget=64)
+    assert good.output == reference(llama[1], good.prompt, 8)[0]
+    assert bad.output == [-1]
+    assert "token id 320 is not allowed; allowed: 0 to 319" in bad.errors[0].message
+
+
+def test_nan_in_one_row_stays_there(llama):
+    backend, info = open_backend(llama[0])
+    driver = BackendDriver(backend, info)
+    good, bad = (Request(prompt, 8) for prompt in prompts((20, 21)))
+    running = driver.step([driver._admit(good), driver._admit(bad)], [good, bad], budget=64)
+    pool = backend._model.pool
+    with torch.inference_mode():
+        pool.vectors(1)[pool.key_vectors(np.array([bad.blocks[0] * pool.block_size])).ravel()] = float("nan")
+    while running:
+        running = driver.step(running, [], budget=64)
+    assert good.output == reference(llama[1], good.prompt, 8)[0]
+    assert bad.output[1:] == [-1]
+    assert len(bad.errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 12}, "block_size 12 is not allowed; allowed: a power of two"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"num_kv_blocks": 31}, "num_kv_blocks 31 is not allowed; .* allowed: 32 or more"),
+        ({"num_kv_blocks": -1}, "num_kv_blocks -1"),
+        ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; .*{CONTEXT}"),
+        ({"max_model_len": -1}, "max_model_len -1"),
+        ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not allowed"),
+        ({"dtype": "float8"}, "dtype 'float8' is not allowed; allowed: auto, float32"),
+        ({"quantization": "int4"}, "quantization 'int4' is not allowed; allowed: none, int8"),
+        ({"num_threads": -2}, "num_threads -2"),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(llama, settings, message):
+    with pytest.raises(BackendConfigError, match=message) as caught:
+        open_backend(llama[0], **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_pool_is_sized_from_free_memory_and_never_beyond_use(llama, monkeypatch):
+    backend, info = open_backend(llama[0], num_kv_blocks=0)
+    assert info.num_blocks == 8 * CONTEXT // 8
+    backend.close()
+    monkeypatch.setattr(kv_pool, "_free_host_bytes", lambda: 1 << 18)
+    with pytest.raises(BackendConfigError, match=r"max_model_len 256 is not allowed; the free memory holds"):
+        open_backend(llama[0], num_kv_blocks=0)
+
+
+def test_info_describes_the_model_and_close_may_be_called_twice(llama):
+    backend, info = open_backend(llama[0], dtype="auto")
+    assert isinstance(backend, ExecutorBackend)
+    assert (info.backend, info.device, info.dtype) == ("torch", "cpu", "float32")
+    assert (info.model_name, info.eos_token_ids, info.vocab_size) == (llama[0].name, (0,), VOCAB_SIZE)
+    assert (info.max_model_len, info.block_size, info.max_num_rows) == (CONTEXT, 8, 8)
+    backend.close()
+    backend.close()
+    with pytest.raises(RuntimeError, match="not open"):
+        run((backend, info), [1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3-bias", "mistral"])
+def test_int8_weights_stay_close_and_do_not_depend_on_the_batch(tmp_path, name):
+    model = make_checkpoint(tmp_path, name)
+    model.generation_config.eos_token_id = None
+    settings = {"quantization": "int8", "dtype": "float32"}
+    together = [Request(prompt, 6, GREEDY_WITH_LOGPROBS) for prompt in prompts()]
+    BackendDriver(*open_backend(tmp_path, **settings)).run(together, budget=32)
+    for request in together:
+        alone = run(open_backend(tmp_path, **settings), request.prompt, 6, sampling=GREEDY_WITH_LOGPROBS)
+        assert alone.output == request.output
+        expected = reference(model, request.prompt, 1)[1][0]
+        entry = request.logprobs[0]
+        assert entry.logprob == pytest.approx(float(expected[request.output[0]]), abs=0.5)

@@ -39,8 +39,7 @@ class TorchBackend:
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
         device = _device(config)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        _set_threads(config.num_threads)
         directory = Path(config.model)
         model_config = read_model_config(directory)
         dtype = _dtype(config, model_config, device)
@@ -187,6 +186,13 @@ class _OpenModel:
         plan = AttentionPlan(self._shape, self.pool, rows, slots)
         sampled = torch.from_numpy(last[sampling]).to(self._device)
         return self._decoder.forward(token_ids, store_positions, plan, sampled)
+
+
+def _set_threads(num_threads: int) -> None:
+    if num_threads < 0:
+        raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (all cores) or more")
+    if num_threads:
+        torch.set_num_threads(num_threads)
 
 
 def _device(config: BackendConfig) -> torch.device:

@@ -1,0 +1,89 @@
+"""What int8 weights cost in quality: a model's held-out loss in float32 and with quantised weights.
+
+Owns: scoring a text with the executor's own model code. Must not know: serving.
+
+    python benchmarks/int8_loss.py --model DIR --text held_out.txt
+
+The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. The embedded demo
+model is the default; its relative difference has to stay below 1%.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+import headway
+from headway_executor.kv_pool import KvPool
+from headway_executor.linear import LinearFactory
+from headway_executor.models.attention import AttentionPlan, AttentionShape, StepRows
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import load_decoder
+from headway_executor.weights import Checkpoint
+
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+
+
+def held_out_loss(model: Path, token_ids: list[int], quantization: str, window: int) -> float:
+    """Mean loss per token in nats; every window of ``window`` tokens is scored on its own."""
+    config = read_model_config(model)
+    with torch.inference_mode(), Checkpoint(model) as checkpoint:
+        decoder = load_decoder(
+            config,
+            checkpoint,
+            max_model_len=window,
+            linear=LinearFactory(torch.device("cpu"), torch.float32, quantization),
+            dtype=torch.float32,
+        )
+        pool = KvPool(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=1,
+            block_size=window,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        total, count = 0.0, 0
+        for start in range(0, len(token_ids) - 1, window):
+            part = torch.tensor(token_ids[start : start + window + 1])
+            places = torch.arange(len(part) - 1)
+            rows = StepRows(np.array([len(places)], np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
+            plan = AttentionPlan(shape, pool, rows, places.numpy())
+            logits = decoder.forward(part[:-1], places, plan, places)
+            total += float(functional.cross_entropy(logits, part[1:], reduction="sum"))
+            count += len(places)
+    return total / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
+    parser.add_argument("--window", type=int, default=256, help="tokens per window")
+    parser.add_argument("--tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
+    arguments = parser.parse_args()
+    token_ids = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode(arguments.text.read_text()).ids
+    token_ids = token_ids[: arguments.tokens or None]
+    exact = held_out_loss(arguments.model, token_ids, "none", arguments.window)
+    quantised = held_out_loss(arguments.model, token_ids, "int8", arguments.window)
+    print(
+        json.dumps(
+            {
+                "benchmark": "int8_loss",
+                "tokens": len(token_ids),
+                "float32_nats_per_token": round(exact, 5),
+                "int8_nats_per_token": round(quantised, 5),
+                "relative_difference": round(quantised / exact - 1, 5),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Reading config.json: what transformers would understand by it, or one clear line."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from checkpoints import FAMILIES, make_model
+from headway_executor.backend import ModelFilesError
+from headway_executor.models.families import read_model_config
+from headway_executor.models.rope import interleaved, rotate_, rotations
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+
+
+def read(tmp_path, values, generation=None):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_agrees_with_transformers_on_every_family(tmp_path, name):
+    make_model(name).save_pretrained(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    ours = read_model_config(tmp_path)
+    assert ours.architecture == theirs.architectures[0]
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    windows = [getattr(theirs, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
+    assert list(ours.sliding_windows) == windows
+
+
+def test_both_spellings_of_rope_and_dtype_mean_the_same(tmp_path):
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = LLAMA | {
+        "torch_dtype": "bfloat16",
+        "rope_theta": 5e5,
+        "rope_scaling": scaling | {"type": "llama3"},
+    }
+    new = LLAMA | {
+        "dtype": "bfloat16",
+        "rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5},
+    }
+    assert read(tmp_path, old) == read(tmp_path, new)
+
+
+def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
+    assert read(tmp_path, LLAMA).eos_token_ids == (2,)
+    assert read(tmp_path, LLAMA, {"eos_token_id": [9, 7]}).eos_token_ids == (7, 9)
+    assert read(tmp_path, LLAMA, {"temperature": 0.6}).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            128,
+        ),
+    ],
+)
+def test_context_includes_the_rope_scaling(tmp_path, rope, context):
+    assert read(tmp_path, LLAMA | {"rope_parameters": rope}).context == context
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama")])
+def test_rotations_equal_transformers(tmp_path, name):
+    model = make_model(name)
+    model.save_pretrained(tmp_path)
+    config = model.config
+    ours = read_model_config(tmp_path)
+    num_positions = config.max_position_embeddings
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions)[None])
+    table = rotations(ours.rope, ours.head_dim, num_positions)
+    half = ours.head_dim // 2
+    torch.testing.assert_close(table.real, cos[0, :, :half], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table.imag, sin[0, :, :half], rtol=0, atol=1e-6)
+
+
+def test_rotating_interleaved_pairs_keeps_every_dot_product():
+    torch.manual_seed(0)
+    heads = torch.randn(2, 6, 3, 8)
+    angles = torch.rand(6, 1, 4) * 3
+    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    half = torch.cat([-heads[..., 4:], heads[..., :4]], -1)
+    expected = torch.einsum("thd,shd->hts", *(heads * cos + half * sin))
+    ours = heads[..., interleaved(8)].contiguous()
+    for part in ours:
+        rotate_(part, torch.polar(torch.ones_like(angles), angles))
+    torch.testing.assert_close(torch.einsum("thd,shd->hts", *ours), expected)
+
+
+REFUSED = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+    ({"architectures": None}, "architectures"),
+    ({"num_attention_heads": 5}, "num_key_value_heads"),
+    ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_attention_heads"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"hidden_size": "64"}, "hidden_size"),
+    ({"hidden_size": -1}, "hidden_size"),
+    ({"vocab_size": 1 << 40}, "vocab_size"),
+    ({"vocab_size": True}, "vocab_size"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor"),
+    ({"rope_scaling": "linear"}, "rope_scaling"),
+    ({"rope_theta": "1e4"}, "rope_theta"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"eos_token_id": [1, "2"]}, "eos_token_id"),
+    ({"eos_token_id": 320}, "eos_token_id"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field"), REFUSED)
+def test_refuses_with_one_line_that_names_the_field(tmp_path, changes, field):
+    with pytest.raises(ModelFilesError, match=field) as caught:
+        read(tmp_path, LLAMA | changes)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_refuses_layer_types_that_make_no_sense(tmp_path, changes):
+    with pytest.raises(ModelFilesError, match=r"layer_types|use_sliding_window"):
+        read(tmp_path, QWEN2 | changes)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1, 2]", b"\xff\xfe", b'"text"', b"[" * 100_000])
+def test_refuses_files_that_hold_no_json_object(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelFilesError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_refuses_missing_directory_and_missing_file(tmp_path):
+    with pytest.raises(ModelFilesError, match="no such model directory"):
+        read_model_config(tmp_path / "absent")
+    with pytest.raises(ModelFilesError, match=r"config\.json: No such file"):
+        read_model_config(tmp_path)
