@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 
+DEAD = -1
+"""The version of a block behind one that was evicted: it cannot be reached and is not cached."""
+
 
 @dataclass(eq=False)
 class SpecRequest:
@@ -58,6 +61,7 @@ class SpecPool:
         self.fenced: dict[int, int] = {}  # block -> step
         self.cache: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.chain_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.parent_of: dict[int, int] = {}
         self.versions = 0
 
     @property
@@ -68,17 +72,18 @@ class SpecPool:
         blocks = []
         for _ in range(count):
             if not self.plain:
-                self._evict(at_least=count - len(blocks))
+                self._evict()
             block = self.plain.pop()
             self.references[block] = 1
             blocks.append(block)
         return blocks
 
-    def _evict(self, at_least: int) -> None:
-        batch = self.evictable[: max(at_least, len(self.references) // 64)]
+    def _evict(self) -> None:
+        batch = self.evictable[: max(1, len(self.references) // 64)]
         del self.evictable[: len(batch)]
         for block in batch:
-            del self.cache[self.chain_of.pop(block)]
+            _, version = self.cache.pop(self.chain_of.pop(block))
+            del self.parent_of[version]
         self.plain = batch[::-1]
 
     def release(self, blocks: list[int], fence: int | None) -> None:
@@ -119,12 +124,23 @@ class SpecPool:
     def register(self, request: SpecRequest, computed: int, block_size: int) -> None:
         for index in range(len(request.chain), computed // block_size):
             parent = request.chain[-1] if request.chain else 0
+            if not self._is_reachable(parent):
+                request.chain.append(DEAD)
+                continue
             chain = (parent, tuple(request.tokens[index * block_size : (index + 1) * block_size]))
             if chain not in self.cache:
                 self.versions += 1
                 self.cache[chain] = (request.blocks[index], self.versions)
                 self.chain_of[request.blocks[index]] = chain
+                self.parent_of[self.versions] = parent
             request.chain.append(self.cache[chain][1])
+
+    def _is_reachable(self, version: int) -> bool:
+        while version:
+            if version not in self.parent_of:
+                return False
+            version = self.parent_of[version]
+        return True
 
 
 class Specification:

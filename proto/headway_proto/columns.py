@@ -19,7 +19,7 @@ INT32 = np.dtype("<i4")
 EMPTY_COLUMN = np.empty(0, dtype=INT32)
 
 
-def encode_column(values: Int32Array | Sequence[int]) -> bytes:
+def encode_column(values: NDArray[np.integer] | Sequence[int]) -> bytes:
     """Encode integers, shape ``[n]``, as ``4 * n`` little-endian bytes."""
     return np.asarray(values, dtype=INT32).tobytes()
 

@@ -186,7 +186,10 @@ def executor_frame_reader() -> FrameReader:
 
 
 def state_digest(
-    rows: NDArray[np.integer], num_computed_tokens: Int32Array, num_blocks: Int32Array, block_table: Int32Array
+    rows: NDArray[np.integer],
+    num_computed_tokens: Int32Array,
+    num_blocks: Int32Array,
+    block_table: NDArray[np.integer],
 ) -> int:
     """Digest of the mirrored state after a step, equal on both sides when they agree.
 

@@ -92,7 +92,7 @@ class Pair:
     def check(self) -> None:
         core, specification = self.core, self.specification
         tables = [core.rows.blocks_of(row) for row in core.rows.live_rows().tolist()]
-        core.pool.check(np.concatenate(tables) if tables else np.empty(0, dtype=np.int32))
+        core.pool.check(np.concatenate(tables) if tables else np.empty(0, dtype=np.intp))
         assert core.pool.num_free == specification.pool.num_free
         assert core.pool.num_fenced == len(specification.pool.fenced)
         assert core.cache.num_cached == len(specification.pool.cache)

@@ -5,11 +5,16 @@ import pytest
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.block_pool import BlockPool
+from headway_scheduler.core.indices import BlockIndices
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 
 
 def column(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
+
+
+def indices(*values: int) -> BlockIndices:
+    return np.array(values, dtype=np.intp)
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def pool(cache: PrefixCache) -> BlockPool:
     return BlockPool(6, cache)
 
 
-def register(cache: PrefixCache, tokens: Int32Array, blocks: Int32Array) -> None:
+def register(cache: PrefixCache, tokens: Int32Array, blocks: BlockIndices) -> None:
     cache.register(ROOT_NODE, tokens.tobytes(), blocks)
 
 
@@ -40,7 +45,7 @@ def test_a_fenced_block_is_not_handed_out_before_its_step_has_returned(pool: Blo
     assert (pool.num_free, pool.num_fenced) == (2, 4)
     pool.complete_step(7)
     assert (pool.num_free, pool.num_fenced) == (6, 0)
-    pool.check(column())
+    pool.check(indices())
 
 
 def test_a_shared_block_outlives_its_first_holder(pool: BlockPool, cache: PrefixCache) -> None:
@@ -97,7 +102,7 @@ def test_the_eviction_queue_survives_many_turns(pool: BlockPool, cache: PrefixCa
         blocks = pool.allocate(5)
         register(cache, np.arange(5, dtype=np.int32) + 10 * turn, blocks)
         pool.release(blocks, None)
-        pool.check(column())
+        pool.check(indices())
         found, _ = cache.find((np.arange(5, dtype=np.int32) + 10 * turn).tobytes(), 5)
         assert found.tolist() == blocks.tolist()
         pool.share(found)

@@ -5,11 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array
+from headway_scheduler.core.indices import BlockIndices
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 
 
 def column(values: list[int]) -> Int32Array:
     return np.array(values, dtype=np.int32)
+
+
+def indices(values: list[int]) -> BlockIndices:
+    return np.array(values, dtype=np.intp)
 
 
 def find(cache: PrefixCache, tokens: list[int]) -> list[int]:
@@ -18,8 +23,8 @@ def find(cache: PrefixCache, tokens: list[int]) -> list[int]:
 
 def test_a_prompt_that_differs_branches_off() -> None:
     cache = PrefixCache(10, block_size=2)
-    cache.register(ROOT_NODE, column([1, 1, 2, 2, 3, 3]).tobytes(), column([0, 1, 2]))
-    cache.register(ROOT_NODE, column([1, 1, 2, 2, 9, 9]).tobytes(), column([3, 4, 5]))
+    cache.register(ROOT_NODE, column([1, 1, 2, 2, 3, 3]).tobytes(), indices([0, 1, 2]))
+    cache.register(ROOT_NODE, column([1, 1, 2, 2, 9, 9]).tobytes(), indices([3, 4, 5]))
     assert find(cache, [1, 1, 2, 2, 3, 3]) == [0, 1, 2]
     assert find(cache, [1, 1, 2, 2, 9, 9]) == [0, 1, 5]
     assert find(cache, [1, 1, 2, 0]) == [0]
@@ -29,20 +34,20 @@ def test_a_prompt_that_differs_branches_off() -> None:
 
 def test_what_follows_an_evicted_block_cannot_be_reached() -> None:
     cache = PrefixCache(10, block_size=2)
-    cache.register(ROOT_NODE, column([1, 1, 2, 2, 3, 3]).tobytes(), column([0, 1, 2]))
-    cache.forget(column([1]))
+    cache.register(ROOT_NODE, column([1, 1, 2, 2, 3, 3]).tobytes(), indices([0, 1, 2]))
+    cache.forget(indices([1]))
     assert find(cache, [1, 1, 2, 2, 3, 3]) == [0]
-    cache.forget(column([0]))
+    cache.forget(indices([0]))
     assert find(cache, [1, 1, 2, 2, 3, 3]) == []
     assert cache.num_cached == 1
-    cache.forget(column([2]))
+    cache.forget(indices([2]))
     assert cache.num_cached == 0
 
 
 def test_a_continuation_is_found_behind_its_node() -> None:
     cache = PrefixCache(10, block_size=2)
-    node = cache.register(ROOT_NODE, column([1, 1]).tobytes(), column([7]))
-    cache.register(node, column([2, 2, 3, 3]).tobytes(), column([8, 9]))
+    node = cache.register(ROOT_NODE, column([1, 1]).tobytes(), indices([7]))
+    cache.register(node, column([2, 2, 3, 3]).tobytes(), indices([8, 9]))
     assert find(cache, [1, 1, 2, 2, 3, 3]) == [7, 8, 9]
 
 
@@ -58,14 +63,14 @@ def test_equals_a_dictionary_of_whole_prefixes(story: list[tuple[list[int], int]
     for tokens, evict in story:
         blocks = list(range(next_block, next_block + len(tokens)))
         next_block += len(tokens)
-        cache.register(ROOT_NODE, column(tokens).tobytes(), column(blocks))
+        cache.register(ROOT_NODE, column(tokens).tobytes(), indices(blocks))
         for end, block in enumerate(blocks, start=1):
             prefix = tuple(tokens[:end])
             if prefix not in known:
                 known[prefix] = block
                 order.append(prefix)
         if evict == 0:
-            cache.forget(column([known.pop(order.pop())]))
+            cache.forget(indices([known.pop(order.pop())]))
         for probe in (tokens, tokens[::-1], [*tokens, 1]):
             expected = []
             for end in range(1, len(probe) + 1):

@@ -16,12 +16,12 @@ from collections import deque
 
 import numpy as np
 
-from headway_proto.columns import Int32Array
+from headway_scheduler.core.indices import BlockIndices
 from headway_scheduler.core.prefix_cache import PrefixCache
 
 _NOT_QUEUED = -1
 _EVICTION_SHARE = 64
-"""When blocks must be evicted, at least one in this many of the pool goes: evicting one by one costs more."""
+"""Blocks are evicted in batches of this share of the pool: evicting them one by one costs more."""
 
 
 class BlockPool:
@@ -30,18 +30,19 @@ class BlockPool:
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         self._cache = cache
         self.num_blocks = num_blocks
+        self._eviction_batch = max(1, num_blocks // _EVICTION_SHARE)
         self._ref_count = np.zeros(num_blocks, dtype=np.int32)
         # Stack of free blocks without content; the top is at the end. Low numbers are handed out first.
-        self._plain = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._plain = np.arange(num_blocks - 1, -1, -1)
         self._num_plain = num_blocks
         # Eviction queue of free cached blocks: entry i is current only while _queue_place[block] == i.
-        self._queue = np.empty(2 * num_blocks + 1, dtype=np.int32)
+        self._queue = np.empty(2 * num_blocks + 1, dtype=np.intp)
         self._queue_head = 0
         self._queue_tail = 0
         self._queue_place = np.full(num_blocks, _NOT_QUEUED, dtype=np.int64)
         self._num_queued = 0
         # Blocks behind each fence, oldest fence first, in the order of release.
-        self._fences: deque[tuple[int, list[Int32Array]]] = deque()
+        self._fences: deque[tuple[int, list[BlockIndices]]] = deque()
         self.num_fenced = 0
 
     @property
@@ -49,7 +50,7 @@ class BlockPool:
         """Blocks that can be allocated now, cached ones included."""
         return self._num_plain + self._num_queued
 
-    def allocate(self, count: int) -> Int32Array:
+    def allocate(self, count: int) -> BlockIndices:
         """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
         assert count <= self.num_free
         top = self._num_plain
@@ -64,7 +65,7 @@ class BlockPool:
         self._ref_count[blocks] = 1
         return blocks
 
-    def release(self, blocks: Int32Array, fence_step: int | None) -> None:
+    def release(self, blocks: BlockIndices, fence_step: int | None) -> None:
         """Drop one reference of each block (a block occurs at most once).
 
         Blocks without a reference become free when ``complete_step(fence_step)`` is called; at once if it is None.
@@ -72,7 +73,7 @@ class BlockPool:
         """
         references = self._ref_count[blocks] - 1
         self._ref_count[blocks] = references
-        unused = (blocks[references == 0] if references.any() else blocks)[::-1]
+        unused = (blocks[references == 0] if np.count_nonzero(references) else blocks)[::-1]
         if fence_step is None:
             self._make_free(unused)
             return
@@ -90,7 +91,7 @@ class BlockPool:
             self.num_fenced -= len(blocks)
             self._make_free(blocks)
 
-    def share(self, blocks: Int32Array) -> None:
+    def share(self, blocks: BlockIndices) -> None:
         """Add a reference to each of these cached blocks, taking back free and fenced ones."""
         queued = self._queue_place[blocks] != _NOT_QUEUED
         num_queued = int(np.count_nonzero(queued))
@@ -104,26 +105,30 @@ class BlockPool:
                 (step, [part[self._ref_count[part] == 0] for part in parts]) for step, parts in self._fences
             )
 
-    def num_free_among(self, blocks: Int32Array) -> int:
+    def num_free_among(self, blocks: BlockIndices) -> int:
         """How many of these cached blocks count towards ``num_free``."""
         return int(np.count_nonzero(self._queue_place[blocks] != _NOT_QUEUED))
 
-    def check(self, held: Int32Array) -> None:
+    def check(self, held: BlockIndices) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
         assert np.array_equal(np.bincount(held, minlength=self.num_blocks), self._ref_count)
         assert np.count_nonzero(self._ref_count) + self.num_fenced + self.num_free == self.num_blocks
 
-    def _make_free(self, blocks: Int32Array) -> None:
+    def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
         cached = self._cache.holds(blocks)
-        if cached.any():
+        num_cached = np.count_nonzero(cached)
+        if num_cached == len(blocks):
+            self._enqueue(blocks)
+            return
+        if num_cached:
             self._enqueue(blocks[cached])
             blocks = blocks[~cached]
         self._plain[self._num_plain : self._num_plain + len(blocks)] = blocks
         self._num_plain += len(blocks)
 
-    def _enqueue(self, blocks: Int32Array) -> None:
+    def _enqueue(self, blocks: BlockIndices) -> None:
         if self._queue_tail + len(blocks) > len(self._queue):
             self._compact_queue()
         tail = self._queue_tail
@@ -140,16 +145,17 @@ class BlockPool:
         self._queue_place[current] = np.arange(len(current))
         self._queue_head, self._queue_tail = 0, len(current)
 
-    def _take_evicted(self, count: int) -> Int32Array:
-        """Evict a batch of at least ``count`` blocks; return ``count`` of them, the rest go onto the (empty) stack."""
-        evicted = self._evict(min(max(count, self.num_blocks // _EVICTION_SHARE), self._num_queued))
+    def _take_evicted(self, count: int) -> BlockIndices:
+        """Evict whole batches, at least ``count`` blocks; return ``count``, the rest go onto the (empty) stack."""
+        batches = -(-count // self._eviction_batch)
+        evicted = self._evict(min(batches * self._eviction_batch, self._num_queued))
         num_left = len(evicted) - count
         self._plain[:num_left] = evicted[count:][::-1]
         self._num_plain = num_left
         return evicted[:count]
 
-    def _evict(self, count: int) -> Int32Array:
-        evicted: list[Int32Array] = []
+    def _evict(self, count: int) -> BlockIndices:
+        evicted: list[BlockIndices] = []
         while count:
             head = self._queue_head
             entries = self._queue[head : min(head + count, self._queue_tail)]

@@ -10,13 +10,14 @@ branches off a node and is found by that node and the tokens of its first block.
 byte strings, however many blocks they cover, tokens themselves are compared, not digests (no two prompts can collide),
 and a run is never split: a prompt that differs from some block on is a new run behind the node before it.
 
-Evicting a block cuts its run: what followed cannot be reached any more. Nodes are never reused.
+Evicting a block cuts its run: what followed cannot be reached any more, and nothing is registered behind it. Nodes are
+never reused.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_scheduler.core.indices import NO_BLOCKS, BlockIndices
 
 ROOT_NODE = 0
 """The node before the first block of every prompt."""
@@ -31,7 +32,7 @@ class _Run:
 
     __slots__ = ("blocks", "branch", "length", "num_left", "number", "token_bytes")
 
-    def __init__(self, number: int, branch: tuple[int, bytes], token_bytes: bytes, blocks: Int32Array) -> None:
+    def __init__(self, number: int, branch: tuple[int, bytes], token_bytes: bytes, blocks: BlockIndices) -> None:
         self.number = number
         self.branch = branch
         self.token_bytes = token_bytes
@@ -54,24 +55,26 @@ class PrefixCache:
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
         self.num_cached = 0
 
-    def holds(self, blocks: Int32Array) -> NDArray[np.bool_]:
+    def holds(self, blocks: BlockIndices) -> NDArray[np.bool_]:
         """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
         held: NDArray[np.bool_] = self._node_of_block[blocks] != _NO_NODE
         return held
 
-    def find(self, token_bytes: bytes, max_blocks: int) -> tuple[Int32Array, int]:
+    def find(self, token_bytes: bytes, max_blocks: int) -> tuple[BlockIndices, int]:
         """The longest cached prefix, at most ``max_blocks`` blocks: their numbers, and the node of the last."""
         parts, node = self._walk(ROOT_NODE, token_bytes, max_blocks)
         if not parts:
-            return EMPTY_COLUMN, node
+            return NO_BLOCKS, node
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)), node
 
-    def register(self, parent_node: int, token_bytes: bytes, blocks: Int32Array) -> int:
+    def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices) -> int:
         """Remember that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the last one's node.
 
         Where other blocks already hold the same, those stay the cached ones: block tables are append-only, so nobody's
-        blocks are exchanged after the fact.
+        blocks are exchanged after the fact. Behind a node that can no longer be reached nothing is kept.
         """
+        if not self._is_reachable(parent_node):
+            return parent_node
         parts, node = self._walk(parent_node, token_bytes, len(blocks))
         num_known = sum(map(len, parts))
         if num_known == len(blocks):
@@ -86,7 +89,7 @@ class PrefixCache:
         self.num_cached += run.length
         return first_node + run.length - 1
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget(self, blocks: BlockIndices) -> None:
         """Cached ``blocks`` will be overwritten: cut their runs."""
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
@@ -99,6 +102,14 @@ class PrefixCache:
         for number, first, count in zip(numbers[starts].tolist(), firsts, counts, strict=True):
             self._cut(self._runs[number], first, count)
 
+    def _is_reachable(self, node: int) -> bool:
+        while node != ROOT_NODE:
+            run = self._runs.get(node >> _PLACE_BITS)
+            if run is None or node & _PLACE_MASK >= run.length:
+                return False
+            node = run.branch[0]
+        return True
+
     def _cut(self, run: _Run, first: int, count: int) -> None:
         run.num_left -= count
         if first < run.length:
@@ -108,10 +119,10 @@ class PrefixCache:
         if run.num_left == 0:
             del self._runs[run.number]
 
-    def _walk(self, node: int, token_bytes: bytes, max_blocks: int) -> tuple[list[Int32Array], int]:
+    def _walk(self, node: int, token_bytes: bytes, max_blocks: int) -> tuple[list[BlockIndices], int]:
         """Follow ``token_bytes`` from ``node``: the blocks passed, in parts, and the node reached."""
         size = self._block_bytes
-        parts: list[Int32Array] = []
+        parts: list[BlockIndices] = []
         done = 0
         while done < max_blocks:
             run, place = self._next(node, token_bytes[done * size : (done + 1) * size])

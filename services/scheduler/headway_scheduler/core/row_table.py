@@ -5,20 +5,14 @@ Must not know: queues, budgets, or why a row changes.
 """
 
 import heapq
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
+from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.request import Request
 
 NEVER = np.iinfo(np.int64).max
-
-RowIndices: TypeAlias = NDArray[np.intp]
-"""Row numbers in the type that arrays are indexed with: a column that travels is int32, one that indexes is not."""
-
-NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class RowTable:
@@ -53,7 +47,7 @@ class RowTable:
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these two cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
-        self.block_table = np.empty((max_rows, max_blocks), dtype=np.int32)
+        self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._row_start = np.arange(max_rows, dtype=np.int64) * max_model_len
 
@@ -106,18 +100,18 @@ class RowTable:
         """The live row that is served last: the first to be preempted."""
         return int(self.order_key[: self.end].argmax())
 
-    def append_blocks(self, row: int, blocks: Int32Array) -> None:
+    def append_blocks(self, row: int, blocks: BlockIndices) -> None:
         """Extend one row's block table."""
         start = self.num_blocks[row]
         self.block_table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] += len(blocks)
 
-    def append_one_block_each(self, rows: RowIndices, blocks: Int32Array) -> None:
+    def append_one_block_each(self, rows: RowIndices, blocks: BlockIndices) -> None:
         """Extend several rows' block tables by one block each."""
         self.block_table[rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
 
-    def blocks_of(self, row: int) -> Int32Array:
+    def blocks_of(self, row: int) -> BlockIndices:
         """A copy of one row's block table."""
         return self.block_table[row, : self.num_blocks[row]].copy()
 

@@ -33,10 +33,11 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
-from headway_scheduler.core.row_table import NEVER, NO_ROWS, RowIndices, RowTable
+from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
 from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
 
@@ -239,7 +240,7 @@ class Scheduler:
         if not len(due):
             return
         num_left = rows.last_position[due] - rows.num_computed_tokens[due]
-        if not num_left.all():
+        if np.count_nonzero(num_left) < len(due):
             for row in due[num_left == 0].tolist():
                 self._stop_decoding(row)
                 self._idle.add(row)
@@ -321,7 +322,7 @@ class Scheduler:
         plan.add_blocks(np.full(len(blocks), row), blocks)
         self._advance_prompt(plan, row, num_tokens)
 
-    def _blocks_for(self, row: int, num_tokens: int) -> Int32Array:
+    def _blocks_for(self, row: int, num_tokens: int) -> BlockIndices:
         """Allocate what ``row`` lacks to hold ``num_tokens`` tokens."""
         rows = self.rows
         missing = -(-num_tokens // rows.block_size) - int(rows.num_blocks[row])
@@ -405,9 +406,9 @@ class Scheduler:
         self._note_admission(request, num_tokens, num_cached_tokens, now)
         return owed_blocks + -(-num_tokens // rows.block_size) - len(shared) - len(blocks)
 
-    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> tuple[Int32Array, int]:
+    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
         if not self.limits.enable_prefix_caching:
-            return EMPTY_COLUMN, ROOT_NODE
+            return NO_BLOCKS, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
         return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headway_proto.columns import Int32Array, encode_columns
+from headway_proto.columns import encode_columns
 from headway_proto.step import NewRequest
+from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.request import Request
-from headway_scheduler.core.row_table import RowIndices
 
 
 class PrefillChunk:
@@ -56,9 +56,9 @@ class StepPlan:
         """Fenced blocks that rows already sit out for."""
         self.short_of_blocks = False
         self._block_rows: list[RowIndices] = []
-        self._block_ids: list[Int32Array] = []
+        self._block_ids: list[BlockIndices] = []
 
-    def add_blocks(self, rows: RowIndices, blocks: Int32Array) -> None:
+    def add_blocks(self, rows: RowIndices, blocks: BlockIndices) -> None:
         """Append ``blocks[i]`` to the table of ``rows[i]``."""
         if len(blocks):
             self._block_rows.append(rows)
