@@ -31,6 +31,7 @@ from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.process import relax_collector
 from provenance import provenance
 
 PROMPT_TOKENS = 512
@@ -145,8 +146,7 @@ class Bench:
 def all_decode(num_running: int, steps: int, depth: int, seed: int, *, aligned: bool) -> dict[str, float]:
     bench = Bench(num_running, depth, seed, aligned=aligned, prefix_caching=True)
     bench.settle()
-    gc.collect()
-    gc.freeze()
+    relax_collector()
     times = [bench.timed_step([]) for _ in range(steps)]
     gc.unfreeze()
     return {**figures(times), "message_bytes_min": min(size for size, _ in bench.message_bytes)}
@@ -157,8 +157,7 @@ def churn(num_running: int, steps: int, depth: int, seed: int) -> dict[str, floa
     bench.settle()
     share = max(1, round(num_running * CHURN_SHARE))
     origins = deque(request.new.origin for request in bench.core.requests())
-    gc.collect()
-    gc.freeze()
+    relax_collector()
     times = []
     for _ in range(steps):
         # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.

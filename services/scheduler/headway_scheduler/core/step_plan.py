@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headway_proto.columns import encode_columns
+from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.request import Request
@@ -87,10 +87,13 @@ class StepPlan:
 
     def scheduled_tokens(self, *sitting_out: Iterable[int]) -> bytes:
         """The column group (row, tokens) of all exceptions, rows ascending."""
-        exceptions = self.exceptions + [(row, 0) for rows in sitting_out for row in rows]
+        exceptions = dict(self.exceptions)
+        for rows in sitting_out:
+            exceptions.update(dict.fromkeys(rows, 0))
         if not exceptions:
             return b""
-        return np.asarray(sorted(exceptions), dtype=np.int32).T.tobytes()
+        in_order = sorted(exceptions)
+        return encode_column(in_order + [exceptions[row] for row in in_order])
 
 
 class InFlightStep:
