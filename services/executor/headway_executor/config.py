@@ -44,7 +44,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(description="tokens per request at most; 0: the model's context")] = 0
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
-    num_threads: Annotated[int, Meta(description="threads of a CPU backend; 0: one per core")] = 0
+    num_threads: Annotated[
+        int,
+        Meta(description="threads of a CPU backend; 0: as many as the model is large enough for, at most one per core"),
+    ] = 0
     seed: Annotated[int, Meta(description="seed of whatever a backend draws itself, such as random weights")] = 0
     backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
     curve_keys: Annotated[

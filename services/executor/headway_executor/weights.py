@@ -7,6 +7,7 @@ Pickle checkpoints are refused, not converted: unpickling runs code. Nothing her
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -61,6 +62,11 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.clear()
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(header.shape) for header in self.headers.values())
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
         """Check that the checkpoint holds exactly the ``expected`` tensors (name to shape), in a supported dtype.

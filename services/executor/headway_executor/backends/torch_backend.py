@@ -5,6 +5,7 @@ into a forward pass and its samples into a ``StepResult``.
 Must not know: sockets, frames, epochs, or the scheduler's reasons.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTIZATIONS = ("none", "int8")
+_PARAMETERS_PER_THREAD = 16_000_000
 
 
 class TorchBackend:
@@ -39,7 +41,7 @@ class TorchBackend:
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
         device = _device(config)
-        _set_threads(config.num_threads)
+        _check_threads(config.num_threads)
         directory = Path(config.model)
         model_config = read_model_config(directory)
         dtype = _dtype(config, model_config, device)
@@ -47,6 +49,7 @@ class TorchBackend:
         _check_block_size(config.block_size)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
+            torch.set_num_threads(config.num_threads or _threads_that_pay(checkpoint.num_parameters))
             decoder = load_decoder(
                 model_config,
                 checkpoint,
@@ -188,11 +191,19 @@ class _OpenModel:
         return self._decoder.forward(token_ids, store_positions, plan, sampled)
 
 
-def _set_threads(num_threads: int) -> None:
+def _check_threads(num_threads: int) -> None:
     if num_threads < 0:
-        raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (all cores) or more")
-    if num_threads:
-        torch.set_num_threads(num_threads)
+        raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (as the model needs) or more")
+
+
+def _threads_that_pay(num_parameters: int) -> int:
+    """One thread for each ``_PARAMETERS_PER_THREAD``, at most one per core.
+
+    Every operator ends with the threads waiting for each other. For a small model that wait is longer than the work it
+    divides, and many times longer when scheduler and gateway want a core as well.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
 
 
 def _device(config: BackendConfig) -> torch.device:
