@@ -26,10 +26,10 @@ def test_defaults_are_valid():
         ({"ingress_address": "http://x"}, "ingress_address: 'http://x' is not allowed; allowed: ipc://PATH or tcp"),
         (
             {"ingress_address": "tcp://10.0.0.1:5"},
-            "allowed: ipc://PATH or a loopback address; any other with curve_keys",
+            "allowed: ipc://PATH, a loopback tcp:// address, or any tcp:// address together with curve_keys",
         ),
-        ({"ingress_address": "tcp://127.0.0.1:0"}, "allowed: tcp://HOST:PORT with a port from 1 to 65535"),
-        ({"ingress_address": "ipc://" + "x" * 108}, "allowed: an IPC path of at most 107 bytes"),
+        ({"ingress_address": "tcp://127.0.0.1:0"}, "allowed: ipc://PATH or tcp://HOST:PORT"),
+        ({"ingress_address": "ipc://" + "x" * 108}, "allowed: an ipc path of at most 107 bytes, not 108"),
         ({"model": ""}, "model: '' is not allowed"),
         ({"workers": 0}, "workers: '0' is not allowed; allowed: 1 to 64"),
         ({"max_concurrent_streams": 0}, "max_concurrent_streams: "),

@@ -3,7 +3,6 @@
 Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
 """
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,9 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import BackendConfig
-
-MAX_IPC_PATH_BYTES = 107
-"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
+from headway_proto.addresses import check_link_address
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -70,7 +67,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
         """
-        _check_address(self.step_address, has_keys=bool(self.curve_keys))
+        check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         for field, least, most in (
@@ -109,24 +106,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _check_address(address: str, *, has_keys: bool) -> None:
-    """Refuse an address that cannot be connected to, or a network link without keys."""
-    scheme, _, rest = address.partition("://")
-    allowed = "ipc://PATH or tcp://HOST:PORT"
-    if scheme == "ipc" and rest:
-        num_bytes = len(rest.encode())
-        if num_bytes <= MAX_IPC_PATH_BYTES:
-            return
-        allowed = f"an ipc path of at most {MAX_IPC_PATH_BYTES} bytes, not {num_bytes}"
-    elif scheme == "tcp":
-        host, _, port = rest.rpartition(":")
-        if host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535:
-            if has_keys or _is_loopback(host):
-                return
-            allowed = "ipc://PATH, a loopback tcp:// address, or any tcp:// address together with curve_keys"
-    raise _refusal("step_address", address, allowed)
-
-
 def _refusal(field: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {allowed}")
 
@@ -140,12 +119,3 @@ def _is_device(device: str) -> bool:
     if not separator:
         return kind in {"cpu", "cuda"}
     return kind == "cuda" and index.isascii() and index.isdigit()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -4,18 +4,15 @@ Owns: every setting of a gateway process, its default, its description and its a
 Must not know: where values come from (flags, files, environment) or what is done with them.
 """
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-MAX_IPC_PATH_BYTES = 107
-"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
+from headway_proto.addresses import check_link_address, is_loopback
 
 _SHOWN_VALUE_CHARS = 64
-_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +72,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         host, _ = split_address(self.grpc_address)
         _require_positive(self)
-        _check_ingress(self.ingress_address, has_keys=bool(self.curve_keys))
+        check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file)
-        if not _is_loopback(host) and not guarded and not self.allow_insecure_bind:
+        if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
                 _refusal(
                     "grpc_address",
@@ -147,31 +144,6 @@ def _check_files(config: GatewayConfig) -> None:
             raise ValueError(_refusal(field, path, "a file that exists"))
     if config.auth_token_file:
         read_token(config.auth_token_file)
-
-
-def _check_ingress(address: str, *, has_keys: bool) -> None:
-    scheme, separator, rest = address.partition("://")
-    if not separator or scheme not in {"ipc", "tcp"} or not rest:
-        raise ValueError(_refusal("ingress_address", address, "ipc://PATH or tcp://HOST:PORT"))
-    if scheme == "tcp":
-        host, _, port = rest.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-            raise ValueError(_refusal("ingress_address", address, "tcp://HOST:PORT with a port from 1 to 65535"))
-        if not has_keys and not _is_loopback(host.removeprefix("[").removesuffix("]")):
-            raise ValueError(
-                _refusal("ingress_address", address, "ipc://PATH or a loopback address; any other with curve_keys")
-            )
-    if scheme == "ipc" and len(rest.encode()) > MAX_IPC_PATH_BYTES:
-        raise ValueError(_refusal("ingress_address", address, f"an IPC path of at most {MAX_IPC_PATH_BYTES} bytes"))
-
-
-def _is_loopback(host: str) -> bool:
-    if host in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _refusal(field: str, value: object, allowed: str) -> str:

@@ -24,8 +24,7 @@ from headway.plan import START_ORDER, Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
 from headway.readiness import wait_until_serving
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
-
-MAX_IPC_PATH_BYTES = 107
+from headway_proto.addresses import MAX_IPC_PATH_BYTES
 
 
 class StopRequested(msgspec.Struct, frozen=True):

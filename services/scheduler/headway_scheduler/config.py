@@ -3,17 +3,14 @@
 Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
 """
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headway_proto.addresses import check_link_address
 from headway_scheduler.core.limits import SchedulerLimits
-
-MAX_IPC_PATH_BYTES = 107
-"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"grace_s: {self.grace_s} is not allowed; allowed: 0 or more seconds")
         for field in ("step_address", "ingress_address"):
-            check_bind_address(field, getattr(self, field), has_keys=bool(self.curve_keys))
+            check_link_address(field, getattr(self, field), has_keys=bool(self.curve_keys), least_port=0)
         if self.curve_keys and not (Path(self.curve_keys) / "scheduler.key_secret").is_file():
             raise ValueError(
                 f"curve_keys: {self.curve_keys!r:.64} is not allowed; allowed: a directory with scheduler.key_secret"
@@ -80,34 +77,3 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             order=self.order,
             enable_prefix_caching=self.enable_prefix_caching,
         )
-
-
-def check_bind_address(field: str, address: str, *, has_keys: bool) -> None:
-    """Refuse an address that cannot be bound, or that strangers could reach without a key.
-
-    Raises:
-        ValueError: one line naming field, value and what is allowed.
-    """
-    scheme, separator, rest = address.partition("://")
-    allowed = "ipc://PATH or tcp://HOST:PORT"
-    if scheme == "ipc" and rest:
-        if len(rest.encode()) > MAX_IPC_PATH_BYTES:
-            allowed = f"an ipc path of at most {MAX_IPC_PATH_BYTES} bytes, not {len(rest.encode())}"
-        else:
-            return
-    elif scheme == "tcp" and separator:
-        host, _, port = rest.rpartition(":")
-        if host and port.isascii() and port.isdigit() and int(port) <= 65535:
-            if has_keys or _is_loopback(host):
-                return
-            allowed = "a loopback address, or any other together with curve_keys"
-    raise ValueError(f"{field}: {address!r:.64} is not allowed; allowed: {allowed}")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
