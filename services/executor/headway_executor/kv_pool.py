@@ -9,6 +9,7 @@ index: ``vector(slot, head)``, where slot ``block * block_size + offset`` is one
 per head and against one row per slot: this order was the quickest to write and to attend over.)
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ class KvPool:
         self.block_size = block_size
         self._num_heads = 2 * num_kv_heads
         shape = (num_layers, num_blocks, self._num_heads, block_size, head_dim)
-        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._blocks = _zeros(shape, dtype, device)
         self._vectors = [layer.view(-1, head_dim) for layer in self._blocks.unbind(0)]
         self._host_blocks: dict[int, Tensor] = {}
 
@@ -84,6 +85,13 @@ class KvPool:
 
     def _index(self, blocks: Int32Array) -> Tensor:
         return torch.from_numpy(blocks.astype(np.int64)).to(self._blocks.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no time: on a CPU torch would write all of them, which takes a second per gigabyte or more."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.device) -> int:
