@@ -56,7 +56,11 @@ class Bench:
             enable_prefix_caching=prefix_caching,
         )
         capacity = ExecutorCapacity(
-            num_blocks=num_running * 160 + 4096, block_size=BLOCK_SIZE, max_model_len=2600, vocab_size=VOCAB_SIZE
+            num_blocks=num_running * 160 + 4096,
+            block_size=BLOCK_SIZE,
+            max_model_len=2600,
+            vocab_size=VOCAB_SIZE,
+            max_num_rows=num_running,
         )
         self.core = Scheduler(limits, capacity, epoch=1 << 20)
         self.step_writer = step.scheduler_frame_writer()

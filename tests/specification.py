@@ -268,7 +268,7 @@ class Specification:
 
     def _admit(self) -> None:
         size = self.capacity.block_size
-        max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens, self.capacity.max_num_rows)
         for request in sorted(self.waiting, key=lambda r: r.key):
             if len(self.running) >= max_running or self._budget() <= 0 or request.unreturned:
                 return

@@ -111,6 +111,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         block_size=block_size,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
+        max_num_rows=draw(st.integers(min_value=1, max_value=12)),
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),

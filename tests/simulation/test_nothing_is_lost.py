@@ -1,5 +1,6 @@
 """Whatever happens on the wires or to a process, every stream brings exactly the undisturbed tokens."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -146,6 +147,19 @@ def test_random_lengths_leave_nothing_behind() -> None:
         gone = [live[int(place)] for place in rng.choice(len(live), size=len(live) // 2, replace=False)] if live else []
         gateway.aborted += gone
         gateway.link.abort(gone)
+    world.run_until(world.all_ended, 60)
+    assert_undisturbed(world, world.gateways[0])
+    assert_quiet(world)
+
+
+def test_a_smaller_executor_takes_over() -> None:
+    """What it can hold at once bounds what runs, whatever the one before it held."""
+    world = World(LIMITS, CONFIG, num_gateways=1, seed=11)
+    submit_some(world, 20)
+    for _ in range(60):
+        world.beat()
+    world.config = msgspec.structs.replace(CONFIG, max_num_seqs=3)
+    world.start_executor()
     world.run_until(world.all_ended, 60)
     assert_undisturbed(world, world.gateways[0])
     assert_quiet(world)

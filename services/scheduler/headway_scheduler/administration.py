@@ -114,8 +114,10 @@ class Administration:
     def _bottleneck(self, core: Scheduler, request: Request) -> str:
         if core.paused:
             return "admission is paused"
-        if core.num_running >= core.limits.max_num_seqs:
-            return f"max_num_seqs = {core.limits.max_num_seqs} requests are running"
+        if core.num_running >= core.max_running:
+            if core.max_running == core.limits.max_num_seqs:
+                return f"max_num_seqs = {core.max_running} requests are running"
+            return f"{core.max_running} requests are running, as many as the token budget or the executor's rows allow"
         needed = -(-len(request.token_ids) // core.capacity.block_size)
         if needed > core.pool.num_free:
             return f"its {len(request.token_ids)} tokens need {needed} blocks and {core.pool.num_free} are free"

@@ -166,10 +166,10 @@ class SchedulerEngine:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
+            max_num_rows=info.max_num_rows,
         )
         if self.core is None:
-            limits = msgspec.structs.replace(self.limits, max_num_seqs=min(self.limits.max_num_seqs, info.max_num_rows))
-            self.core = Scheduler(limits, capacity, event.epoch)
+            self.core = Scheduler(self.limits, capacity, event.epoch)
         else:
             self._deliver(self.core.begin_epoch(capacity, event.epoch), now)
         changed = self.info != info

@@ -22,12 +22,16 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor can hold: ``num_blocks`` blocks of ``block_size`` tokens, requests of ``max_model_len`` tokens."""
+    """What the executor can hold.
+
+    ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     vocab_size: int
+    max_num_rows: int
 
     @property
     def max_request_tokens(self) -> int:

@@ -71,8 +71,6 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.paused = False
         self._order = ORDER_POLICIES[limits.order]
-        # More requests than tokens in the budget could not all decode in one step.
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._requests: dict[Origin, Request] = {}
         self._waiting = WaitingQueue()
         self._num_arrivals = 0
@@ -80,11 +78,13 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
+        # More requests than tokens in the budget could not all decode in one step.
+        self.max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens, capacity.max_num_rows)
         self.epoch = epoch
         self.next_step = 0
         self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
         self.pool = BlockPool(capacity.num_blocks, self.cache)
-        self.rows = RowTable(self._max_running, capacity.max_model_len, capacity.block_size)
+        self.rows = RowTable(self.max_running, capacity.max_model_len, capacity.block_size)
         self._in_flight: deque[InFlightStep] = deque()
         self._finished_rows: list[int] = []
         self._prefilling: set[int] = set()
@@ -129,12 +129,6 @@ class Scheduler:
         """The live request of this origin."""
         return self._requests.get(origin)
 
-    def token_ids_of(self, request: Request) -> Int32Array:
-        """A copy of all tokens known of a live request, shape ``[num_tokens]``."""
-        if request.row < 0:
-            return request.token_ids
-        return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]].copy()
-
     def add_request(self, new: NewRequestEvent, now: float) -> None:
         """Queue a request; ``now`` in seconds.
 
@@ -170,7 +164,8 @@ class Scheduler:
             request.num_unreturned = 0
             request.num_cached_blocks = 0
             request.limit = self._limit_of(request.new)
-            if len(request.token_ids) >= request.limit or int(request.token_ids.max()) >= capacity.vocab_size:
+            largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
+            if len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
                 message = "the executor that took over cannot hold this request"
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
@@ -353,7 +348,7 @@ class Scheduler:
         owed_blocks = sum(
             -(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in self._prefilling
         )
-        while request is not None and rows.num_live < self._max_running and not request.num_unreturned:
+        while request is not None and rows.num_live < self.max_running and not request.num_unreturned:
             budget = plan.budget - plan.num_chunk_tokens - self._num_decoding
             if budget <= 0:
                 return
