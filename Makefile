@@ -16,14 +16,15 @@ READY := $(VENV)/.ready
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format stubs flags lock bench clean
+.PHONY: help setup kernels demo test lint format stubs flags lock bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## virtual environment and pinned dependencies only
+setup: $(READY) kernels  ## virtual environment, pinned dependencies and compiled kernels only
 	@echo 'ready: $(VENV)'
 
+# Without the kernels, which the target below compiles: pip would keep its progress to itself.
 $(READY): pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "headway needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -33,14 +34,19 @@ $(READY): pyproject.toml requirements/dev.lock
 	    echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }; }
 	$(say) 'installing the pinned dependencies of requirements/dev.lock (minutes the first time: torch is large)'
 	@$(BIN)/pip install -qq --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@HEADWAY_BUILD_CPU_KERNELS=0 $(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(READY)  ## serve the demo model, stream a dozen prompts at once, print the timings
+# Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
+# By path, so that nothing of the package is imported; -P, so that no file beside it passes for a standard module.
+kernels: $(READY)  ## compile the CPU kernels whose C sources have changed
+	@$(BIN)/python -P kernels/headway_kernels/cpu/build.py
+
+demo: $(READY) kernels  ## serve the demo model, stream a dozen prompts at once, print the timings
 	$(say) 'headway demo'
 	@$(BIN)/headway demo $(ARGS)
 
-test: lint  ## all checks and all tests
+test: lint kernels  ## all checks and all tests
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -67,10 +73,11 @@ flags: $(READY)  ## write the README's table of settings from the code
 lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds
 	@$(BIN)/python tools/pin_requirements.py
 
-bench: $(READY)  ## run the benchmarks; see benchmarks/README.md
+bench: $(READY) kernels  ## run the benchmarks; see benchmarks/README.md
 	@set -e; for benchmark in scheduler_step gateway torch_cpu; do \
 	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python benchmarks/$$benchmark.py $(ARGS); done
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find kernels -name '*libheadway_cpu.*' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

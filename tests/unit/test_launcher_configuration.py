@@ -182,3 +182,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name():
 def test_what_kubernetes_puts_into_every_container_is_no_mistake():
     injected = ("HEADWAY_PORT", "HEADWAY_SERVICE_HOST", "HEADWAY_SERVICE_PORT_GRPC", "HEADWAY_TOY_PORT_50051_TCP_ADDR")
     check_environment({**dict.fromkeys(injected, "x"), "HEADWAY_TOY_SLOTS": "1"}, {"toy": SETTINGS})
+
+
+def test_the_variable_of_the_build_may_stay_set():
+    check_environment({"HEADWAY_BUILD_CPU_KERNELS": "0"}, {"toy": SETTINGS})

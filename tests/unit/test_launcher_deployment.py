@@ -46,6 +46,15 @@ def test_an_image_runs_its_service_as_an_ordinary_user(service):
     assert not any(line.startswith("# syntax") for line in lines)
 
 
+def test_only_the_image_of_the_executor_gets_compiled_kernels_and_no_image_the_compiler():
+    for service in SERVICES:
+        dockerfile = (REPOSITORY / "services" / service / "Dockerfile").read_text()
+        assert re.findall(r"HEADWAY_BUILD_CPU_KERNELS=(\d)", dockerfile) == ["1" if service == "executor" else "0"]
+        assert ("ziglang" in dockerfile) == (service == "executor")
+        assert not any(line.startswith("ziglang==") for line in lock(service))
+    assert any(line.startswith("ziglang==") for line in lock("dev"))
+
+
 def test_locks_pin_every_version_once_and_only_the_executor_has_torch():
     development = lock("dev")
     assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.]+", line) for line in development)

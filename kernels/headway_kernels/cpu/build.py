@@ -1,0 +1,230 @@
+"""Compiles the C sources of this folder into shared libraries, one per instruction set, beside them.
+
+Owns: which instruction sets a platform gets, how the compiler is called, and when a library is up to date.
+Must not know: what the sources compute, which library a process loads, how Python packages are made.
+
+The compiler is the one in the ``ziglang`` wheel, which only a build needs. The standard library is all that this module
+imports, so that it runs by its path where nothing of Headway is installed:
+
+    python -m headway_kernels.cpu.build        # or: make kernels
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+COMPILER = "ziglang"
+
+# No -ffast-math: an infinity is how a kernel leaves a token out, so infinities and NaNs keep their meaning.
+_OPTIONS = (
+    *("-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Werror", "-fno-sanitize=undefined"),
+    *("-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-g0"),
+)
+_INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": ("-mcpu=x86_64_v3",),
+        "avx512": ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
+    },
+    "aarch64": {"neon": ("-mcpu=baseline",)},
+}
+_ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+# Says in a library which sources, options and compiler it was made of. In the library and not beside it, because then
+# one rename puts both in place.
+_STAMP = "headway-cpu-kernels:"
+_STAMP_SOURCE = '__attribute__((visibility("default"), used)) const char headway_cpu_kernels_stamp[] = "{}";\n'
+
+Report = Callable[[str], None]
+
+
+class KernelBuildError(Exception):
+    """The libraries cannot be built. The message is one line."""
+
+
+class CompilerMissingError(KernelBuildError):
+    """There is no compiler here."""
+
+
+class CompilationError(KernelBuildError):
+    """The compiler refused the sources; ``output`` is all that it said."""
+
+    def __init__(self, library: str, output: str) -> None:
+        self.output = output
+        lines = output.strip().splitlines() or ["the compiler failed and did not say why"]
+        first_error = next((line for line in lines if "error:" in line), lines[-1])
+        super().__init__(f"{library}: {first_error.strip()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An instruction set that this platform's processors may have, and how to compile for it."""
+
+    name: str
+    library: str
+    options: tuple[str, ...]
+
+
+def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
+    """Return the variants of a platform, in the words of the ``platform`` module; none where there are no kernels."""
+    architecture = _ARCHITECTURES.get(machine.lower(), "")
+    linking: tuple[str, ...] = ()
+    if system == "Linux" and libc == "glibc":
+        # An old glibc to link with, so that a library runs on every distribution that PyTorch's wheels run on.
+        # An undefined symbol shall fail here and not in the process that loads the library.
+        target, suffix, linking = f"{architecture}-linux-gnu.2.17", "so", ("-Wl,-z,defs",)
+    elif system == "Darwin":
+        target, suffix = f"{architecture}-macos", "dylib"
+    else:
+        return ()
+    return tuple(
+        Variant(name, f"libheadway_cpu.{name}.{suffix}", ("-target", target, *options, *linking))
+        for name, options in _INSTRUCTION_SETS.get(architecture, {}).items()
+    )
+
+
+def variants_here() -> tuple[Variant, ...]:
+    """Return the variants of the platform that this process runs on."""
+    return variants_of(platform.system(), platform.machine(), platform.libc_ver()[0])
+
+
+def read_sources(directory: Path) -> dict[str, bytes]:
+    """Return the C sources and headers of a directory by name, in the order of their names."""
+    paths = sorted(path for path in directory.iterdir() if path.suffix in {".c", ".h"})
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str) -> str:
+    """Return what a library of these sources, this variant and this compiler says of itself."""
+    parts = [compiler_version.encode(), " ".join(variant.options).encode(), Path(__file__).read_bytes()]
+    parts += [part for name, content in sources.items() for part in (name.encode(), content)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(b"%d:%b" % (len(part), part))
+    return _STAMP + digest.hexdigest()
+
+
+def is_up_to_date(library: Path, stamp: str) -> bool:
+    """Tell whether a library exists and says that it was made of exactly this."""
+    try:
+        return stamp.encode() in library.read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def compiler_version() -> str:
+    """Return the version of the compiler.
+
+    Raises:
+        CompilerMissingError: it is not installed.
+    """
+    try:
+        return importlib.metadata.version(COMPILER)
+    except importlib.metadata.PackageNotFoundError:
+        raise CompilerMissingError(f"no compiler for the CPU kernels; pip install {COMPILER} brings one") from None
+
+
+def compile_library(
+    sources: dict[str, bytes], variant: Variant, stamp: str, destination: Path, workplace: Path
+) -> None:
+    """Compile one library. Whoever loads it, or builds it at the same time, sees the old one or the new one, whole.
+
+    Works on copies, so that a library is made of what its stamp says even if somebody edits a source meanwhile.
+
+    Raises:
+        CompilationError: the compiler refused.
+    """
+    code = workplace / variant.name
+    code.mkdir()
+    for name, content in sources.items():
+        (code / name).write_bytes(content)
+    (code / "stamp.c").write_text(_STAMP_SOURCE.format(stamp))
+    units = [name for name in sources if name.endswith(".c")]
+    # -P: the working directory, with files of any name, must not come before the standard library.
+    command = [sys.executable, "-P", "-m", COMPILER, "cc", *variant.options, *_OPTIONS]
+    command += ["-o", variant.library, *units, "stamp.c", "-lm"]
+    caches = {name: str(workplace / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    done = subprocess.run(
+        command, cwd=code, env=caches | os.environ, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        raise CompilationError(variant.library, done.stderr)
+    partial = destination / f".{variant.library}.{workplace.name}"
+    try:
+        shutil.copy(code / variant.library, partial)
+        partial.replace(destination / variant.library)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def say(line: str) -> None:
+    """Write a line of progress to stdout."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
+    """Compile the libraries of this platform that are missing or not up to date; return the paths of all.
+
+    Returns nothing, and reports why, where there is nothing to build. The compiler keeps what it needs again in a
+    temporary directory, unless ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name others.
+
+    Raises:
+        KernelBuildError: no compiler, sources that do not compile, or a directory that cannot be read or written.
+    """
+    variants = variants_here()
+    if not variants:
+        report(f"no CPU kernels for {platform.system()} on {platform.machine()}: plain PyTorch runs instead")
+        return ()
+    try:
+        return _build(read_sources(sources), variants, destination, report)
+    except OSError as error:
+        raise KernelBuildError(f"cannot build the CPU kernels: {error}") from error
+
+
+def _build(
+    sources: dict[str, bytes], variants: tuple[Variant, ...], destination: Path, report: Report
+) -> tuple[Path, ...]:
+    if not any(name.endswith(".c") for name in sources):
+        report("no CPU kernels: there are no C sources")
+        return ()
+    version = compiler_version()
+    with tempfile.TemporaryDirectory(prefix="headway-kernels-") as workplace:
+        for variant in variants:
+            stamp = stamp_of(sources, variant, version)
+            if is_up_to_date(destination / variant.library, stamp):
+                report(f"{variant.library}: up to date")
+                continue
+            start = time.perf_counter()
+            compile_library(sources, variant, stamp, destination, Path(workplace))
+            report(f"{variant.library}: compiled in {time.perf_counter() - start:.1f} s")
+    return tuple(destination / variant.library for variant in variants)
+
+
+def main() -> int:
+    """Build the libraries of this folder. Return 1 if that is not possible, after saying why."""
+    parser = argparse.ArgumentParser(description="Compile the CPU kernels that are missing or not up to date.")
+    parser.parse_args()
+    try:
+        build_libraries()
+    except KernelBuildError as error:
+        sys.stderr.write(f"{error.output}\n" if isinstance(error, CompilationError) else "")
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
