@@ -10,6 +10,7 @@ model is the default; its relative difference has to stay below 1%.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,45 +19,42 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import headway
-from headway_executor.kv_pool import KvPool
-from headway_executor.linear import LinearFactory
-from headway_executor.models.attention import AttentionPlan, AttentionShape, StepRows
+from headway_executor.models.compiled import load_compiled
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import load_decoder
 from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import CpuLibrary, load_library
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 
 
-def held_out_loss(model: Path, token_ids: list[int], quantization: str, window: int) -> float:
+def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int) -> float:
     """Mean loss per token in nats; every window of ``window`` tokens is scored on its own."""
     config = read_model_config(model)
+    num_threads = len(os.sched_getaffinity(0))
     with torch.inference_mode(), Checkpoint(model) as checkpoint:
-        decoder = load_decoder(
+        decoder = load_compiled(
             config,
             checkpoint,
+            library,
+            quantization=quantization,
             max_model_len=window,
-            linear=LinearFactory(torch.device("cpu"), torch.float32, quantization),
-            dtype=torch.float32,
-        )
-        pool = KvPool(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_blocks=1,
             block_size=window,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            num_threads=num_threads,
         )
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        pool = torch.zeros(config.num_layers, 1, decoder.block_floats)
         total, count = 0.0, 0
         for start in range(0, len(token_ids) - 1, window):
-            part = torch.tensor(token_ids[start : start + window + 1])
-            places = torch.arange(len(part) - 1)
-            rows = StepRows(np.array([len(places)], np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
-            plan = AttentionPlan(shape, pool, rows, places.numpy())
-            logits = decoder.forward(part[:-1], places, plan, places)
-            total += float(functional.cross_entropy(logits, part[1:], reduction="sum"))
+            part = np.array(token_ids[start : start + window + 1], dtype=np.int32)
+            places = np.arange(len(part) - 1)
+            logits = decoder.forward(
+                token_ids=part[:-1],
+                num_tokens=np.array([len(places)]),
+                first_positions=np.zeros(1, np.int64),
+                tables=np.zeros((1, 1), np.int32),
+                sampled=places,
+                pool=pool,
+            )
+            total += float(functional.cross_entropy(logits, torch.from_numpy(part[1:]).long(), reduction="sum"))
             count += len(places)
     return total / count
 
@@ -70,8 +68,11 @@ def main() -> None:
     arguments = parser.parse_args()
     token_ids = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode(arguments.text.read_text()).ids
     token_ids = token_ids[: arguments.tokens or None]
-    exact = held_out_loss(arguments.model, token_ids, "none", arguments.window)
-    quantised = held_out_loss(arguments.model, token_ids, "int8", arguments.window)
+    library = load_library()
+    if library is None:
+        parser.error("the CPU kernels are not installed, or do not run on this processor")
+    exact = held_out_loss(library, arguments.model, token_ids, "none", arguments.window)
+    quantised = held_out_loss(library, arguments.model, token_ids, "int8", arguments.window)
     print(
         json.dumps(
             {

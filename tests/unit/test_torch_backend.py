@@ -47,6 +47,19 @@ def reference(model: PreTrainedModel, prompt: list[int], num_output: int = NUM_O
     return tokens, torch.log_softmax(torch.cat(generated.logits).float(), -1)
 
 
+def round_to_8_bits(model: PreTrainedModel):
+    """Let every product of ``model`` round its weights per output and its inputs per token, to 127 steps a side."""
+
+    def rounded(values):
+        step = values.abs().amax(-1, keepdim=True) / 127
+        return (values / step).round() * step
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Tiny products gain nothing from a second thread, and lose a lot where another process holds its core."""
@@ -65,10 +78,11 @@ def family(request, tmp_path_factory):
     return directory, [(prompt, *reference(model, prompt)) for prompt in prompts()]
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
 @pytest.mark.parametrize(("block_size", "budget"), [(8, 7), (8, 512), (16, 16), (16, 60)])
-def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget):
+def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels):
     directory, expected = family
-    backend, info = open_backend(directory, block_size=block_size)
+    backend, info = open_backend(directory, block_size=block_size, options={"kernels": kernels})
     requests = [Request(prompt, NUM_OUTPUT, GREEDY_WITH_LOGPROBS) for prompt, _, _ in expected]
     BackendDriver(backend, info, seed=budget).run(requests, budget=budget)
     for request, (_, tokens, logprobs) in zip(requests, expected, strict=True):
@@ -152,9 +166,8 @@ def test_nan_in_one_row_stays_there(llama):
     driver = BackendDriver(backend, info)
     good, bad = (Request(prompt, 8) for prompt in prompts((20, 21)))
     running = driver.step([driver._admit(good), driver._admit(bad)], [good, bad], budget=64)
-    pool = backend._model.pool
     with torch.inference_mode():
-        pool.vectors(1)[pool.key_vectors(np.array([bad.blocks[0] * pool.block_size])).ravel()] = float("nan")
+        backend._model.forward.pool.layers[1, bad.blocks[0]] = float("nan")
     while running:
         running = driver.step(running, [], budget=64)
     assert good.output == reference(llama[1], good.prompt, 8)[0]
@@ -206,8 +219,9 @@ def test_info_describes_the_model_and_close_may_be_called_twice(llama):
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3-bias", "mistral"])
-def test_int8_weights_stay_close_and_do_not_depend_on_the_batch(tmp_path, name):
+def test_int8_is_what_rounding_weights_and_inputs_gives_and_does_not_depend_on_the_batch(tmp_path, name):
     model = make_checkpoint(tmp_path, name)
+    round_to_8_bits(model)
     model.generation_config.eos_token_id = None
     settings = {"quantization": "int8", "dtype": "float32"}
     together = [Request(prompt, 6, GREEDY_WITH_LOGPROBS) for prompt in prompts()]
@@ -216,5 +230,5 @@ def test_int8_weights_stay_close_and_do_not_depend_on_the_batch(tmp_path, name):
         alone = run(open_backend(tmp_path, **settings), request.prompt, 6, sampling=GREEDY_WITH_LOGPROBS)
         assert alone.output == request.output
         expected = reference(model, request.prompt, 1)[1][0]
-        entry = request.logprobs[0]
-        assert entry.logprob == pytest.approx(float(expected[request.output[0]]), abs=0.5)
+        # A last bit in float32 can tip a code over to the next integer, so not closer than this.
+        assert request.logprobs[0].logprob == pytest.approx(float(expected[request.output[0]]), abs=0.05)

@@ -1,12 +1,7 @@
 """The paged store of keys and values.
 
-Owns: its layout, its size, and moving whole blocks.
-Must not know: rows, attention, or which request a block belongs to.
-
-Layout: ``[layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, key heads before value heads. So one block of one
-layer is contiguous, as is one head within it, and everything a layer holds is one matrix of vectors that attention can
-index: ``vector(slot, head)``, where slot ``block * block_size + offset`` is one position. (Measured against one matrix
-per head and against one row per slot: this order was the quickest to write and to attend over.)
+Owns: its memory, its size, and moving whole blocks.
+Must not know: rows, attention, what a block looks like inside, or which request it belongs to.
 """
 
 import math
@@ -14,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
@@ -28,44 +22,26 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 class KvPool:
-    """``num_blocks`` blocks of ``block_size`` positions for every layer.
+    """``num_blocks`` blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
-    The memory starts as zeros and, on a CPU, is not touched before it is used.
+    ``layers`` holds them: shape ``[num_layers, num_blocks, *block_shape]``. The memory starts as zeros and, on a CPU, is
+    not touched before it is used.
     """
 
     def __init__(
         self,
         *,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         num_blocks: int,
         block_size: int,
+        block_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._num_heads = 2 * num_kv_heads
-        shape = (num_layers, num_blocks, self._num_heads, block_size, head_dim)
-        self._blocks = _zeros(shape, dtype, device)
-        self._vectors = [layer.view(-1, head_dim) for layer in self._blocks.unbind(0)]
+        self.layers = _zeros((num_layers, num_blocks, *block_shape), dtype, device)
         self._host_blocks: dict[int, Tensor] = {}
-
-    @property
-    def value_offset(self) -> int:
-        """How many vectors a value lies behind its key."""
-        return self._num_heads // 2 * self.block_size
-
-    def vectors(self, index: int) -> Tensor:
-        """Everything one layer holds: a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
-        return self._vectors[index]
-
-    def key_vectors(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the keys of ``slots`` are: int64, shape ``[kv_heads, *slots.shape]``."""
-        blocks, offsets = np.divmod(slots, self.block_size)
-        heads = np.arange(self._num_heads // 2).reshape(-1, *(1 for _ in slots.shape))
-        return (blocks * self._num_heads + heads) * self.block_size + offsets
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks, all layers at once: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
@@ -74,17 +50,17 @@ class KvPool:
             KeyError: a swapped-in host block was never swapped out.
         """
         if swap_out.shape[1]:
-            evicted = self._blocks[:, self._index(swap_out[0])].cpu()
+            evicted = self.layers[:, self._index(swap_out[0])].cpu()
             for i, host_block in enumerate(swap_out[1].tolist()):
                 self._host_blocks[host_block] = evicted[:, i].clone()
         if swap_in.shape[1]:
             held = torch.stack([self._host_blocks.pop(host_block) for host_block in swap_in[0].tolist()], dim=1)
-            self._blocks[:, self._index(swap_in[1])] = held.to(self._blocks.device)
+            self.layers[:, self._index(swap_in[1])] = held.to(self.layers.device)
         if copies.shape[1]:
-            self._blocks[:, self._index(copies[1])] = self._blocks[:, self._index(copies[0])]
+            self.layers[:, self._index(copies[1])] = self.layers[:, self._index(copies[0])]
 
     def _index(self, blocks: Int32Array) -> Tensor:
-        return torch.from_numpy(blocks.astype(np.int64)).to(self._blocks.device)
+        return torch.from_numpy(blocks.astype(np.int64)).to(self.layers.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,34 +1,40 @@
-"""The reference backend: any supported model, eagerly in torch, on a CPU or a CUDA device.
+"""The reference backend: any supported model in torch, on a CPU or a CUDA device.
 
-Owns: opening a model (settings against model against memory), the token ids of every row, and turning a ``StepBatch``
-into a forward pass and its samples into a ``StepResult``.
-Must not know: sockets, frames, epochs, or the scheduler's reasons.
+Owns: opening a model (settings against model against memory), choosing how it runs, the token ids of every row, and
+turning a ``StepBatch`` into a forward pass and its samples into a ``StepResult``.
+Must not know: sockets, frames, epochs, the scheduler's reasons, or how a forward pass computes.
+
+A model runs eagerly, as torch operators, or on the CPU kernels where they are installed and can run it (float32 or int8 on
+a CPU). The option ``kernels`` asks for one of them: "eager" or "compiled"; "auto", the default, takes the kernels if it
+can.
 """
 
+import math
 import os
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
-from headway_executor.linear import LinearFactory
-from headway_executor.models.attention import AttentionPlan, AttentionShape, StepRows
+from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.decoder import Decoder
+from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors, ignored_tensors, load_decoder
+from headway_executor.models.forward import ForwardPass, StepRows
+from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.sampler import Sampler
 from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import CpuLibrary
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTIZATIONS = ("none", "int8")
+_KERNELS = ("auto", "compiled", "eager")
 _PARAMETERS_PER_THREAD = 16_000_000
 
 
@@ -49,18 +55,11 @@ class TorchBackend:
         _check_block_size(config.block_size)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
-            torch.set_num_threads(config.num_threads or _threads_that_pay(checkpoint.num_parameters))
-            decoder = load_decoder(
-                model_config,
-                checkpoint,
-                max_model_len=max_model_len,
-                linear=LinearFactory(device, dtype, config.quantization),
-                dtype=dtype,
-            )
+            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
             fingerprint = checkpoint.fingerprint()
-            pool = _pool(config, model_config, max_model_len, dtype, device)
-            self._model = _OpenModel(config, model_config, decoder, pool, max_model_len, device)
+            self._model = _OpenModel(config, model_config, forward, max_model_len, device)
             self._model.warm_up()
+        pool = forward.pool
         return BackendInfo(
             backend="torch",
             device=str(device),
@@ -83,7 +82,7 @@ class TorchBackend:
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
         with torch.inference_mode():
-            self._opened.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+            self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -97,20 +96,17 @@ class TorchBackend:
 
 
 class _OpenModel:
-    """A loaded model with its pool and the token ids of every row."""
+    """A loaded model with the token ids of every row."""
 
     def __init__(
         self,
         config: BackendConfig,
         model_config: ModelConfig,
-        decoder: Decoder,
-        pool: KvPool,
+        forward: ForwardPass,
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        self.pool = pool
-        self._decoder = decoder
-        self._shape = AttentionShape(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+        self.forward = forward
         self._device = device
         self._vocab_size = model_config.vocab_size
         self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
@@ -119,12 +115,13 @@ class _OpenModel:
 
     def warm_up(self) -> None:
         """Run the operators once, so that their one-time costs fall before the first request."""
-        num_tokens = min(self.pool.block_size, self._token_ids.shape[1] - 1)
+        num_tokens = min(self.forward.pool.block_size, self._token_ids.shape[1] - 1)
         self._sampler.add_row(0, SamplingParams(temperature=0.0), num_tokens)
         for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
             if new:
-                rows = StepRows(np.array([new], np.int32), np.array([computed], np.int32), np.zeros((1, 1), np.int32))
-                self._forward(rows, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+                first = np.zeros(1, dtype=np.int64)
+                rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first)
+                self.forward.run(rows, self._token_ids)
 
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
@@ -134,12 +131,18 @@ class _OpenModel:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
-        rows = StepRows(batch.num_scheduled_tokens, batch.num_computed_tokens, batch.block_table[batch.rows])
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
         sampling = np.flatnonzero(batch.samples)
-        logits = self._forward(rows, batch.rows.astype(np.int64), sampling)
+        rows = StepRows(
+            numbers=batch.rows.astype(np.int64),
+            num_new=batch.num_scheduled_tokens.astype(np.int64),
+            num_computed=batch.num_computed_tokens.astype(np.int64),
+            tables=batch.block_table[batch.rows],
+            sampled=sampling,
+        )
+        logits = self.forward.run(rows, self._token_ids)
         if len(sampling):
             sampled_rows = torch.from_numpy(batch.rows[sampling].astype(np.int64)).to(self._device)
             ends = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling].astype(np.int64)
@@ -175,21 +178,6 @@ class _OpenModel:
             tuple(RowError(row, message) for row, message in sorted(messages.items())),
         )
 
-    def _forward(self, rows: StepRows, row_ids: np.ndarray, sampling: np.ndarray) -> Tensor:
-        """Logits of the last token of the rows at places ``sampling`` of the caller's order, in that order."""
-        token_rows = rows.token_rows()
-        positions = rows.positions(token_rows)
-        block_size = self.pool.block_size
-        slots = rows.tables[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        last = np.empty_like(rows.starts)
-        last[rows.order] = rows.starts + rows.num_new - 1
-        columns = np.stack([row_ids[rows.order][token_rows], positions])
-        store_rows, store_positions = torch.from_numpy(columns).to(self._device).unbind(0)
-        token_ids = self._token_ids[store_rows, store_positions]
-        plan = AttentionPlan(self._shape, self.pool, rows, slots)
-        sampled = torch.from_numpy(last[sampling]).to(self._device)
-        return self._decoder.forward(token_ids, store_positions, plan, sampled)
-
 
 def _check_threads(num_threads: int) -> None:
     if num_threads < 0:
@@ -219,8 +207,6 @@ def _device(config: BackendConfig) -> torch.device:
     if config.quantization not in _QUANTIZATIONS:
         allowed = ", ".join(_QUANTIZATIONS)
         raise BackendConfigError(f"quantization {config.quantization!r:.64} is not allowed; allowed: {allowed}")
-    if config.quantization == "int8" and device.type != "cpu":
-        raise BackendConfigError(f"quantization 'int8' is not allowed on device {config.device!r:.64}; allowed: none")
     return device
 
 
@@ -247,17 +233,69 @@ def _check_block_size(block_size: int) -> None:
         raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")
 
 
+def _load(
+    config: BackendConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ForwardPass:
+    """Choose the way to run, load, and reserve the pool."""
+    num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
+    library = _kernels(config, model_config, dtype, device)
+    if library is None:
+        torch.set_num_threads(num_threads)
+        decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
+        block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
+        return EagerModel(model_config, decoder, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+    # The kernels have threads of their own; torch's, which spin for a while after each operator, would get in their way.
+    torch.set_num_threads(1)
+    compiled = load_compiled(
+        model_config,
+        checkpoint,
+        library,
+        quantization=config.quantization,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_threads=num_threads,
+    )
+    block_shape = (compiled.block_floats,)
+    return CompiledModel(compiled, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+
+
+def _kernels(
+    config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CpuLibrary | None:
+    asked = config.options.get("kernels", "auto")
+    if asked not in _KERNELS:
+        raise BackendConfigError(
+            f"backend_options kernels {asked!r:.64} is not allowed; allowed: {', '.join(_KERNELS)}"
+        )
+    library = None if asked == "eager" else library_for(model_config, device, dtype)
+    if library is None:
+        missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"
+        if asked == "compiled":
+            raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
+        if config.quantization == "int8":
+            raise BackendConfigError(f"quantization 'int8' {missing}; allowed here: none")
+    return library
+
+
 def _pool(
-    config: BackendConfig, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: BackendConfig,
+    model_config: ModelConfig,
+    max_model_len: int,
+    block_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KvPool:
     num_blocks = config.num_kv_blocks
     if num_blocks == 0:
-        position_bytes = (
-            2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
-        )
-        useful = config.max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = num_blocks_that_fit(
-            block_bytes=position_bytes * config.block_size, useful_blocks=useful, device=device
+            block_bytes=model_config.num_layers * math.prod(block_shape) * dtype.itemsize,
+            useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
+            device=device,
         )
     check_pool_size(
         num_blocks=num_blocks,
@@ -267,10 +305,9 @@ def _pool(
     )
     return KvPool(
         num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
         num_blocks=num_blocks,
         block_size=config.block_size,
+        block_shape=block_shape,
         dtype=dtype,
         device=device,
     )

@@ -3,18 +3,15 @@
 Owns: how a step's tokens are ordered and grouped, and the attention of each group.
 Must not know: requests, sampling, or layers beyond their keys, values and window.
 
-A row is ``(number of new tokens, kv length)``; decode is a chunk of one. Three kinds of group, chosen by shape only, so
+A row is ``(number of new tokens, kv length)``; decode is a chunk of one. Two kinds of group, chosen by shape only, so
 that what shares a step changes a row's result by rounding at most:
 
-- **decode rows on a CPU in float32**: scores are a sampled dense-dense product (``sampled_addmm``) whose sparsity pattern
-  is the block table, values are a weighted ``embedding_bag``. Both read the pool in place: nothing is gathered or padded.
-- **other decode rows**: their blocks are gathered, padded to the longest of the group.
+- **decode rows**: their keys and values are gathered, padded to the longest of the group;
 - **chunks**: scaled-dot-product attention; one whose keys are all new does not touch the pool.
 
 Decode rows are grouped by length, so that padding at most doubles the work.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,15 +52,43 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
-class StepRows:
+class KvVectors:
+    """A pool's blocks as vectors of one head at one position.
+
+    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads before value heads: what a layer holds is one matrix of
+    vectors, of which slot ``block * block_size + offset`` is one position.
+    """
+
+    def __init__(self, shape: AttentionShape, pool: KvPool) -> None:
+        self._num_kv_heads = shape.num_kv_heads
+        self._layers = pool.layers
+        self._head_dim = shape.head_dim
+        self.block_size = pool.block_size
+
+    @property
+    def value_offset(self) -> int:
+        """How many vectors a value lies behind its key."""
+        return self._num_kv_heads * self.block_size
+
+    def of_layer(self, index: int) -> Tensor:
+        """Everything one layer holds: a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
+        return self._layers[index].view(-1, self._head_dim)
+
+    def keys(self, slots: _Int64Array) -> _Int64Array:
+        """Where the keys of ``slots`` are: int64, shape ``[kv_heads, *slots.shape]``."""
+        blocks, offsets = np.divmod(slots, self.block_size)
+        heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
+        return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
+
+
+class OrderedRows:
     """The rows of one step in the order their tokens take in the flat batch: decode rows first, by length.
 
     ``num_new`` and ``kv_length`` (positions after the step) are int64, shape ``[rows]``, in that order;
     ``order[i]`` is the place of row i in the caller's arrays; ``starts[i]`` is its first token in the batch.
     """
 
-    def __init__(self, num_scheduled: Int32Array, num_computed: Int32Array, tables: Int32Array) -> None:
-        num_new = num_scheduled.astype(np.int64)
+    def __init__(self, num_new: _Int64Array, num_computed: _Int64Array, tables: Int32Array) -> None:
         kv_length = num_computed + num_new
         # Decode rows by length; then chunks, those without a past side by side where they have the same size.
         self.order = np.lexsort((np.where(num_new == 1, kv_length, num_new), num_computed > 0, num_new > 1))
@@ -92,7 +117,7 @@ class Group(Protocol):
         """Attend with the group's own tokens of ``qkv``.
 
         ``qkv`` shape ``[tokens of the group, all heads * head_dim]``: queries, keys, values; ``vectors`` is
-        ``KvPool.vectors``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
+        ``KvVectors.of_layer``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
         """
         ...
 
@@ -103,12 +128,12 @@ class AttentionPlan:
     ``slots`` is where each token's key and value go: int64, shape ``[tokens]``.
     """
 
-    def __init__(self, shape: AttentionShape, pool: KvPool, rows: StepRows, slots: _Int64Array) -> None:
+    def __init__(self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array) -> None:
         self._shape = shape
-        self._pool = pool
+        self._vectors = KvVectors(shape, pool)
         self._rows = rows
-        keys = pool.key_vectors(slots)
-        self._written = torch.from_numpy(np.concatenate([keys, keys + pool.value_offset]).T.reshape(-1))
+        keys = self._vectors.keys(slots)
+        self._written = torch.from_numpy(np.concatenate([keys, keys + self._vectors.value_offset]).T.reshape(-1))
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
     def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
@@ -118,28 +143,27 @@ class AttentionPlan:
         own included, None for all. Returns shape ``[tokens, heads * head_dim]``.
         """
         shape = self._shape
-        vectors = self._pool.vectors(index)
+        vectors = self._vectors.of_layer(index)
         self._written = self._written.to(qkv.device)
         vectors.index_copy_(0, self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
         groups = self._groups.get(window)
         if groups is None:
-            groups = self._groups[window] = _group(shape, self._pool, self._rows, window, qkv)
+            groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, qkv)
         if len(groups) == 1:
             return groups[0][1].attend(qkv, vectors)
         return torch.cat([group.attend(qkv[tokens], vectors) for tokens, group in groups])
 
 
 def _group(
-    shape: AttentionShape, pool: KvPool, rows: StepRows, window: int | None, like: Tensor
+    shape: AttentionShape, vectors: KvVectors, rows: OrderedRows, window: int | None, like: Tensor
 ) -> list[tuple[slice, Group]]:
     """Cut the batch into groups. ``like`` tells device and dtype."""
     groups: list[tuple[slice, Group]] = []
     seen_from = np.zeros_like(rows.kv_length) if window is None else np.maximum(0, rows.kv_length - window)
-    decode = SparseDecode if like.device.type == "cpu" and like.dtype == torch.float32 else PaddedDecode
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
         part = slice(low, high)
-        visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], pool.block_size)
-        groups.append((part, decode(shape, pool, visible, like)))
+        visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], vectors.block_size)
+        groups.append((part, PaddedDecode(shape, vectors, visible, like)))
     low = rows.num_decodes
     while low < len(rows.num_new):
         high = low + 1
@@ -151,8 +175,8 @@ def _group(
         else:
             first = 0 if window is None else max(0, past + 1 - window)
             ends = rows.kv_length[low:high]
-            (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, pool.block_size)
-            group = ContinuedChunk(shape, pool, keys, past - first, new, window, like)
+            (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, vectors.block_size)
+            group = ContinuedChunk(shape, vectors, keys, past - first, new, window, like)
         start = int(rows.starts[low])
         groups.append((slice(start, start + new * (high - low)), group))
         low = high
@@ -179,70 +203,10 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
     return found
 
 
-class SparseDecode:
-    """Decode rows that read keys and values in place, as sparse products.
-
-    A bag is one query head of one row; its entries are the pool's key (then value) vectors that the head sees.
-    """
-
-    def __init__(self, shape: AttentionShape, pool: KvPool, visible: Sequence[_Int64Array], like: Tensor) -> None:
-        self._shape = shape
-        self._value_offset = pool.value_offset
-        group = shape.num_heads // shape.num_kv_heads
-        self._entries = torch.from_numpy(
-            np.concatenate([np.repeat(pool.key_vectors(slots), group, axis=0).ravel() for slots in visible])
-        )
-        lengths = np.array([len(slots) for slots in visible])
-        counts = np.repeat(lengths, shape.num_heads)
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        self._width = int(lengths.max())
-        self._starts = torch.from_numpy(starts)
-        self._scores = self._pattern(torch.from_numpy(np.append(starts, ends[-1])), len(pool.vectors(0)), like.dtype)
-        self._places: Tensor | None = None
-        if int(lengths.min()) < self._width:
-            self._padded = like.new_full((len(counts), self._width), _MASKED)
-            shifts = np.arange(len(counts)) * self._width - starts
-            self._places = torch.from_numpy(np.arange(ends[-1]) + np.repeat(shifts, counts))
-
-    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
-        """See ``Group.attend``."""
-        shape = self._shape
-        queries = qkv[:, : shape.query_width].reshape(-1, shape.head_dim)
-        torch.sparse.sampled_addmm(self._scores, queries, vectors.t(), beta=0.0, alpha=shape.scale, out=self._scores)
-        weights = self._softmax(self._scores.values())
-        # Values lie a fixed distance behind their keys: the same entries over a shifted table.
-        attended: Tensor = torch.ops.aten._embedding_bag_forward_only.default(  # noqa: SLF001
-            vectors[self._value_offset :], self._entries, self._starts, False, 0, False, weights
-        )[0]
-        return attended.view(-1, shape.query_width)
-
-    def _pattern(self, ends: Tensor, num_vectors: int, dtype: torch.dtype) -> Tensor:
-        """The sparse matrix of scores, bags by vectors of the pool."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(
-                ends,
-                self._entries,
-                # Zeros, not whatever memory holds: sampled_addmm multiplies old values with beta, and 0 * NaN is NaN.
-                torch.zeros(len(self._entries), dtype=dtype),
-                size=(len(ends) - 1, num_vectors),
-                check_invariants=False,
-            )
-
-    def _softmax(self, scores: Tensor) -> Tensor:
-        """Softmax within each bag; ``scores`` shape ``[entries]``."""
-        if self._places is None:
-            return torch.softmax(scores.view(-1, self._width), -1).view(-1)
-        flat = self._padded.view(-1)
-        flat.index_copy_(0, self._places, scores)
-        return torch.softmax(self._padded, -1).view(-1).index_select(0, self._places)
-
-
 class PaddedDecode:
     """Decode rows whose keys and values are gathered and padded to the longest: any device and dtype."""
 
-    def __init__(self, shape: AttentionShape, pool: KvPool, visible: Sequence[_Int64Array], like: Tensor) -> None:
+    def __init__(self, shape: AttentionShape, vectors: KvVectors, visible: Sequence[_Int64Array], like: Tensor) -> None:
         self._shape = shape
         width = max(len(slots) for slots in visible)
         padded = np.zeros((len(visible), width), dtype=np.int64)
@@ -250,7 +214,7 @@ class PaddedDecode:
         for i, slots in enumerate(visible):
             padded[i, : len(slots)] = slots
             seen[i, 0, 0, : len(slots)] = True
-        self._gather = _Gather(shape, pool, padded, like)
+        self._gather = _Gather(shape, vectors, padded, like)
         self._seen = torch.from_numpy(seen).to(like.device)
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
@@ -269,9 +233,9 @@ class PaddedDecode:
 class _Gather:
     """Copies the keys and values of ``slots`` (shape ``[rows, width]``) out of a layer."""
 
-    def __init__(self, shape: AttentionShape, pool: KvPool, slots: _Int64Array, like: Tensor) -> None:
-        keys = pool.key_vectors(slots)
-        both = np.stack([keys, keys + pool.value_offset]).transpose(0, 2, 1, 3)
+    def __init__(self, shape: AttentionShape, vectors: KvVectors, slots: _Int64Array, like: Tensor) -> None:
+        keys = vectors.keys(slots)
+        both = np.stack([keys, keys + vectors.value_offset]).transpose(0, 2, 1, 3)
         self._shape = (*both.shape, shape.head_dim)
         self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
 
@@ -313,7 +277,7 @@ class ContinuedChunk:
     def __init__(
         self,
         shape: AttentionShape,
-        pool: KvPool,
+        vectors: KvVectors,
         slots: _Int64Array,
         past: int,
         num_new: int,
@@ -321,7 +285,7 @@ class ContinuedChunk:
         like: Tensor,
     ) -> None:
         self._shape = shape
-        self._gather = _Gather(shape, pool, slots[None], like)
+        self._gather = _Gather(shape, vectors, slots[None], like)
         self._mask = _mask(past, num_new, window, like)
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder that all supported families share, as plain tensors.
+"""The decoder that all supported families share, as plain torch operators.
 
 Owns: the forward pass from token ids to logits, and the form its weights take (fused, permuted).
 Must not know: where tokens come from, how keys and values are paged, or what is done with the logits.
@@ -18,23 +18,13 @@ from headway_executor.linear import Linear
 from headway_executor.models.attention import AttentionPlan
 from headway_executor.models.rope import rotate_
 
-_SLICE_TOKENS = 256
-"""A long prefill passes through products and activations in slices of this many tokens: what lies between two of them
-then stays in the processor's cache, and is allocated without page faults."""
-
-
-def rms_scale(inputs: Tensor, eps: float) -> Tensor:
-    """One over the root mean square of each token (Zhang & Sennrich 2019, arXiv 1910.07467).
-
-    ``inputs`` float32, shape ``[..., width]``; returns float32, shape ``[..., 1]``.
-    """
-    norm: Tensor = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
-    return norm.square_().mul_(1.0 / inputs.shape[-1]).add_(eps).rsqrt_()
-
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Root mean square normalisation over the last dimension, in float32; ``weight`` has the last dimensions."""
+    """Root mean square normalisation over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    ``weight`` has the last dimensions.
+    """
 
     weight: Tensor
     eps: float
@@ -42,27 +32,8 @@ class RmsNorm:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Normalise ``inputs``; same shape and dtype, a new tensor."""
         wide = inputs.float()
-        normalised: Tensor = wide * rms_scale(wide, self.eps)
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normalised.to(inputs.dtype).mul_(self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class NormedLinear:
-    """RMS normalisation and the product after it.
-
-    In float32 the norm's weight is folded into the product's, which leaves one factor per token (``norm`` is None); a
-    narrower dtype would round the folded weights.
-    """
-
-    linear: Linear
-    norm: RmsNorm | None
-    eps: float
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """``[tokens, in] -> [tokens, out]``, same dtype, a new tensor."""
-        if self.norm is None:
-            return self.linear(inputs, rms_scale(inputs, self.eps))
-        return self.linear(self.norm(inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,39 +46,32 @@ class DecoderLayer:
     """
 
     index: int
-    qkv: NormedLinear
+    attention_norm: RmsNorm
+    qkv: Linear
     num_rotated: int
     head_dim: int
     qk_norm: RmsNorm | None
     output: Linear
     window: int | None
-    gate_up: NormedLinear
+    mlp_norm: RmsNorm
+    gate_up: Linear
     down: Linear
 
     def __call__(self, hidden: Tensor, rotation: Tensor, plan: AttentionPlan) -> None:
         """Add the layer's attention and MLP to ``hidden`` (``[tokens, hidden]``) in place."""
-        if len(hidden) <= _SLICE_TOKENS:
-            self._after_attention(hidden, plan.attend(self.index, self.window, self._rotated(hidden, rotation)))
-            return
-        slices = [slice(low, low + _SLICE_TOKENS) for low in range(0, len(hidden), _SLICE_TOKENS)]
-        qkv = torch.cat([self._rotated(hidden[part], rotation[part]) for part in slices])
-        attended = plan.attend(self.index, self.window, qkv)
-        for part in slices:
-            self._after_attention(hidden[part], attended[part])
+        attended = plan.attend(self.index, self.window, self._rotated(hidden, rotation))
+        hidden.add_(self.output(attended))
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=1)
+        hidden.add_(self.down(functional.silu(gate).mul_(up)))
 
     def _rotated(self, hidden: Tensor, rotation: Tensor) -> Tensor:
         """Queries, keys and values, the first two rotated to their positions."""
-        qkv = self.qkv(hidden)
+        qkv = self.qkv(self.attention_norm(hidden))
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
         if self.qk_norm is not None:
             heads.copy_(self.qk_norm(heads))
         rotate_(heads, rotation)
         return qkv
-
-    def _after_attention(self, hidden: Tensor, attended: Tensor) -> None:
-        hidden.add_(self.output(attended))
-        gate, up = self.gate_up(hidden).chunk(2, dim=1)
-        hidden.add_(self.down(functional.silu(gate).mul_(up)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +84,8 @@ class Decoder:
     embedding: Tensor
     rotations: Tensor
     layers: tuple[DecoderLayer, ...]
-    head: NormedLinear
+    final_norm: RmsNorm
+    head: Linear
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, sampled: Tensor) -> Tensor:
         """Logits of the tokens that are asked for.
@@ -132,4 +97,4 @@ class Decoder:
         rotation = self.rotations.index_select(0, positions).unsqueeze(1)
         for layer in self.layers:
             layer(hidden, rotation, plan)
-        return self.head(hidden.index_select(0, sampled))
+        return self.head(self.final_norm(hidden.index_select(0, sampled)))

@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to a ``Decoder``.
+"""The tensors of a checkpoint as the model wants them.
 
-Owns: the tensor names of the supported families, and fusing, permuting and placing weights.
-Must not know: files, or how the model runs.
+Owns: the tensor names of the supported families, and which tensors are fused.
+Must not know: files, where weights go, or how the model runs.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headway_executor.linear import LinearFactory
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.decoder import Decoder, DecoderLayer, NormedLinear, RmsNorm
-from headway_executor.models.rope import interleaved, rotations
 from headway_executor.weights import Checkpoint
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -43,16 +40,6 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset(buffers | {_HEAD})
 
 
-def load_decoder(
-    config: ModelConfig, checkpoint: Checkpoint, *, max_model_len: int, linear: LinearFactory, dtype: torch.dtype
-) -> Decoder:
-    """Build the model from a checkpoint that ``Checkpoint.check`` accepted.
-
-    ``linear`` decides device and form of the products, and its device is where everything else goes too.
-    """
-    return _Loader(config, checkpoint, linear, dtype).decoder(max_model_len)
-
-
 def _layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 
@@ -80,86 +67,77 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-class _Loader:
-    """One load; keeps no tensor."""
+class ModelTensors:
+    """Reads the tensors of a checkpoint that ``Checkpoint.check`` accepted, in its own dtype.
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, linear: LinearFactory, dtype: torch.dtype) -> None:
+    What comes out may be the mapped file itself: it must not be written to, nor kept. ``channel_order`` (int64, shape
+    ``[head_dim]``) is the order in which the channels of query and key heads are wanted.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, channel_order: Tensor) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._linear = linear
-        self._dtype = dtype
-        self._interleaved = interleaved(config.head_dim)
+        self._channel_order = channel_order
 
-    def decoder(self, max_model_len: int) -> Decoder:
+    def embedding(self) -> Tensor:
+        """Shape ``[vocab, hidden]``."""
+        return self._checkpoint.read(_EMBEDDING)
+
+    def head(self) -> Tensor:
+        """Shape ``[vocab, hidden]``; the embedding where the two are tied."""
+        return self._checkpoint.read(_EMBEDDING if self._config.tie_word_embeddings else _HEAD)
+
+    def final_norm(self) -> Tensor:
+        """Shape ``[hidden]``."""
+        return self._checkpoint.read(_FINAL_NORM)
+
+    def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[(heads + 2 * kv_heads) * head_dim, hidden]`` and bias, if any: queries, keys, values."""
+        weight = self._qkv(index, "weight")
+        return weight, self._qkv(index, "bias") if self._config.qkv_bias else None
+
+    def output(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[hidden, heads * head_dim]`` and bias, if any."""
+        return self._projection(index, "self_attn.o_proj", has_bias=self._config.output_bias)
+
+    def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[2 * intermediate, hidden]`` and bias, if any: gates, then ups."""
+        gate, gate_bias = self._projection(index, "mlp.gate_proj", has_bias=self._config.mlp_bias)
+        up, up_bias = self._projection(index, "mlp.up_proj", has_bias=self._config.mlp_bias)
+        bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias])
+        return torch.cat([gate, up]), bias
+
+    def down(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Weight ``[hidden, intermediate]`` and bias, if any."""
+        return self._projection(index, "mlp.down_proj", has_bias=self._config.mlp_bias)
+
+    def attention_norm(self, index: int) -> Tensor:
+        """Shape ``[hidden]``."""
+        return self._read(index, "input_layernorm.weight")
+
+    def mlp_norm(self, index: int) -> Tensor:
+        """Shape ``[hidden]``."""
+        return self._read(index, "post_attention_layernorm.weight")
+
+    def qk_norm(self, index: int) -> Tensor | None:
+        """Shape ``[heads + kv_heads, head_dim]``: the norms of queries, then keys; None where the family has none."""
         config = self._config
-        embedding = self._place(self._checkpoint.read(_EMBEDDING))
-        head = embedding if config.tie_word_embeddings else self._checkpoint.read(_HEAD)
-        return Decoder(
-            embedding=embedding,
-            rotations=rotations(config.rope, config.head_dim, max_model_len).to(self._linear.device),
-            layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            head=self._normed(_FINAL_NORM, head),
-        )
+        if not config.qk_norm:
+            return None
+        queries, keys = (self._reordered(self._read(index, f"self_attn.{name}_norm.weight")) for name in "qk")
+        return torch.stack([queries] * config.num_heads + [keys] * config.num_kv_heads)
 
-    def _layer(self, index: int) -> DecoderLayer:
-        config = self._config
-        prefix = _layer_prefix(index)
-        return DecoderLayer(
-            index=index,
-            qkv=self._normed(
-                prefix + "input_layernorm.weight",
-                self._qkv(prefix, "weight"),
-                self._qkv(prefix, "bias") if config.qkv_bias else None,
-            ),
-            num_rotated=config.num_heads + config.num_kv_heads,
-            head_dim=config.head_dim,
-            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
-            output=self._linear(
-                self._read(prefix, "self_attn.o_proj.weight"),
-                self._read(prefix, "self_attn.o_proj.bias") if config.output_bias else None,
-            ),
-            window=config.sliding_windows[index],
-            gate_up=self._normed(
-                prefix + "post_attention_layernorm.weight",
-                self._gate_up(prefix, "weight"),
-                self._gate_up(prefix, "bias") if config.mlp_bias else None,
-            ),
-            down=self._linear(
-                self._read(prefix, "mlp.down_proj.weight"),
-                self._read(prefix, "mlp.down_proj.bias") if config.mlp_bias else None,
-            ),
-        )
+    def _read(self, index: int, name: str) -> Tensor:
+        return self._checkpoint.read(_layer_prefix(index) + name)
 
-    def _read(self, prefix: str, name: str) -> Tensor:
-        return self._checkpoint.read(prefix + name)
+    def _projection(self, index: int, name: str, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        return self._read(index, f"{name}.weight"), self._read(index, f"{name}.bias") if has_bias else None
 
-    def _qkv(self, prefix: str, kind: str) -> Tensor:
-        queries, keys, values = (self._read(prefix, f"self_attn.{name}_proj.{kind}") for name in "qkv")
-        return torch.cat([self._permute(queries), self._permute(keys), values])
+    def _qkv(self, index: int, kind: str) -> Tensor:
+        queries, keys, values = (self._read(index, f"self_attn.{name}_proj.{kind}") for name in "qkv")
+        return torch.cat([self._reordered(queries), self._reordered(keys), values])
 
-    def _permute(self, heads: Tensor) -> Tensor:
+    def _reordered(self, heads: Tensor) -> Tensor:
         """Reorder the channels of every head: shape ``[heads * head_dim, ...]``, rows are channels."""
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
-        return by_head[:, self._interleaved].flatten(0, 1)
-
-    def _qk_norm(self, prefix: str) -> RmsNorm:
-        queries, keys = (self._permute(self._read(prefix, f"self_attn.{name}_norm.weight")) for name in "qk")
-        config = self._config
-        return self._norm(torch.stack([queries] * config.num_heads + [keys] * config.num_kv_heads))
-
-    def _gate_up(self, prefix: str, kind: str) -> Tensor:
-        return torch.cat([self._read(prefix, f"mlp.gate_proj.{kind}"), self._read(prefix, f"mlp.up_proj.{kind}")])
-
-    def _normed(self, norm_name: str, weight: Tensor, bias: Tensor | None = None) -> NormedLinear:
-        """Norm and product; see ``NormedLinear`` for when the norm's weight is folded in."""
-        norm, eps = self._checkpoint.read(norm_name), self._config.rms_norm_eps
-        if self._dtype == torch.float32:
-            return NormedLinear(self._linear(weight.float() * norm.float(), bias), None, eps)
-        return NormedLinear(self._linear(weight, bias), self._norm(norm), eps)
-
-    def _norm(self, weight: Tensor) -> RmsNorm:
-        return RmsNorm(self._place(weight), self._config.rms_norm_eps)
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        """A tensor of our own on the device, so that the mapped file can go."""
-        return torch.empty(tensor.shape, dtype=self._dtype, device=self._linear.device).copy_(tensor)
+        return by_head[:, self._channel_order].flatten(0, 1)

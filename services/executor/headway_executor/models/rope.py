@@ -7,9 +7,9 @@ Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et 
 scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
 and code of Llama 3.1.
 
-A head's channels i and i + d/2 form one rotated pair. Here pairs lie next to each other (channels 2i, 2i + 1), so that a
-rotation is one complex multiplication; ``interleaved`` is the permutation that the weights undergo at load. Dot products
-of queries and keys do not notice.
+A head's channels i and i + d/2 form one rotated pair. For ``rotate_`` pairs lie next to each other (channels 2i, 2i + 1),
+so that a rotation is one complex multiplication; ``interleaved`` is the permutation that the weights undergo at load.
+Dot products of queries and keys do not notice.
 """
 
 import math

@@ -1,0 +1,219 @@
+#include "attention.h"
+
+#define CHUNK 128
+#define CHUNK_GROUPS (CHUNK / LANES)
+#define NOTHING_YET -1e30f /* below any score, and its difference to one is a number */
+
+static int64_t groups_per_block(const attention_shape *shape) { return (shape->block_size + LANES - 1) / LANES; }
+
+static int64_t head_floats(const attention_shape *shape) {
+    return 2 * groups_per_block(shape) * LANES * shape->head_dim;
+}
+
+int64_t block_floats(const attention_shape *shape) { return shape->num_kv_heads * head_floats(shape); }
+
+static int64_t head_start(const attention_shape *shape, int64_t block, int64_t head) {
+    return (block * shape->num_kv_heads + head) * head_floats(shape);
+}
+
+void store_key_value(const attention_shape *shape, float *layer, const int32_t *table, int64_t position, int64_t head,
+                     const float *key, const float *value) {
+    int64_t offset = position % shape->block_size;
+    float *keys = layer + head_start(shape, table[position / shape->block_size], head);
+    float *values = keys + head_floats(shape) / 2 + offset * shape->head_dim;
+    keys += offset / LANES * LANES * shape->head_dim + offset % LANES;
+    for (int64_t i = 0; i < shape->head_dim; i++) keys[i * LANES] = key[i];
+    for (int64_t i = 0; i < shape->head_dim; i += LANES) store(values + i, load(value + i));
+}
+
+/* One group of positions: where its keys and values are, which positions it holds. */
+typedef struct {
+    const float *keys;
+    const float *values;
+    int64_t first_position;
+    int64_t num_positions;
+} group;
+
+/* What the query rows of one task share. Rows are (token, head) pairs, token after token. */
+typedef struct {
+    const attention_shape *shape;
+    const float *layer;
+    const int32_t *table;
+    int64_t kv_head;
+    int64_t window;
+    int64_t heads;
+    int64_t first_position;
+    int64_t num_tokens;
+} tile;
+
+static group group_at(const tile *of, int64_t index) {
+    const attention_shape *shape = of->shape;
+    int64_t per_block = groups_per_block(shape);
+    int64_t block = index / per_block, within = index % per_block;
+    int64_t left = shape->block_size - within * LANES;
+    const float *keys = of->layer + head_start(shape, of->table[block], of->kv_head);
+    return (group){
+        .keys = keys + within * LANES * shape->head_dim,
+        .values = keys + head_floats(shape) / 2 + within * LANES * shape->head_dim,
+        .first_position = block * shape->block_size + within * LANES,
+        .num_positions = left < LANES ? left : LANES,
+    };
+}
+
+/* Which of a group's positions the token at `position` sees. */
+static inline ivec visible(const tile *of, const group *at, int64_t position) {
+    ivec lanes = lane_numbers();
+    int64_t end = position + 1 - at->first_position;
+    if (end > at->num_positions) end = at->num_positions;
+    ivec mask = lanes < (int32_t)end;
+    if (of->window > 0) {
+        int64_t hidden = position + 1 - of->window - at->first_position;
+        mask &= lanes >= (int32_t)(hidden < 0 ? 0 : hidden > LANES ? LANES : hidden);
+    }
+    return mask;
+}
+
+/* Scores of two groups, each [rows][CHUNK] at its place in the chunk; `queries` is [head_dim][rows], scaled. */
+INLINE void score(const int rows, const float *queries, const float *low_keys, const float *high_keys, int64_t head_dim,
+                  float *low_out, float *high_out) {
+    vec sums[TILE_ROWS][2];
+    UNROLLED for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (vec){0};
+    for (int64_t d = 0; d < head_dim; d++) {
+        vec low = load(low_keys + d * LANES), high = load(high_keys + d * LANES);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            vec query = splat(queries[d * rows + i]);
+            sums[i][0] += query * low;
+            sums[i][1] += query * high;
+        }
+    }
+    UNROLLED for (int i = 0; i < rows; i++) {
+        store(low_out + i * CHUNK, sums[i][0]);
+        store(high_out + i * CHUNK, sums[i][1]);
+    }
+}
+
+/* attended = attended * decay + weights x values, for the components [d, d + 2 * LANES) (or the last LANES) of all rows. */
+INLINE void add_values(const int rows, const int registers, const group *groups, int64_t num_groups, int64_t end,
+                       const float *weights, const float *decays, int64_t head_dim, int64_t d, float *attended) {
+    vec sums[TILE_ROWS][2];
+    UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED for (int j = 0; j < registers; j++) {
+            sums[i][j] = load(attended + i * head_dim + d + j * LANES) * decays[i];
+        }
+    }
+    for (int64_t g = 0; g < num_groups; g++) {
+        /* Positions behind `end` hold whatever an earlier owner left, NaN perhaps, which no weight of zero would hide. */
+        int64_t left = end - groups[g].first_position;
+        int64_t count = left < groups[g].num_positions ? left : groups[g].num_positions;
+        const float *values = groups[g].values + d;
+        const float *group_weights = weights + g * LANES;
+        for (int64_t p = 0; p < count; p++) {
+            vec value[2];
+            UNROLLED for (int j = 0; j < registers; j++) value[j] = load(values + p * head_dim + j * LANES);
+            UNROLLED for (int i = 0; i < rows; i++) {
+                vec weight = splat(group_weights[i * CHUNK + p]);
+                UNROLLED for (int j = 0; j < registers; j++) sums[i][j] += weight * value[j];
+            }
+        }
+    }
+    UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED for (int j = 0; j < registers; j++) store(attended + i * head_dim + d + j * LANES, sums[i][j]);
+    }
+}
+
+/* Turn the scores of one row into weights; returns their sum, updates the row's largest score, sets its decay. */
+static float soften(const tile *of, const group *groups, int64_t num_groups, int64_t position, float *scores,
+                    float *largest, float *decay) {
+    vec maximum = splat(*largest);
+    for (int64_t g = 0; g < num_groups; g++) {
+        ivec seen = visible(of, &groups[g], position);
+        vec masked = choose(seen, load(scores + g * LANES), splat(-INFINITY));
+        store(scores + g * LANES, masked);
+        maximum = larger(maximum, masked);
+    }
+    float new_largest = largest_of(maximum);
+    vec sum = {0};
+    for (int64_t g = 0; g < num_groups; g++) {
+        vec weights = exponential(load(scores + g * LANES) - new_largest);
+        store(scores + g * LANES, weights);
+        sum += weights;
+    }
+    *decay = exponential(splat(*largest - new_largest))[0];
+    *largest = new_largest;
+    return sum_of(sum);
+}
+
+INLINE void attend_rows(const int rows, const tile *of, float *queries, float *attended, float *totals) {
+    const int64_t head_dim = of->shape->head_dim;
+    const int64_t end = of->first_position + of->num_tokens;
+    const int64_t per_block = groups_per_block(of->shape), block_size = of->shape->block_size;
+    const int64_t last_position = end - 1;
+    const int64_t end_group = last_position / block_size * per_block + last_position % block_size / LANES + 1;
+    int64_t first_seen = of->window > 0 ? of->first_position + 1 - of->window : 0;
+    if (first_seen < 0) first_seen = 0;
+    int64_t g = (first_seen / block_size * per_block) / CHUNK_GROUPS * CHUNK_GROUPS;
+
+    float largest[TILE_ROWS], decays[TILE_ROWS];
+    _Alignas(64) float scores[TILE_ROWS * CHUNK];
+    UNROLLED for (int i = 0; i < rows; i++) {
+        largest[i] = NOTHING_YET;
+        totals[i] = 0.0f;
+    }
+    for (; g < end_group; g += CHUNK_GROUPS) {
+        int64_t num_groups = end_group - g < CHUNK_GROUPS ? end_group - g : CHUNK_GROUPS;
+        group groups[CHUNK_GROUPS];
+        for (int64_t i = 0; i < num_groups; i++) groups[i] = group_at(of, g + i);
+        for (int64_t i = 0; i < num_groups; i += 2) {
+            int64_t next = i + 1 < num_groups ? i + 1 : i;
+            score(rows, queries, groups[i].keys, groups[next].keys, head_dim, scores + i * LANES, scores + next * LANES);
+        }
+        for (int i = 0; i < rows; i++) {
+            int64_t position = of->first_position + i / of->heads;
+            float sum = soften(of, groups, num_groups, position, scores + i * CHUNK, &largest[i], &decays[i]);
+            totals[i] = totals[i] * decays[i] + sum;
+        }
+        int64_t d = 0;
+        for (; d + 2 * LANES <= head_dim; d += 2 * LANES) {
+            add_values(rows, 2, groups, num_groups, end, scores, decays, head_dim, d, attended);
+        }
+        if (d < head_dim) add_values(rows, 1, groups, num_groups, end, scores, decays, head_dim, d, attended);
+    }
+}
+
+#define CASE(rows)                                                                                                     \
+    case rows: attend_rows(rows, &of, queries, attended, totals); break;
+
+void attend(const attention_shape *shape, const float *layer, const int32_t *table, int64_t first_position,
+            int64_t num_tokens, int64_t kv_head, int64_t part, int64_t window, const float *query_rows,
+            int64_t query_stride, float *out, int64_t out_stride) {
+    const int64_t head_dim = shape->head_dim;
+    const int64_t group_size = shape->num_heads / shape->num_kv_heads;
+    const int64_t first_head = part * heads_per_part(shape);
+    int64_t heads = group_size - first_head;
+    if (heads > heads_per_part(shape)) heads = heads_per_part(shape);
+    const int64_t rows = heads * num_tokens;
+    const int64_t head_offset = (kv_head * group_size + first_head) * head_dim;
+    const tile of = {shape, layer, table, kv_head, window, heads, first_position, num_tokens};
+
+    _Alignas(64) float queries[TILE_ROWS * MAX_HEAD_DIM];
+    _Alignas(64) float attended[TILE_ROWS * MAX_HEAD_DIM];
+    float totals[TILE_ROWS];
+    for (int64_t i = 0; i < rows; i++) {
+        const float *row = query_rows + i / heads * query_stride + head_offset + i % heads * head_dim;
+        for (int64_t d = 0; d < head_dim; d++) queries[d * rows + i] = row[d] * shape->scale;
+    }
+    memset(attended, 0, (size_t)(rows * head_dim) * sizeof *attended);
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE_ROWS > 6
+        CASE(7) CASE(8)
+#endif
+#if TILE_ROWS > 8
+        CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        float *row = out + i / heads * out_stride + head_offset + i % heads * head_dim;
+        for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(attended + i * head_dim + d) / totals[i]);
+    }
+}

@@ -1,0 +1,58 @@
+/* Attention over paged keys and values.
+ *
+ * Owns: the layout of a block, writing to it, and attending over a block table.
+ * Must not know: layers, projections, or which request a row belongs to.
+ *
+ * A block of one layer and one key-value head is its keys, then its values. Positions stand in groups of LANES: of a
+ * group's keys, the first component of each position, then the second (one register is one component of LANES
+ * positions); values position after position. Block sizes that are no multiple of LANES waste the rest of a group.
+ *
+ * Softmax runs over chunks of CHUNK positions, always cut at multiples of CHUNK from the start of the sequence (Milakov &
+ * Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135): what a token attends to is the same to the last
+ * bit whether it came in a prompt, a later chunk or alone, and whatever else is in the batch.
+ */
+#ifndef HEADWAY_ATTENTION_H
+#define HEADWAY_ATTENTION_H
+
+#include <stdint.h>
+
+#include "vectors.h"
+
+#define MAX_HEAD_DIM 512
+
+/* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros. */
+typedef struct {
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    float scale;
+} attention_shape;
+
+/* Floats of one block for one layer, all its heads. */
+int64_t block_floats(const attention_shape *shape);
+
+/* Query heads that one task takes together, and how many such parts a group of query heads has. */
+static inline int64_t heads_per_part(const attention_shape *shape) {
+    int64_t group = shape->num_heads / shape->num_kv_heads;
+    return group < TILE_ROWS ? group : TILE_ROWS;
+}
+static inline int64_t parts_per_head(const attention_shape *shape) {
+    int64_t group = shape->num_heads / shape->num_kv_heads;
+    return (group + heads_per_part(shape) - 1) / heads_per_part(shape);
+}
+/* Tokens of one row that one task takes together at most. */
+static inline int64_t tokens_per_tile(const attention_shape *shape) { return TILE_ROWS / heads_per_part(shape); }
+
+/* Store key and value of one head (each head_dim floats) at `position` of the row with block table `table`. */
+void store_key_value(const attention_shape *shape, float *layer, const int32_t *table, int64_t position, int64_t head,
+                     const float *key, const float *value);
+
+/* Attend with `num_tokens` (at most tokens_per_tile) tokens at positions first_position and on, for part `part` of the
+ * query heads of `kv_head`. `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride`
+ * apart. A token sees the last `window` positions up to its own; 0: all. */
+void attend(const attention_shape *shape, const float *layer, const int32_t *table, int64_t first_position,
+            int64_t num_tokens, int64_t kv_head, int64_t part, int64_t window, const float *queries,
+            int64_t query_stride, float *out, int64_t out_stride);
+
+#endif

@@ -1,0 +1,331 @@
+#include "decoder.h"
+
+#include <stdlib.h>
+
+#define BLOCK_TILES 10 /* tiles of inputs that one task multiplies with a panel: together they fit the L2 cache */
+#define PHASES_PER_LAYER 10 /* four products of two phases, placing, attending */
+#define OTHER_PHASES 4      /* embedding, gathering, the head's product */
+
+/* Working memory for a number of tokens; kept from step to step, grown when a step needs more. */
+typedef struct {
+    int64_t num_tokens;
+    int64_t num_attention_tiles;
+    float *hidden;
+    float *qkv;
+    float *attended;
+    float *activations;
+    void *tiles;
+    float *factors;
+    int32_t *offsets;
+    struct attention_tile *attention_tiles;
+} workspace;
+
+/* Some consecutive tokens of one row. */
+typedef struct attention_tile {
+    int64_t row;
+    int64_t token;
+    int64_t position;
+    int64_t num_tokens;
+} attention_tile;
+
+struct decoder {
+    decoder_shape shape;
+    attention_shape attention;
+    layer_weights *layers;
+    linear *head;
+    int64_t hidden_stride;
+    int64_t qkv_stride;
+    int64_t attended_stride;
+    int64_t activation_stride;
+    workspace space;
+};
+
+static int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- products as phases ------------------------------------------------------------------------------------------- */
+
+/* One product of a phase pair: pack the inputs, then multiply. */
+typedef struct {
+    const linear *with;
+    packed_inputs inputs;
+    const float *from;
+    int64_t from_stride;
+    rms_norm norm;
+    enum epilogue epilogue;
+    float *out;
+    int64_t out_stride;
+} product;
+
+static void pack_task(void *work, int64_t task) {
+    const product *of = work;
+    pack_tile(&of->inputs, of->with->form, task, of->from, of->from_stride, of->norm);
+}
+
+/* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
+static void multiply_task(void *work, int64_t task) {
+    const product *of = work;
+    int64_t first = task / of->with->num_panels * BLOCK_TILES;
+    int64_t end = first + BLOCK_TILES < of->inputs.num_tiles ? first + BLOCK_TILES : of->inputs.num_tiles;
+    multiply(of->with, &of->inputs, task % of->with->num_panels, first, end, of->epilogue, of->out, of->out_stride);
+}
+
+static void run_product(member *self, product *of) {
+    team_phase(self, pack_task, of, of->inputs.num_tiles);
+    int64_t num_blocks = (of->inputs.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+    team_phase(self, multiply_task, of, num_blocks * of->with->num_panels);
+}
+
+static product product_of(const workspace *space, const linear *with, int64_t num_rows, const float *from,
+                          int64_t from_stride, rms_norm norm, enum epilogue epilogue, float *out, int64_t out_stride) {
+    packed_inputs inputs = {num_rows, with->inputs, tiles_of(num_rows), space->tiles, space->factors, space->offsets};
+    return (product){with, inputs, from, from_stride, norm, epilogue, out, out_stride};
+}
+
+/* ---- the step ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const decoder *of;
+    const decoder_step *step;
+    const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
+    float *layer_pool;
+} pass;
+
+static void embed_task(void *work, int64_t token) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    const float *from = of->shape.embedding + now->step->token_ids[token] * of->shape.hidden_size;
+    memcpy(of->space.hidden + token * of->hidden_stride, from, (size_t)of->shape.hidden_size * sizeof *from);
+}
+
+static void normalise_head(float *head, const float *weight, int64_t width, float eps) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < width; i++) sum += head[i] * head[i];
+    float factor = 1.0f / sqrtf(sum / (float)width + eps);
+    for (int64_t i = 0; i < width; i++) head[i] *= factor * weight[i];
+}
+
+/* Rotary embedding (Su et al. 2021, arXiv 2104.09864), components i and i + width / 2 as a pair. */
+static void rotate(float *head, const float *cosines, const float *sines, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        head[i] = low * cosines[i] - high * sines[i];
+        head[half + i] = high * cosines[i] + low * sines[i];
+    }
+}
+
+/* Queries and keys of one token: normalise, rotate; store key and value. */
+static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
+    const decoder *of = now->of;
+    const decoder_shape *shape = &of->shape;
+    int64_t position = tile->position + which, half = shape->true_head_dim / 2;
+    float *qkv = of->space.qkv + (tile->token + which) * of->qkv_stride;
+    for (int64_t head = 0; head < shape->num_heads + shape->num_kv_heads; head++) {
+        float *components = qkv + head * shape->head_dim;
+        if (now->layer->qk_norm != NULL) {
+            normalise_head(components, now->layer->qk_norm + head * shape->true_head_dim, shape->true_head_dim,
+                           shape->norm_eps);
+        }
+        rotate(components, shape->cosines + position * half, shape->sines + position * half, half);
+    }
+    const int32_t *table = now->step->tables + tile->row * now->step->table_stride;
+    const float *keys = qkv + shape->num_heads * shape->head_dim;
+    const float *values = keys + shape->num_kv_heads * shape->head_dim;
+    for (int64_t head = 0; head < shape->num_kv_heads; head++) {
+        store_key_value(&of->attention, now->layer_pool, table, position, head, keys + head * shape->head_dim,
+                        values + head * shape->head_dim);
+    }
+}
+
+static void place_task(void *work, int64_t task) {
+    const pass *now = work;
+    const attention_tile *tile = &now->of->space.attention_tiles[task];
+    for (int64_t i = 0; i < tile->num_tokens; i++) place_token(now, tile, i);
+}
+
+static void attend_task(void *work, int64_t task) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    int64_t parts = parts_per_head(&of->attention), per_tile = parts * of->shape.num_kv_heads;
+    const attention_tile *tile = &of->space.attention_tiles[task / per_tile];
+    attend(&of->attention, now->layer_pool, now->step->tables + tile->row * now->step->table_stride, tile->position,
+           tile->num_tokens, task % per_tile / parts, task % parts, now->layer->window,
+           of->space.qkv + tile->token * of->qkv_stride, of->qkv_stride,
+           of->space.attended + tile->token * of->attended_stride, of->attended_stride);
+}
+
+/* The sampled tokens' hidden states, first in memory. `sampled` ascends, so none is overwritten before it is moved. */
+static void gather_task(void *work, int64_t task) {
+    (void)task;
+    const pass *now = work;
+    const decoder *of = now->of;
+    for (int64_t i = 0; i < now->step->num_sampled; i++) {
+        memmove(of->space.hidden + i * of->hidden_stride, of->space.hidden + now->step->sampled[i] * of->hidden_stride,
+                (size_t)of->shape.hidden_size * sizeof(float));
+    }
+}
+
+static void run_layer(member *self, pass *now) {
+    const decoder *of = now->of;
+    const workspace *space = &of->space;
+    const layer_weights *layer = now->layer;
+    const rms_norm attention_norm = {layer->attention_norm, of->shape.norm_eps};
+    const rms_norm mlp_norm = {layer->mlp_norm, of->shape.norm_eps}, no_norm = {0};
+    int64_t num_tokens = now->step->num_tokens, num_tiles = space->num_attention_tiles;
+
+    product qkv = product_of(space, layer->qkv, num_tokens, space->hidden, of->hidden_stride, attention_norm, STORE,
+                             space->qkv, of->qkv_stride);
+    run_product(self, &qkv);
+    team_phase(self, place_task, now, num_tiles);
+    team_phase(self, attend_task, now, num_tiles * of->shape.num_kv_heads * parts_per_head(&of->attention));
+    product output = product_of(space, layer->output, num_tokens, space->attended, of->attended_stride, no_norm, ADD,
+                                space->hidden, of->hidden_stride);
+    run_product(self, &output);
+    product gate_up = product_of(space, layer->gate_up, num_tokens, space->hidden, of->hidden_stride, mlp_norm,
+                                 GATED, space->activations, of->activation_stride);
+    run_product(self, &gate_up);
+    product down = product_of(space, layer->down, num_tokens, space->activations, of->activation_stride, no_norm, ADD,
+                              space->hidden, of->hidden_stride);
+    run_product(self, &down);
+}
+
+static void run_step(void *work, member *self) {
+    pass now = *(const pass *)work;
+    const decoder *of = now.of;
+    team_phase(self, embed_task, &now, now.step->num_tokens);
+    for (int64_t i = 0; i < of->shape.num_layers; i++) {
+        now.layer = &of->layers[i];
+        now.layer_pool = now.step->pool + i * now.step->layer_stride;
+        run_layer(self, &now);
+    }
+    if (now.step->num_sampled == 0) return;
+    team_phase(self, gather_task, &now, 1);
+    const rms_norm final_norm = {of->shape.final_norm, of->shape.norm_eps};
+    product head = product_of(&of->space, of->head, now.step->num_sampled, of->space.hidden, of->hidden_stride,
+                              final_norm, STORE, now.step->logits, headway_logits_stride(of->shape.vocab_size));
+    run_product(self, &head);
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------- */
+
+static void free_space(workspace *space) {
+    free(space->hidden);
+    free(space->qkv);
+    free(space->attended);
+    free(space->activations);
+    free(space->tiles);
+    free(space->factors);
+    free(space->offsets);
+    free(space->attention_tiles);
+    *space = (workspace){0};
+}
+
+static int reserve_space(decoder *of, int64_t num_tokens) {
+    workspace *space = &of->space;
+    if (num_tokens <= space->num_tokens) return 1;
+    free_space(space);
+    int64_t widest = larger_of(of->shape.hidden_size, of->attended_stride);
+    widest = larger_of(widest, of->shape.intermediate_size);
+    space->hidden = stream_alloc(num_tokens * of->hidden_stride * 4);
+    space->qkv = stream_alloc(num_tokens * of->qkv_stride * 4);
+    space->attended = stream_alloc(num_tokens * of->attended_stride * 4);
+    space->activations = stream_alloc(num_tokens * of->activation_stride * 4);
+    space->tiles = stream_alloc(packed_bytes(num_tokens, widest, FORM_FLOAT32));
+    space->factors = stream_alloc(num_tokens * 4);
+    space->offsets = stream_alloc(num_tokens * 4);
+    space->attention_tiles = malloc((size_t)num_tokens * sizeof *space->attention_tiles);
+    if (!space->hidden || !space->qkv || !space->attended || !space->activations || !space->tiles || !space->factors ||
+        !space->offsets || !space->attention_tiles) {
+        free_space(space);
+        return 0;
+    }
+    space->num_tokens = num_tokens;
+    return 1;
+}
+
+static void cut_into_tiles(decoder *of, const decoder_step *step) {
+    int64_t most = tokens_per_tile(&of->attention), count = 0;
+    for (int64_t row = 0; row < step->num_rows; row++) {
+        for (int64_t done = 0; done < step->row_tokens[row]; done += most) {
+            int64_t left = step->row_tokens[row] - done;
+            of->space.attention_tiles[count++] = (attention_tile){
+                row, step->row_starts[row] + done, step->row_positions[row] + done, left < most ? left : most};
+        }
+    }
+    of->space.num_attention_tiles = count;
+}
+
+/* ---- what Python calls -------------------------------------------------------------------------------------------- */
+
+static attention_shape attention_of(const decoder_shape *shape) {
+    return (attention_shape){shape->num_heads, shape->num_kv_heads, shape->head_dim, shape->block_size,
+                             shape->score_scale};
+}
+
+int64_t headway_lanes(void) { return LANES; }
+int64_t headway_max_head_dim(void) { return MAX_HEAD_DIM; }
+int64_t headway_block_floats(const decoder_shape *shape) {
+    attention_shape attention = attention_of(shape);
+    return block_floats(&attention);
+}
+int64_t headway_logits_stride(int64_t vocab_size) { return round_up(vocab_size, PANEL); }
+
+linear *headway_linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                           int64_t gated) {
+    return linear_new(weight, bias, outputs, inputs, form, gated);
+}
+void headway_linear_free(linear *the_linear) { linear_free(the_linear); }
+team *headway_team_new(int64_t num_threads) { return team_new(num_threads); }
+void headway_team_free(team *the_team) { team_free(the_team); }
+
+decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *layers, linear *head) {
+    decoder *made = calloc(1, sizeof *made);
+    if (made == NULL) return NULL;
+    made->shape = *shape;
+    made->attention = attention_of(shape);
+    made->head = head;
+    made->hidden_stride = round_up(shape->hidden_size, PANEL);
+    made->qkv_stride = round_up((shape->num_heads + 2 * shape->num_kv_heads) * shape->head_dim, PANEL);
+    made->attended_stride = round_up(shape->num_heads * shape->head_dim, PANEL);
+    made->activation_stride = round_up(shape->intermediate_size, PANEL);
+    made->layers = malloc((size_t)shape->num_layers * sizeof *made->layers);
+    if (made->layers == NULL) {
+        free(made);
+        return NULL;
+    }
+    memcpy(made->layers, layers, (size_t)shape->num_layers * sizeof *made->layers);
+    return made;
+}
+
+void headway_decoder_free(decoder *the_decoder) {
+    if (the_decoder == NULL) return;
+    free_space(&the_decoder->space);
+    free(the_decoder->layers);
+    free(the_decoder);
+}
+
+int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *step) {
+    if (!reserve_space(the_decoder, step->num_tokens)) return 0;
+    cut_into_tiles(the_decoder, step);
+    pass start = {.of = the_decoder, .step = step};
+    return team_run(with, run_step, &start, the_decoder->shape.num_layers * PHASES_PER_LAYER + OTHER_PHASES);
+}
+
+static void run_alone(void *work, member *self) { run_product(self, work); }
+
+int headway_linear_run(const linear *the_linear, team *with, const float *inputs, int64_t num_rows,
+                       const float *norm_weight, float norm_eps, int64_t gated, float *out, int64_t stride) {
+    workspace space = {0};
+    space.tiles = stream_alloc(packed_bytes(num_rows, the_linear->inputs, FORM_FLOAT32));
+    space.factors = stream_alloc(num_rows * 4);
+    space.offsets = stream_alloc(num_rows * 4);
+    int done = space.tiles && space.factors && space.offsets;
+    if (done) {
+        product alone = product_of(&space, the_linear, num_rows, inputs, the_linear->inputs,
+                                   (rms_norm){norm_weight, norm_eps}, gated ? GATED : STORE,
+                                   out, stride);
+        done = team_run(with, run_alone, &alone, 2);
+    }
+    free_space(&space);
+    return done;
+}

@@ -1,0 +1,312 @@
+#define _GNU_SOURCE
+#include "linear.h"
+
+#include <stdlib.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
+#define HUGE_PAGE (2 << 20)
+#define INT8_MAX_VALUE 127.0f
+#define TINY 1e-30f
+#define QUAD 4 /* inputs that one 8-bit instruction takes */
+
+void *stream_alloc(int64_t bytes) {
+    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
+    size_t rounded = ((size_t)bytes + alignment - 1) / alignment * alignment;
+    void *made = aligned_alloc(alignment, rounded > 0 ? rounded : alignment);
+    if (made == NULL) return NULL;
+#if defined(__linux__)
+    if (alignment == HUGE_PAGE) madvise(made, rounded, MADV_HUGEPAGE);
+#endif
+    memset(made, 0, rounded);
+    return made;
+}
+
+static int64_t quads(int64_t inputs) { return (inputs + QUAD - 1) / QUAD; }
+
+static int64_t panel_bytes(int64_t inputs, int64_t form) {
+    switch (form) {
+    case FORM_FLOAT32: return inputs * PANEL * 4;
+    case FORM_BFLOAT16: return inputs * PANEL * 2;
+    default: return quads(inputs) * QUAD * PANEL;
+    }
+}
+
+int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
+    return form == FORM_INT8 ? num_rows * quads(inputs) * QUAD : num_rows * inputs * 4;
+}
+
+/* Which output stands in column `column` of panel `panel`; -1 if none. */
+static int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated) {
+    int64_t output = panel * PANEL + column;
+    if (gated) {
+        int64_t half = outputs / 2;
+        output = panel * LANES + column % LANES;
+        if (output >= half) return -1;
+        return column < LANES ? output : half + output;
+    }
+    return output < outputs ? output : -1;
+}
+
+static void pack_float32(float *to, const float *row, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k++) to[k * PANEL] = row[k];
+}
+
+static void pack_bfloat16(uint16_t *to, const float *row, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k++) {
+        uint32_t bits;
+        memcpy(&bits, &row[k], 4);
+        to[k * PANEL] = (uint16_t)(bits >> 16);
+    }
+}
+
+/* Symmetric, one scale per output; stored with 128 added, because the instruction takes weights as unsigned. */
+static float pack_int8(uint8_t *to, const float *row, int64_t inputs) {
+    float largest = TINY;
+    for (int64_t k = 0; k < inputs; k++) largest = fmaxf(largest, fabsf(row[k]));
+    float scale = fmaxf(largest / INT8_MAX_VALUE, TINY);
+    for (int64_t k = 0; k < inputs; k++) {
+        to[k / QUAD * PANEL * QUAD + k % QUAD] = (uint8_t)((int32_t)rintf(row[k] / scale) + 128);
+    }
+    return scale;
+}
+
+linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                   int64_t gated) {
+    linear *made = calloc(1, sizeof *made);
+    if (made == NULL) return NULL;
+    made->form = form;
+    made->outputs = outputs;
+    made->inputs = inputs;
+    int64_t columns = gated ? (outputs / 2 + LANES - 1) / LANES : (outputs + PANEL - 1) / PANEL;
+    made->num_panels = columns;
+    made->panels = stream_alloc(columns * panel_bytes(inputs, form));
+    made->bias = stream_alloc(columns * PANEL * 4);
+    made->scales = stream_alloc(columns * PANEL * 4);
+    if (made->panels == NULL || made->bias == NULL || made->scales == NULL) {
+        linear_free(made);
+        return NULL;
+    }
+    for (int64_t panel = 0; panel < made->num_panels; panel++) {
+        char *start = (char *)made->panels + panel * panel_bytes(inputs, form);
+        for (int64_t column = 0; column < PANEL; column++) {
+            int64_t output = output_at(panel, column, outputs, gated);
+            if (output < 0) continue;
+            const float *row = weight + output * inputs;
+            if (form == FORM_FLOAT32) pack_float32((float *)start + column, row, inputs);
+            else if (form == FORM_BFLOAT16) pack_bfloat16((uint16_t *)start + column, row, inputs);
+            else made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);
+            if (bias != NULL) made->bias[panel * PANEL + column] = bias[output];
+        }
+    }
+    return made;
+}
+
+void linear_free(linear *the_linear) {
+    if (the_linear == NULL) return;
+    free(the_linear->panels);
+    free(the_linear->bias);
+    free(the_linear->scales);
+    free(the_linear);
+}
+
+static float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
+    vec squares = {0};
+    int64_t k = 0;
+    for (; k + LANES <= inputs; k += LANES) {
+        vec x = load(row + k);
+        squares += x * x;
+    }
+    float sum = sum_of(squares);
+    for (; k < inputs; k++) sum += row[k] * row[k];
+    return 1.0f / sqrtf(sum / (float)inputs + eps);
+}
+
+static void pack_float32_row(float *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, float factor,
+                             const float *weight) {
+    if (weight == NULL) {
+        for (int64_t k = 0; k < inputs; k++) tile[k * rows + place] = row[k];
+    } else {
+        for (int64_t k = 0; k < inputs; k++) tile[k * rows + place] = row[k] * factor * weight[k];
+    }
+}
+
+static float largest_magnitude(const float *row, const float *weight, int64_t inputs) {
+    const ivec sign_off = splat_int(0x7fffffff);
+    vec largest = splat(TINY);
+    int64_t k = 0;
+    for (; k + LANES <= inputs; k += LANES) {
+        vec x = weight == NULL ? load(row + k) : load(row + k) * load(weight + k);
+        largest = larger(largest, bits_as_vec((ivec)x & sign_off));
+    }
+    float found = largest_of(largest);
+    for (; k < inputs; k++) found = fmaxf(found, fabsf(weight == NULL ? row[k] : row[k] * weight[k]));
+    return found;
+}
+
+/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes. `offset`: 128 times their sum (see
+ * pack_int8). A factor on the whole row would not change the codes. */
+static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
+                           const float *weight, int32_t *offset) {
+    float largest = largest_magnitude(row, weight, inputs);
+    float scale = INT8_MAX_VALUE / largest;
+    int32_t sum = 0;
+    for (int64_t quad = 0; quad < quads(inputs); quad++) {
+        int8_t *to = tile + (quad * rows + place) * QUAD;
+        for (int64_t j = 0; j < QUAD; j++) {
+            int64_t k = quad * QUAD + j;
+            float value = k >= inputs ? 0.0f : weight == NULL ? row[k] : row[k] * weight[k];
+            int32_t code = (int32_t)rintf(value * scale);
+            to[j] = (int8_t)code;
+            sum += code;
+        }
+    }
+    *offset = 128 * sum;
+    return largest / INT8_MAX_VALUE;
+}
+
+void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
+    int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
+    int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *row = from + (first + i) * stride;
+        float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
+        if (form == FORM_INT8) {
+            int8_t *start = (int8_t *)to->tiles + first * quads(to->inputs) * QUAD;
+            float scale = pack_int8_row(start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            to->factors[first + i] = factor * scale;
+        } else {
+            pack_float32_row((float *)to->tiles + first * to->inputs, rows, i, row, to->inputs, factor,
+                             norm.weight);
+        }
+    }
+}
+
+INLINE void sum_float32(const int rows, const float *tile, const float *panel, int64_t inputs, vec (*sums)[2]) {
+    for (int64_t k = 0; k < inputs; k++) {
+        vec low = load(panel + k * PANEL);
+        vec high = load(panel + k * PANEL + LANES);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            vec input = splat(tile[k * rows + i]);
+            sums[i][0] += input * low;
+            sums[i][1] += input * high;
+        }
+    }
+}
+
+typedef uint16_t half_width __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+INLINE vec load_bfloat16(const uint16_t *from) {
+    return bits_as_vec(__builtin_convertvector(*(const half_width *)from, ivec) << 16);
+}
+
+INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *panel, int64_t inputs, vec (*sums)[2]) {
+    for (int64_t k = 0; k < inputs; k++) {
+        vec low = load_bfloat16(panel + k * PANEL);
+        vec high = load_bfloat16(panel + k * PANEL + LANES);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            vec input = splat(tile[k * rows + i]);
+            sums[i][0] += input * low;
+            sums[i][1] += input * high;
+        }
+    }
+}
+
+/* Exact in int32: 4 products of unsigned and signed bytes are added to each lane. */
+INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
+#else
+    UNROLLED for (int j = 0; j < QUAD; j++) {
+        sum += ((weights >> (8 * j)) & 255) * ((inputs << (24 - 8 * j)) >> 24);
+    }
+    return sum;
+#endif
+}
+
+INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, int64_t inputs, ivec (*sums)[2]) {
+    for (int64_t quad = 0; quad < quads(inputs); quad++) {
+        ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
+        ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            int32_t four;
+            memcpy(&four, tile + (quad * rows + i) * QUAD, QUAD);
+            ivec input = splat_int(four);
+            sums[i][0] = add_quad_products(sums[i][0], low, input);
+            sums[i][1] = add_quad_products(sums[i][1], high, input);
+        }
+    }
+}
+
+INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
+    switch (epilogue) {
+    case STORE:
+        store(out, low);
+        store(out + LANES, high);
+        break;
+    case ADD:
+        store(out, load(out) + low);
+        store(out + LANES, load(out + LANES) + high);
+        break;
+    case GATED: store(out, silu(low) * high); break;
+    }
+}
+
+/* One tile of exactly `rows` rows with one panel; `out` is at the tile's first row and the panel's first column. */
+INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
+                          enum epilogue epilogue, float *out, int64_t stride) {
+    const char *weights = (const char *)with->panels + panel * panel_bytes(with->inputs, with->form);
+    const vec low_bias = load(with->bias + panel * PANEL);
+    const vec high_bias = load(with->bias + panel * PANEL + LANES);
+    if (with->form == FORM_INT8) {
+        ivec sums[TILE_ROWS][2];
+        UNROLLED for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (ivec){0};
+        const int8_t *tile = (const int8_t *)from->tiles + first * quads(with->inputs) * QUAD;
+        sum_int8(rows, tile, (const uint8_t *)weights, with->inputs, sums);
+        const vec low_scale = load(with->scales + panel * PANEL);
+        const vec high_scale = load(with->scales + panel * PANEL + LANES);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
+            vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
+            vec factor = splat(from->factors[first + i]);
+            finish_row(epilogue, low * (low_scale * factor) + low_bias, high * (high_scale * factor) + high_bias,
+                       out + i * stride);
+        }
+        return;
+    }
+    vec sums[TILE_ROWS][2];
+    UNROLLED for (int i = 0; i < rows; i++) {
+        sums[i][0] = low_bias;
+        sums[i][1] = high_bias;
+    }
+    const float *tile = (const float *)from->tiles + first * with->inputs;
+    if (with->form == FORM_FLOAT32) sum_float32(rows, tile, (const float *)weights, with->inputs, sums);
+    else sum_bfloat16(rows, tile, (const uint16_t *)weights, with->inputs, sums);
+    UNROLLED for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+}
+
+#define CASE(rows)                                                                                                     \
+    case rows: multiply_tile(rows, with, from, first, panel, epilogue, to, stride); break;
+
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t first_tile, int64_t end_tile,
+              enum epilogue epilogue, float *out, int64_t stride) {
+    int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
+    for (int64_t tile = first_tile; tile < end_tile; tile++) {
+        int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
+        int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+        float *to = out + first * stride + column;
+        switch (rows) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE_ROWS > 6
+            CASE(7) CASE(8)
+#endif
+#if TILE_ROWS > 8
+            CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+        }
+    }
+}

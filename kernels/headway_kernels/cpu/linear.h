@@ -1,0 +1,79 @@
+/* Products of a few or many rows with a weight matrix that was packed once.
+ *
+ * Owns: the packed forms of weights and inputs, and multiplying them.
+ * Must not know: what a layer is for.
+ *
+ * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights side
+ * by side, so that a product streams through memory once. Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows,
+ * input after input (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). Every output is one
+ * chain of additions over the inputs in order: it does not depend on the other rows, nor on how many there are.
+ */
+#ifndef HEADWAY_LINEAR_H
+#define HEADWAY_LINEAR_H
+
+#include <stdint.h>
+
+#include "vectors.h"
+
+#define PANEL (2 * LANES)
+
+/* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
+ * checkpoints' do: half the memory to read, and the same result to the last bit. */
+enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2 };
+
+typedef struct {
+    int64_t form;
+    int64_t outputs;
+    int64_t inputs;
+    int64_t num_panels;
+    void *panels;
+    float *bias;   /* [num_panels * PANEL], zeros if there is none */
+    float *scales; /* FORM_INT8: of each output, [num_panels * PANEL] */
+} linear;
+
+/* Rows of inputs, packed for one product after the other. */
+typedef struct {
+    int64_t num_rows;
+    int64_t inputs;
+    int64_t num_tiles;
+    void *tiles;           /* float32, or int8 in groups of four inputs */
+    float *factors;        /* of each row, on its outputs */
+    int32_t *offsets;      /* int8: what the outputs of each row are too large by */
+} packed_inputs;
+
+/* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
+ * for weights packed with `gated`; out has LANES columns per panel. */
+enum epilogue { STORE, ADD, GATED };
+
+/* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
+ * ups, and a panel takes LANES of each. NULL when memory is short. */
+linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form, int64_t gated);
+void linear_free(linear *the_linear);
+
+/* Tile `tile` of `num_rows` rows: its first row and its number of rows. Tiles differ by at most one row. */
+static inline int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
+    return tile * num_rows / num_tiles;
+}
+static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+/* Bytes that the tiles of `num_rows` rows need in a form. */
+int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
+
+/* What happens to inputs before a product: RMS normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), or nothing if
+ * `weight` ([inputs]) is NULL. */
+typedef struct {
+    const float *weight;
+    float eps;
+} rms_norm;
+
+/* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
+void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
+
+/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide. */
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t first_tile, int64_t end_tile,
+              enum epilogue epilogue, float *out, int64_t stride);
+
+/* Memory that is read in a stream: zeroed, aligned, in huge pages where the system has them. Freed by free(). */
+void *stream_alloc(int64_t bytes);
+
+#endif

@@ -1,0 +1,38 @@
+/* A team of threads that work through phases.
+ *
+ * Owns: the threads, waking them, and handing out tasks.
+ * Must not know: what a task does.
+ *
+ * A job is a function that every member runs; in it, members meet in phases. The tasks of a phase are taken one by one,
+ * and a phase ends when all its tasks are done, not when all members have arrived: one that the operating system keeps
+ * from running delays nobody unless it holds a task.
+ */
+#ifndef HEADWAY_TEAM_H
+#define HEADWAY_TEAM_H
+
+#include <stdint.h>
+
+typedef struct team team;
+
+/* What a member carries through a job: which phase it is in. */
+typedef struct {
+    team *of;
+    int64_t phase;
+} member;
+
+typedef void (*task_body)(void *work, int64_t task);
+typedef void (*job_body)(void *work, member *self);
+
+/* num_threads counts the caller of team_run. NULL if memory or threads are short. */
+team *team_new(int64_t num_threads);
+void team_free(team *the_team);
+int64_t team_size(const team *the_team);
+
+/* Run `body` on all members, the caller included, in at most `num_phases` phases; returns when it is done.
+ * 0 when memory is short, else 1. One job at a time. */
+int team_run(team *the_team, job_body body, void *work, int64_t num_phases);
+
+/* Do the next phase: tasks 0 to num_tasks - 1, each once, by any member. All members must ask for the same phases. */
+void team_phase(member *self, task_body body, void *work, int64_t num_tasks);
+
+#endif

@@ -1,0 +1,144 @@
+"""A model that runs on the CPU kernels.
+
+Owns: when the kernels can run a model, giving them its weights, and turning a step into their arguments.
+Must not know: how they compute.
+
+They compute in float32. A row's logits are the same to the last bit whatever else is in the step, and however the row
+was cut into chunks.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway_executor.kv_pool import KvPool
+from headway_executor.linear import placed
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.forward import StepRows
+from headway_executor.models.loading import ModelTensors
+from headway_executor.models.rope import rotations
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import (
+    CpuLibrary,
+    Decoder,
+    DecoderShape,
+    LayerWeights,
+    PackedLinear,
+    Team,
+    WeightForm,
+    load_library,
+)
+
+
+def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
+    """The kernels, if they are installed, run on this processor and can run this model."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    library = load_library()
+    if library is None or config.head_dim > library.max_head_dim:
+        return None
+    return library
+
+
+class CompiledModel:
+    """A ``ForwardPass``. ``decoder`` and ``pool`` fit each other (``pool_block_shape``)."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        self._decoder = decoder
+        self.pool = pool
+
+    def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
+        """See ``ForwardPass.run``."""
+        places, positions = rows.token_places()
+        return self._decoder.forward(
+            token_ids=token_ids.numpy()[rows.numbers[places], positions],
+            num_tokens=rows.num_new,
+            first_positions=rows.num_computed,
+            tables=rows.tables,
+            sampled=rows.last_tokens(),
+            pool=self.pool.layers,
+        )
+
+
+def load_compiled(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    library: CpuLibrary,
+    *,
+    quantization: str,
+    max_model_len: int,
+    block_size: int,
+    num_threads: int,
+) -> Decoder:
+    """Load a checkpoint that ``Checkpoint.check`` accepted. ``quantization`` is "none" or "int8"."""
+    tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim))
+    loader = _Loader(config, tensors, library, quantization)
+    table = rotations(config.rope, config.head_dim, max_model_len)
+    shape = DecoderShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        norm_eps=config.rms_norm_eps,
+        score_scale=config.head_dim**-0.5,
+        embedding=_float32(tensors.embedding()),
+        cosines=table.real.contiguous(),
+        sines=table.imag.contiguous(),
+        final_norm=_float32(tensors.final_norm()),
+    )
+    layers = [loader.layer(index) for index in range(config.num_layers)]
+    return Decoder(library, Team(library, num_threads), shape, layers, loader.linear(tensors.head(), None))
+
+
+class _Loader:
+    """One load; keeps no tensor."""
+
+    def __init__(self, config: ModelConfig, tensors: ModelTensors, library: CpuLibrary, quantization: str) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._library = library
+        self._quantised = quantization == "int8"
+        self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
+
+    def layer(self, index: int) -> LayerWeights:
+        tensors = self._tensors
+        qkv, qkv_bias = tensors.qkv(index)
+        output, output_bias = tensors.output(index)
+        qk_norm = tensors.qk_norm(index)
+        return LayerWeights(
+            qkv=self.linear(self._padded(qkv), None if qkv_bias is None else self._padded(qkv_bias)),
+            output=self.linear(self._padded(output.t()).t(), output_bias),
+            gate_up=self.linear(*tensors.gate_up(index), gated=True),
+            down=self.linear(*tensors.down(index)),
+            attention_norm=_float32(tensors.attention_norm(index)),
+            mlp_norm=_float32(tensors.mlp_norm(index)),
+            qk_norm=None if qk_norm is None else _float32(qk_norm),
+            window=self._config.sliding_windows[index],
+        )
+
+    def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
+        if self._quantised:
+            form = WeightForm.INT8
+        else:
+            form = WeightForm.BFLOAT16 if _is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
+        return PackedLinear(self._library, weight, bias, form, gated=gated)
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        """Zeros after the channels of every head: shape ``[heads * head_dim, ...]``."""
+        if not self._padding:
+            return heads
+        by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
+        rest = (0, 0) * (by_head.dim() - 2)
+        return functional.pad(by_head, (*rest, 0, self._padding)).flatten(0, 1)
+
+
+def _is_exact_in_bfloat16(weight: Tensor) -> bool:
+    """Whether every value is one that bfloat16 has: then holding it so changes nothing but the memory to read."""
+    return weight.dtype == torch.bfloat16 or bool((weight.float().bfloat16().float() == weight.float()).all())
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return placed(tensor, torch.float32, torch.device("cpu"))
