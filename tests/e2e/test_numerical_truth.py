@@ -26,8 +26,12 @@ VOCAB_SIZE = 320
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
-CASES = [(family, *setting) for family in FAMILIES for setting in EVERY_SETTING] + [
-    (family, *setting) for family in VARIANTS for setting in ((8, 16, True, True), (16, 512, False, False))
+TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))
+# "auto" is the CPU kernels wherever they are installed; eager operators are what runs elsewhere.
+CASES = [
+    *((family, *setting, "auto") for family in FAMILIES for setting in EVERY_SETTING),
+    *((family, *setting, "auto") for family in VARIANTS for setting in TWO_SETTINGS),
+    *((family, *setting, "eager") for family in ("mistral", "qwen3-bias") for setting in TWO_SETTINGS),
 ]
 
 
@@ -67,7 +71,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: directory / family for family in (*FAMILIES, *VARIANTS)}
 
 
-def settings_of(model: Path, block_size: int, budget: int, small_pool: bool) -> tuple[BackendConfig, SchedulerLimits]:
+def settings_of(
+    model: Path, block_size: int, budget: int, small_pool: bool, kernels: str = "auto"
+) -> tuple[BackendConfig, SchedulerLimits]:
     # The small pool holds one longest request and a half: most of the 32 are preempted or wait.
     num_blocks = 3 * MAX_MODEL_LEN // (2 * block_size) if small_pool else NUM_REQUESTS * MAX_MODEL_LEN // block_size
     config = BackendConfig(
@@ -79,11 +85,12 @@ def settings_of(model: Path, block_size: int, budget: int, small_pool: bool) -> 
         max_num_seqs=NUM_REQUESTS,
         max_num_batched_tokens=budget,
         num_threads=1,
+        options={"kernels": kernels},
     )
     return config, SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=NUM_REQUESTS)
 
 
-@pytest.mark.parametrize(("family", "block_size", "budget", "small_pool", "shared_prefixes"), CASES)
+@pytest.mark.parametrize(("family", "block_size", "budget", "small_pool", "shared_prefixes", "kernels"), CASES)
 async def test_greedy_tokens_equal_transformers(
     checkpoints: dict[str, Path],
     tmp_path: Path,
@@ -92,10 +99,11 @@ async def test_greedy_tokens_equal_transformers(
     budget: int,
     small_pool: bool,
     shared_prefixes: bool,
+    kernels: str,
 ) -> None:
     model = checkpoints[family]
     requests = prompts(shared_prefixes)
-    config, limits = settings_of(model, block_size, budget, small_pool)
+    config, limits = settings_of(model, block_size, budget, small_pool, kernels)
     if "dynamic" in family:
         requests = tuple((prompt[:50], max_tokens) for prompt, max_tokens in requests)
     with running(tmp_path, model, TorchBackend(), config, limits) as headway:

@@ -1,0 +1,448 @@
+"""Every variant of the CPU kernels that runs here: products, attention, and results that do not depend on the company."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, make_checkpoint
+from decoder_driver import (
+    Sequences,
+    Span,
+    compiled_decoder,
+    compiled_model,
+    compiled_pool,
+    eager_model,
+    write_checkpoint,
+)
+from headway_executor.models.families import read_model_config
+from headway_kernels.cpu import build
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
+
+TESTS = Path(__file__).resolve().parents[1]
+VARIANTS = [path for path in installed_variants() if runs_here(path)]
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
+
+OUTPUTS = (1, 2, 8, 16, 31, 32, 33, 63, 64, 70, 130)
+INPUTS = (1, 2, 3, 4, 5, 15, 16, 17, 64, 97)
+ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 24, 25, 40, 200)
+WEIGHT_SCALE = 0.1
+NORM_EPS = 1e-5
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda path: path.stem)
+def library(request):
+    return CpuLibrary(request.param)
+
+
+@pytest.fixture(scope="module")
+def team(library):
+    return Team(library, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Torch's own threads would spin beside the kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- products ---------------------------------------------------------------------------------------------------------
+
+
+def shapes(seed):
+    """(outputs, inputs, rows), all of each at least once."""
+    draw = random.Random(seed)
+    plain = list(itertools.product(OUTPUTS, INPUTS))
+    chosen = [(outputs, inputs, draw.choice(ROWS)) for outputs, inputs in draw.sample(plain, 40)]
+    chosen += [(draw.choice(OUTPUTS), draw.choice(INPUTS), rows) for rows in (*range(1, 41), 200)]
+    return [(1, 1, 1), *chosen]
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def normalised(inputs, norm):
+    """RMS normalisation in float64."""
+    wide = inputs.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * norm.double()
+
+
+def rounded_inputs(inputs, norm):
+    """8-bit codes per token, float32 as the kernels compute them; the factor of a norm is on the scale, not the codes."""
+    weighted = inputs if norm is None else inputs * norm
+    largest = weighted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    codes = (weighted * (127.0 / largest)).round()
+    scale = (largest / 127.0).double()
+    if norm is not None:
+        scale = scale * (inputs.double().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    return codes.double(), scale
+
+
+def rounded_weights(weight):
+    scale = (weight.abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-30)
+    return (weight / scale).round().double(), scale.double()
+
+
+def expected_product(form, weight, bias, inputs, norm, gated):
+    """Float64 result, and how large the sums behind each output are (for the tolerance)."""
+    if form is WeightForm.INT8:
+        input_codes, input_scale = rounded_inputs(inputs, norm)
+        weight_codes, weight_scale = rounded_weights(weight)
+        sums = (input_codes @ weight_codes.t()) * input_scale * weight_scale.t()
+        sizes = sums.abs()
+    else:
+        wide = inputs.double() if norm is None else normalised(inputs, norm)
+        sums = wide @ weight.double().t()
+        sizes = wide.abs() @ weight.double().abs().t()
+    if bias is not None:
+        sums, sizes = sums + bias.double(), sizes + bias.double().abs()
+    if not gated:
+        return sums, sizes
+    gates, ups = sums.chunk(2, dim=-1)
+    gate_sizes, up_sizes = sizes.chunk(2, dim=-1)
+    return functional.silu(gates) * ups, gate_sizes * up_sizes + gate_sizes + up_sizes
+
+
+@pytest.mark.parametrize("form", WeightForm)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_is_what_float64_gives(library, team, form, gated):
+    for number, (outputs, inputs, rows) in enumerate(shapes(int(form))):
+        weight = drawn((1 + gated) * outputs, inputs) * WEIGHT_SCALE
+        if form is WeightForm.BFLOAT16:
+            weight = weight.bfloat16().float()
+        bias = drawn(len(weight), seed=1) if number % 2 else None
+        norm = 0.5 + drawn(inputs, seed=2).abs() if number % 3 else None
+        from_rows = drawn(rows, inputs, seed=3)
+        expected, sizes = expected_product(form, weight, bias, from_rows, norm, gated)
+        product = PackedLinear(library, weight, bias, form, gated=gated)(team, from_rows, norm, NORM_EPS)
+        assert product.shape == expected.shape
+        # Float32 rounds at most once per addition; 8-bit sums are exact, and only their scales are rounded.
+        limit = 2e-7 * (6 if form is WeightForm.INT8 else inputs + 6) * (sizes + 1e-6)
+        worst = ((product - expected).abs() / limit).max()
+        assert worst <= 1, (outputs, inputs, rows)
+
+
+def test_bfloat16_weights_give_the_same_bits_as_float32(library, team):
+    for gated, (outputs, inputs, rows) in itertools.product((False, True), shapes(7)):
+        weight = (drawn((1 + gated) * outputs, inputs) * WEIGHT_SCALE).bfloat16()
+        bias = drawn(len(weight), seed=1)
+        from_rows = drawn(rows, inputs, seed=3)
+        wide, narrow = (
+            PackedLinear(library, weight, bias, form, gated=gated)(team, from_rows)
+            for form in (WeightForm.FLOAT32, WeightForm.BFLOAT16)
+        )
+        assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize("form", WeightForm)
+def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, form):
+    weight = (drawn(70, 97) * WEIGHT_SCALE).bfloat16()
+    norm = 0.5 + drawn(97, seed=2).abs()
+    for gated in (False, True):
+        product = PackedLinear(library, weight, None, form, gated=gated)
+        inputs = drawn(200, 97, seed=3)
+        together = product(team, inputs, norm, NORM_EPS)
+        for rows in (*range(1, 41), 199):
+            assert torch.equal(product(team, inputs[:rows], norm, NORM_EPS), together[:rows])
+
+
+def test_zeros_and_extreme_values_are_products_too(library, team):
+    weight = drawn(33, 21) * WEIGHT_SCALE
+    weight[3] = 0.0
+    inputs = drawn(5, 21, seed=3)
+    inputs[1], inputs[2], inputs[3] = 0.0, inputs[2] * 1e18, inputs[3] * 1e-18
+    for form in (WeightForm.FLOAT32, WeightForm.INT8):
+        product = PackedLinear(library, weight, None, form)(team, inputs)
+        expected, sizes = expected_product(form, weight, None, inputs, None, gated=False)
+        assert ((product - expected).abs() <= 5e-6 * sizes + 1e-30).all()
+
+
+# ---- attention, in whole decoders -------------------------------------------------------------------------------------
+
+
+def cut_at_random(length, draw, most):
+    """Spans of one row, in order: (first position, number of tokens)."""
+    cuts = [0]
+    while cuts[-1] < length:
+        cuts.append(min(length, cuts[-1] + draw.choice((1, 1, 2, 3, 7, 16, 40, most))))
+    return [(start, end - start) for start, end in itertools.pairwise(cuts)]
+
+
+def steps_of(lengths, seed, most):
+    """Steps that run all rows to their lengths in random pieces; not every row runs in every step."""
+    draw = random.Random(seed)
+    left = {row: cut_at_random(length, draw, most) for row, length in enumerate(lengths)}
+    while left:
+        rows = draw.sample(sorted(left), draw.randint(1, len(left)))
+        yield [Span(row, *left[row].pop(0)) for row in rows]
+        left = {row: pieces for row, pieces in left.items() if pieces}
+
+
+def assert_equals_eager(directory, library, *, lengths, block_size, vocab_size, seed=0):
+    sequences = Sequences(
+        num_rows=len(lengths), length=max(lengths), vocab_size=vocab_size, block_size=block_size, seed=seed
+    )
+    compiled = compiled_model(directory, library, sequences, num_threads=2)
+    eager = eager_model(directory, sequences)
+    for step in steps_of(lengths, seed, max(lengths)):
+        expected = sequences.last_logits(eager, step)
+        got = sequences.last_logits(compiled, step)
+        assert float((got - expected).abs().max()) < 2e-4 * float(expected.abs().max()), step
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(directory, request.param)
+    return directory
+
+
+def test_every_family_gives_what_eager_operators_give(family, library):
+    longest = min(CONTEXT, read_model_config(family).context)
+    lengths = (1, 17, 64, longest)
+    for block_size in (1, 16):
+        assert_equals_eager(family, library, lengths=lengths, block_size=block_size, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"),
+    [
+        (16, 1, 8, None),
+        (13, 1, 20, 100),
+        (26, 2, 6, None),
+        (5, 1, 34, 129),
+        (7, 7, 16, 1),
+        (8, 4, 40, 128),
+        (9, 3, 64, None),
+    ],
+)
+def test_every_shape_of_attention_gives_what_eager_operators_give(
+    tmp_path, library, heads, kv_heads, head_dim, window, block_size
+):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    directory = write_checkpoint(tmp_path, sliding_window=window, **sizes)
+    assert_equals_eager(
+        directory, library, lengths=(3, 150, 390), block_size=block_size, vocab_size=90, seed=heads + block_size
+    )
+
+
+def test_the_widest_head_gives_what_eager_operators_give(tmp_path, library):
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": library.max_head_dim}
+    directory = write_checkpoint(tmp_path, num_hidden_layers=1, **sizes)
+    assert_equals_eager(directory, library, lengths=(3, 150), block_size=16, vocab_size=90)
+
+
+# ---- the same to the last bit -----------------------------------------------------------------------------------------
+
+
+LENGTH = 300
+NUM_OTHERS = 33
+FORMS = {"float32": (torch.float32, "none"), "bfloat16": (torch.bfloat16, "none"), "int8": (torch.float32, "int8")}
+
+
+class Watched:
+    """Row 0 of 34 sequences, whose logits are watched, on one decoder with a fresh pool for each run."""
+
+    def __init__(self, directory, library, quantization):
+        self._directory, self._library, self._quantization = directory, library, quantization
+        self._sequences = Sequences(num_rows=NUM_OTHERS + 1, length=LENGTH, vocab_size=90, block_size=8)
+        self._decoder = self.decoder(num_threads=2)
+
+    def decoder(self, *, num_threads):
+        return compiled_decoder(
+            self._directory, self._library, block_size=8, quantization=self._quantization, num_threads=num_threads
+        )
+
+    def logits(self, steps, decoder=None, stale=0.0):
+        """All logits of row 0 over ``steps``, lists of spans, in the order of its tokens."""
+        decoder = decoder or self._decoder
+        pool = compiled_pool(self._directory, decoder, self._sequences, stale=stale)
+        found = []
+        for spans in steps:
+            by_span = self._sequences.all_logits(decoder, pool, spans)
+            found += [logits for span, logits in zip(spans, by_span, strict=True) if span.row == 0]
+        return torch.cat(found)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def watched(request, library, tmp_path_factory):
+    dtype, quantization = FORMS[request.param]
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
+    directory = write_checkpoint(tmp_path_factory.mktemp(request.param), dtype=dtype, sliding_window=150, **sizes)
+    return Watched(directory, library, quantization)
+
+
+@pytest.fixture(scope="module")
+def alone(watched):
+    """All at once, nothing beside it, one thread."""
+    return watched.logits([[Span(0, 0, LENGTH)]], watched.decoder(num_threads=1))
+
+
+def in_chunks(size):
+    return [[Span(0, start, min(size, LENGTH - start))] for start in range(0, LENGTH, size)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, 64, 250])
+def test_logits_are_the_same_in_chunks(watched, alone, size):
+    assert torch.equal(watched.logits(in_chunks(size)), alone)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_logits_are_the_same_with_any_number_of_threads(watched, alone, num_threads):
+    decoder = watched.decoder(num_threads=num_threads)
+    assert torch.equal(watched.logits(in_chunks(100), decoder), alone)
+
+
+def test_logits_are_the_same_in_a_crowd(watched, alone):
+    draw = random.Random(3)
+    computed = dict.fromkeys(range(1, NUM_OTHERS + 1), 0)
+
+    def others():
+        """Prefill chunks and decodes of the other rows; one that reaches its end starts again."""
+        spans = []
+        for row, done in computed.items():
+            count = min(draw.choice((1, 1, 1, 2, 5, 30)), LENGTH - done)
+            spans.append(Span(row, done, count))
+            computed[row] = (done + count) % LENGTH
+        return spans
+
+    def step(start, end):
+        spans = [*others(), Span(0, start, end - start)]
+        draw.shuffle(spans)
+        return spans
+
+    cuts = [0, 120, 121, 122, 123, 200, 217, 298, 299, 300]
+    assert torch.equal(watched.logits([step(*cut) for cut in itertools.pairwise(cuts)]), alone)
+
+
+# ---- numbers that must not spread -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+def test_what_an_earlier_owner_left_in_the_pool_reaches_nobody(watched, alone, stale):
+    assert torch.equal(watched.logits([[Span(0, 0, LENGTH)]], stale=stale), alone)
+    assert torch.equal(watched.logits(in_chunks(37), stale=stale), alone)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        "none",
+        pytest.param(
+            "int8", marks=pytest.mark.xfail(strict=False, reason="rounding inputs to 8 bits makes zeros of NaN")
+        ),
+    ],
+)
+def test_nan_in_the_keys_or_values_of_a_row_poisons_that_row_only(tmp_path, library, quantization, half):
+    directory = write_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    sequences = Sequences(num_rows=9, length=40, vocab_size=90, block_size=8)
+    decoder = compiled_decoder(directory, library, block_size=8, quantization=quantization, num_threads=2)
+    prompts, decodes = ([Span(row, *span) for row in range(9)] for span in ((0, 38), (38, 1)))
+    outcomes = []
+    for damaged in (False, True):
+        pool = compiled_pool(directory, decoder, sequences)
+        sequences.all_logits(decoder, pool, prompts)
+        if damaged:
+            # A block of one layer and head is its keys, then its values; the first number of each is in use.
+            halves = pool.layers.view(*pool.layers.shape[:2], config.num_kv_heads, 2, -1)
+            halves[:, sequences.tables[4, 1], :, half, 0] = float("nan")
+        outcomes.append(torch.cat(sequences.all_logits(decoder, pool, decodes)))
+    clean, poisoned = outcomes
+    assert poisoned[4].isnan().all()
+    untouched = [row for row in range(9) if row != 4]
+    assert torch.equal(poisoned[untouched], clean[untouched])
+
+
+# ---- threads ----------------------------------------------------------------------------------------------------------
+
+
+def num_threads_of_this_process():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 16])
+def test_hundreds_of_short_runs_finish_and_are_right(library, num_threads):
+    weight, inputs = drawn(200, 33), drawn(20, 33)
+    product = PackedLinear(library, weight, None, WeightForm.FLOAT32)
+    expected = product(Team(library, 1), inputs)
+    team = Team(library, num_threads)
+    for number in range(400):
+        rows = number % 20 + 1
+        assert torch.equal(product(team, inputs[:rows]), expected[:rows])
+
+
+def test_teams_of_several_callers_do_not_disturb_each_other(library):
+    weight, inputs = drawn(200, 33), drawn(20, 33)
+    product = PackedLinear(library, weight, None, WeightForm.FLOAT32)
+    expected = product(Team(library, 1), inputs)
+    wrong = []
+
+    def call():
+        team = Team(library, 3)
+        wrong.extend(1 for _ in range(100) if not torch.equal(product(team, inputs), expected))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not any(caller.is_alive() for caller in callers)
+    assert not wrong
+
+
+@needs_proc
+def test_a_team_that_goes_takes_its_threads_along(library):
+    product = PackedLinear(library, drawn(40, 8), None, WeightForm.FLOAT32)
+    inputs = drawn(3, 8)
+    before = num_threads_of_this_process()
+    for number in range(150):
+        team = Team(library, number % 5 + 1)
+        assert num_threads_of_this_process() == before + number % 5
+        if number % 2:
+            product(team, inputs)
+        del team
+        assert num_threads_of_this_process() == before
+
+
+# ---- nothing undefined ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_undefined_happens(tmp_path):
+    """A library that stops the process at undefined behaviour, quick to compile and slow to run, runs to its end."""
+    pytest.importorskip("ziglang")
+    variant = next(variant for variant in build.variants_here() if variant.name != "avx512")
+    if not runs_here(Path(variant.library)):
+        pytest.skip("needs a processor that runs the variant")
+    target = [option for option in variant.options if option.startswith("-mcpu")]
+    sources = sorted(str(path) for path in build.SOURCES.glob("*.c"))
+    options = ["-std=c11", "-O0", "-fsanitize=undefined", "-fsanitize-trap=undefined", "-shared", "-fPIC", "-pthread"]
+    library = tmp_path / variant.library
+    caches = {name: str(tmp_path / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    compiler = [sys.executable, "-P", "-m", build.COMPILER, "cc", *target, *options]
+    subprocess.run([*compiler, "-o", str(library), *sources, "-lm"], env=caches | os.environ, cwd=tmp_path, check=True)
+    directory = write_checkpoint(tmp_path / "model", sliding_window=60, head_dim=20)
+    code = (
+        "import sys; from pathlib import Path; from decoder_driver import exercise; exercise(*map(Path, sys.argv[1:]))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(library), str(directory)],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        check=True,
+    )

@@ -1,0 +1,68 @@
+"""Every benchmark still runs, with the smallest load there is, and writes what a result consists of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import headway
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+PROVENANCE = {"commit", "seed", "hardware"}
+
+
+def run(name, *arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_cpu(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--concurrency", "1,2", "--prompt", "8", "--output", "4", "--repetitions", "1", "--num-kv-blocks", "128")
+    printed = run(
+        *("torch_cpu.py", "--model", str(DEMO_MODEL), "--quantization", "none,int8", *load, "--json", str(result)),
+        cwd=tmp_path,
+    )
+    record = json.loads(result.read_text())
+    assert PROVENANCE | {"torch", "load", "limits", "startup_s"} <= record.keys()
+    assert [(row["quantization"], row["concurrency"]) for row in record["results"]] == [
+        ("none", 1),
+        ("none", 2),
+        ("int8", 1),
+        ("int8", 2),
+    ]
+    for row in record["results"]:
+        assert min(row["output_rate"], row["prefill_rate"], row["floor_step_ms"]) > 0
+        assert str(row["output_rate"]) in printed
+
+
+def test_scheduler_step(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("scheduler_step.py", "--running", "4,8", "--steps", "40", "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [row["running"] for row in record["rows"]] == [4, 8]
+    for row in record["rows"]:
+        assert row["decode"]["median_us"] > 0
+        assert row["decode"]["message_bytes_min"] > 0
+        assert row["churn"]["median_us"] > 0
+        assert str(row["decode"]["median_us"]) in printed
+
+
+def test_gateway(tmp_path, unused_tcp_port):
+    result = tmp_path / "result.json"
+    load = ("--streams", "4", "--tokens", "20", "--rounds", "1", "--requests", "5", "--gap-ms", "1")
+    printed = run(
+        *("gateway.py", *load, "--grpc-address", f"127.0.0.1:{unused_tcp_port}", "--output", str(result)), cwd=tmp_path
+    )
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    (row,) = record["throughput"]
+    assert row["tokens_per_s"] > 0
+    assert {"scheduler_cpu_s", "executor_cpu_s", "gateway_cpu_s", "client_cpu_s"} <= row.keys()
+    assert {"added to the first token", "gap between tokens over gRPC"} <= record["latency"].keys()
+    assert "added to the first token" in printed
