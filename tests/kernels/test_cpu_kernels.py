@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -370,8 +371,16 @@ def test_nan_in_the_keys_or_values_of_a_row_poisons_that_row_only(tmp_path, libr
 # ---- threads ----------------------------------------------------------------------------------------------------------
 
 
-def num_threads_of_this_process():
-    return len(list(Path("/proc/self/task").iterdir()))
+def threads_of_this_process():
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def assert_new_threads(before, expected):
+    """A thread that was joined stays listed for a moment."""
+    deadline = time.monotonic() + 5
+    while len(threads_of_this_process() - before) != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(threads_of_this_process() - before) == expected
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
@@ -411,14 +420,14 @@ def test_teams_of_several_callers_do_not_disturb_each_other(library):
 def test_a_team_that_goes_takes_its_threads_along(library):
     product = PackedLinear(library, drawn(40, 8), None, WeightForm.FLOAT32)
     inputs = drawn(3, 8)
-    before = num_threads_of_this_process()
+    before = threads_of_this_process()
     for number in range(150):
         team = Team(library, number % 5 + 1)
-        assert num_threads_of_this_process() == before + number % 5
+        assert_new_threads(before, number % 5)
         if number % 2:
             product(team, inputs)
         del team
-        assert num_threads_of_this_process() == before
+        assert_new_threads(before, 0)
 
 
 # ---- nothing undefined ------------------------------------------------------------------------------------------------
