@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #define BLOCK_TILES 10 /* tiles of inputs that one task multiplies with a panel: together they fit the L2 cache */
+#define FEW_TILES 4
 #define PHASES_PER_LAYER 10 /* four products of two phases, placing, attending */
 #define OTHER_PHASES 4      /* embedding, gathering, the head's product */
 
@@ -18,6 +19,7 @@ typedef struct {
     float *factors;
     int32_t *offsets;
     struct attention_tile *attention_tiles;
+    struct attention_tile *sampled_tiles; /* one for each sampled token */
 } workspace;
 
 /* Some consecutive tokens of one row. */
@@ -55,6 +57,7 @@ typedef struct {
     enum epilogue epilogue;
     float *out;
     int64_t out_stride;
+    int64_t num_members;
 } product;
 
 static void pack_task(void *work, int64_t task) {
@@ -67,19 +70,32 @@ static void multiply_task(void *work, int64_t task) {
     const product *of = work;
     int64_t first = task / of->with->num_panels * BLOCK_TILES;
     int64_t end = first + BLOCK_TILES < of->inputs.num_tiles ? first + BLOCK_TILES : of->inputs.num_tiles;
-    multiply(of->with, &of->inputs, task % of->with->num_panels, first, end, of->epilogue, of->out, of->out_stride);
+    int64_t panel = task % of->with->num_panels;
+    /* Members take turns, more or less: this is what this member will probably multiply next. */
+    int64_t next = (panel + of->num_members) % of->with->num_panels;
+    multiply(of->with, &of->inputs, panel, next, first, end, of->epilogue, of->out, of->out_stride);
 }
 
-static void run_product(member *self, product *of) {
+/* A product of few rows keeps the memory busy, and everything between two products leaves it idle: so fetch what comes
+ * next beforehand. With many rows there is no need, and the cache has better uses. */
+static void fetch_first_panel(const member *self, const linear *of, int64_t num_rows) {
+    if (tiles_of(num_rows) <= FEW_TILES && self->number < of->num_panels) fetch_panel(of, self->number);
+}
+
+static void run_product(member *self, product *of, const linear *next) {
+    of->num_members = team_size(self->of);
     team_phase(self, pack_task, of, of->inputs.num_tiles);
     int64_t num_blocks = (of->inputs.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
-    team_phase(self, multiply_task, of, num_blocks * of->with->num_panels);
+    int64_t num_tasks = num_blocks * of->with->num_panels;
+    team_take(self, multiply_task, of, num_tasks);
+    if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
+    team_wait(self, num_tasks);
 }
 
 static product product_of(const workspace *space, const linear *with, int64_t num_rows, const float *from,
                           int64_t from_stride, rms_norm norm, enum epilogue epilogue, float *out, int64_t out_stride) {
     packed_inputs inputs = {num_rows, with->inputs, tiles_of(num_rows), space->tiles, space->factors, space->offsets};
-    return (product){with, inputs, from, from_stride, norm, epilogue, out, out_stride};
+    return (product){with, inputs, from, from_stride, norm, epilogue, out, out_stride, 1};
 }
 
 /* ---- the step ----------------------------------------------------------------------------------------------------- */
@@ -89,6 +105,8 @@ typedef struct {
     const decoder_step *step;
     const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
     float *layer_pool;
+    const attention_tile *attending; /* the tokens whose attention is wanted: all, or in the last layer the sampled ones */
+    int64_t num_attending;
 } pass;
 
 static void embed_task(void *work, int64_t token) {
@@ -147,63 +165,89 @@ static void attend_task(void *work, int64_t task) {
     const pass *now = work;
     const decoder *of = now->of;
     int64_t parts = parts_per_head(&of->attention), per_tile = parts * of->shape.num_kv_heads;
-    const attention_tile *tile = &of->space.attention_tiles[task / per_tile];
+    const attention_tile *tile = &now->attending[task / per_tile];
     attend(&of->attention, now->layer_pool, now->step->tables + tile->row * now->step->table_stride, tile->position,
            tile->num_tokens, task % per_tile / parts, task % parts, now->layer->window,
            of->space.qkv + tile->token * of->qkv_stride, of->qkv_stride,
            of->space.attended + tile->token * of->attended_stride, of->attended_stride);
 }
 
-/* The sampled tokens' hidden states, first in memory. `sampled` ascends, so none is overwritten before it is moved. */
-static void gather_task(void *work, int64_t task) {
-    (void)task;
-    const pass *now = work;
-    const decoder *of = now->of;
-    for (int64_t i = 0; i < now->step->num_sampled; i++) {
-        memmove(of->space.hidden + i * of->hidden_stride, of->space.hidden + now->step->sampled[i] * of->hidden_stride,
-                (size_t)of->shape.hidden_size * sizeof(float));
+/* Row sampled[i] becomes row i. `sampled` ascends, so none is overwritten before it is moved. */
+static void gather(const decoder_step *step, float *rows, int64_t stride) {
+    for (int64_t i = 0; i < step->num_sampled; i++) {
+        if (step->sampled[i] != i) memcpy(rows + i * stride, rows + step->sampled[i] * stride, (size_t)stride * sizeof *rows);
     }
 }
 
-static void run_layer(member *self, pass *now) {
+static void gather_task(void *work, int64_t task) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    if (task == 0) gather(now->step, of->space.hidden, of->hidden_stride);
+    else gather(now->step, of->space.attended, of->attended_stride);
+}
+
+/* Attention and MLP of the tokens that `now` is attending with. */
+static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
     const workspace *space = &of->space;
     const layer_weights *layer = now->layer;
-    const rms_norm attention_norm = {layer->attention_norm, of->shape.norm_eps};
     const rms_norm mlp_norm = {layer->mlp_norm, of->shape.norm_eps}, no_norm = {0};
-    int64_t num_tokens = now->step->num_tokens, num_tiles = space->num_attention_tiles;
-
-    product qkv = product_of(space, layer->qkv, num_tokens, space->hidden, of->hidden_stride, attention_norm, STORE,
-                             space->qkv, of->qkv_stride);
-    run_product(self, &qkv);
-    team_phase(self, place_task, now, num_tiles);
-    team_phase(self, attend_task, now, num_tiles * of->shape.num_kv_heads * parts_per_head(&of->attention));
     product output = product_of(space, layer->output, num_tokens, space->attended, of->attended_stride, no_norm, ADD,
                                 space->hidden, of->hidden_stride);
-    run_product(self, &output);
+    run_product(self, &output, layer->gate_up);
     product gate_up = product_of(space, layer->gate_up, num_tokens, space->hidden, of->hidden_stride, mlp_norm,
                                  GATED, space->activations, of->activation_stride);
-    run_product(self, &gate_up);
+    run_product(self, &gate_up, layer->down);
     product down = product_of(space, layer->down, num_tokens, space->activations, of->activation_stride, no_norm, ADD,
                               space->hidden, of->hidden_stride);
-    run_product(self, &down);
+    run_product(self, &down, next);
+}
+
+/* Queries, keys and values of all tokens; then attention. */
+static void run_attention(member *self, pass *now) {
+    const decoder *of = now->of;
+    const layer_weights *layer = now->layer;
+    const rms_norm norm = {layer->attention_norm, of->shape.norm_eps};
+    product qkv = product_of(&of->space, layer->qkv, now->step->num_tokens, of->space.hidden, of->hidden_stride, norm,
+                             STORE, of->space.qkv, of->qkv_stride);
+    run_product(self, &qkv, layer->output);
+    team_phase(self, place_task, now, of->space.num_attention_tiles);
+    team_phase(self, attend_task, now, now->num_attending * of->shape.num_kv_heads * parts_per_head(&of->attention));
+}
+
+/* The last layer: of the tokens that are not sampled only keys and values are wanted. */
+static void run_last_layer(member *self, pass *now) {
+    const decoder *of = now->of;
+    int64_t num_sampled = now->step->num_sampled;
+    now->attending = of->space.sampled_tiles;
+    now->num_attending = num_sampled;
+    run_attention(self, now);
+    if (num_sampled == 0) return;
+    team_phase(self, gather_task, now, 2);
+    run_rest_of_layer(self, now, num_sampled, of->head);
+    const rms_norm norm = {of->shape.final_norm, of->shape.norm_eps};
+    product head = product_of(&of->space, of->head, num_sampled, of->space.hidden, of->hidden_stride, norm, STORE,
+                              now->step->logits, headway_logits_stride(of->shape.vocab_size));
+    run_product(self, &head, NULL);
 }
 
 static void run_step(void *work, member *self) {
     pass now = *(const pass *)work;
     const decoder *of = now.of;
+    int64_t last = of->shape.num_layers - 1;
     team_phase(self, embed_task, &now, now.step->num_tokens);
-    for (int64_t i = 0; i < of->shape.num_layers; i++) {
+    now.attending = of->space.attention_tiles;
+    now.num_attending = of->space.num_attention_tiles;
+    for (int64_t i = 0; i <= last; i++) {
         now.layer = &of->layers[i];
         now.layer_pool = now.step->pool + i * now.step->layer_stride;
-        run_layer(self, &now);
+        if (i == last) {
+            run_last_layer(self, &now);
+        } else {
+            run_attention(self, &now);
+            run_rest_of_layer(self, &now, now.step->num_tokens, of->layers[i + 1].qkv);
+        }
     }
-    if (now.step->num_sampled == 0) return;
-    team_phase(self, gather_task, &now, 1);
-    const rms_norm final_norm = {of->shape.final_norm, of->shape.norm_eps};
-    product head = product_of(&of->space, of->head, now.step->num_sampled, of->space.hidden, of->hidden_stride,
-                              final_norm, STORE, now.step->logits, headway_logits_stride(of->shape.vocab_size));
-    run_product(self, &head);
 }
 
 /* ---- memory ------------------------------------------------------------------------------------------------------- */
@@ -217,6 +261,7 @@ static void free_space(workspace *space) {
     free(space->factors);
     free(space->offsets);
     free(space->attention_tiles);
+    free(space->sampled_tiles);
     *space = (workspace){0};
 }
 
@@ -234,8 +279,9 @@ static int reserve_space(decoder *of, int64_t num_tokens) {
     space->factors = stream_alloc(num_tokens * 4);
     space->offsets = stream_alloc(num_tokens * 4);
     space->attention_tiles = malloc((size_t)num_tokens * sizeof *space->attention_tiles);
+    space->sampled_tiles = malloc((size_t)num_tokens * sizeof *space->sampled_tiles);
     if (!space->hidden || !space->qkv || !space->attended || !space->activations || !space->tiles || !space->factors ||
-        !space->offsets || !space->attention_tiles) {
+        !space->offsets || !space->attention_tiles || !space->sampled_tiles) {
         free_space(space);
         return 0;
     }
@@ -244,12 +290,17 @@ static int reserve_space(decoder *of, int64_t num_tokens) {
 }
 
 static void cut_into_tiles(decoder *of, const decoder_step *step) {
-    int64_t most = tokens_per_tile(&of->attention), count = 0;
+    int64_t most = tokens_per_tile(&of->attention), count = 0, sampled = 0;
     for (int64_t row = 0; row < step->num_rows; row++) {
-        for (int64_t done = 0; done < step->row_tokens[row]; done += most) {
-            int64_t left = step->row_tokens[row] - done;
-            of->space.attention_tiles[count++] = (attention_tile){
-                row, step->row_starts[row] + done, step->row_positions[row] + done, left < most ? left : most};
+        int64_t start = step->row_starts[row], tokens = step->row_tokens[row], position = step->row_positions[row];
+        for (int64_t done = 0; done < tokens; done += most) {
+            int64_t left = tokens - done;
+            of->space.attention_tiles[count++] =
+                (attention_tile){row, start + done, position + done, left < most ? left : most};
+        }
+        for (; sampled < step->num_sampled && step->sampled[sampled] < start + tokens; sampled++) {
+            int64_t token = step->sampled[sampled];
+            of->space.sampled_tiles[sampled] = (attention_tile){row, token, position + token - start, 1};
         }
     }
     of->space.num_attention_tiles = count;
@@ -311,7 +362,7 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     return team_run(with, run_step, &start, the_decoder->shape.num_layers * PHASES_PER_LAYER + OTHER_PHASES);
 }
 
-static void run_alone(void *work, member *self) { run_product(self, work); }
+static void run_alone(void *work, member *self) { run_product(self, work, NULL); }
 
 int headway_linear_run(const linear *the_linear, team *with, const float *inputs, int64_t num_rows,
                        const float *norm_weight, float norm_eps, int64_t gated, float *out, int64_t stride) {

@@ -12,7 +12,11 @@
 #define HUGE_PAGE (2 << 20)
 #define INT8_MAX_VALUE 127.0f
 #define TINY 1e-30f
-#define QUAD 4 /* inputs that one 8-bit instruction takes */
+#define QUAD 4     /* inputs that one 8-bit instruction takes */
+#define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
+#define LINE 64    /* bytes that memory gives at once */
+#define LINES_AHEAD 64
+#define MOST_FETCHED (128 << 10)
 
 void *stream_alloc(int64_t bytes) {
     size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
@@ -36,8 +40,15 @@ static int64_t panel_bytes(int64_t inputs, int64_t form) {
     }
 }
 
+/* Steps of a sum: a step takes 4 bytes of each row. */
+static int64_t steps_of(int64_t inputs, int64_t form) { return form == FORM_INT8 ? quads(inputs) : inputs; }
+
+static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
+    return (steps_of(inputs, form) + STRETCH - 1) / STRETCH * STRETCH * 4;
+}
+
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
-    return form == FORM_INT8 ? num_rows * quads(inputs) * QUAD : num_rows * inputs * 4;
+    return num_rows * packed_row_bytes(inputs, form);
 }
 
 /* Which output stands in column `column` of panel `panel`; -1 if none. */
@@ -126,72 +137,84 @@ static float root_mean_square_factor(const float *row, int64_t inputs, float eps
     return 1.0f / sqrtf(sum / (float)inputs + eps);
 }
 
+/* Inputs k to k + LANES - 1 of a row, times the norm's weight if there is one; zeros behind the end. */
+INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64_t inputs) {
+    if (k + LANES <= inputs) return weight == NULL ? load(row + k) : load(row + k) * load(weight + k);
+    vec some = {0};
+    for (int64_t i = 0; k + i < inputs; i++) some[i] = weight == NULL ? row[k + i] : row[k + i] * weight[k + i];
+    return some;
+}
+
 static void pack_float32_row(float *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, float factor,
                              const float *weight) {
-    if (weight == NULL) {
-        for (int64_t k = 0; k < inputs; k++) tile[k * rows + place] = row[k];
-    } else {
-        for (int64_t k = 0; k < inputs; k++) tile[k * rows + place] = row[k] * factor * weight[k];
+    for (int64_t k = 0; k < inputs; k += STRETCH) {
+        float *to = tile + k * rows + place * STRETCH;
+        for (int64_t i = 0; i < STRETCH; i += LANES) store(to + i, normed_inputs(row, weight, k + i, inputs) * factor);
     }
 }
 
-static float largest_magnitude(const float *row, const float *weight, int64_t inputs) {
-    const ivec sign_off = splat_int(0x7fffffff);
-    vec largest = splat(TINY);
-    int64_t k = 0;
-    for (; k + LANES <= inputs; k += LANES) {
-        vec x = weight == NULL ? load(row + k) : load(row + k) * load(weight + k);
-        largest = larger(largest, bits_as_vec((ivec)x & sign_off));
-    }
-    float found = largest_of(largest);
-    for (; k < inputs; k++) found = fmaxf(found, fabsf(weight == NULL ? row[k] : row[k] * weight[k]));
-    return found;
-}
+typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 /* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes. `offset`: 128 times their sum (see
  * pack_int8). A factor on the whole row would not change the codes. */
 static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
                            const float *weight, int32_t *offset) {
-    float largest = largest_magnitude(row, weight, inputs);
-    float scale = INT8_MAX_VALUE / largest;
-    int32_t sum = 0;
-    for (int64_t quad = 0; quad < quads(inputs); quad++) {
-        int8_t *to = tile + (quad * rows + place) * QUAD;
-        for (int64_t j = 0; j < QUAD; j++) {
-            int64_t k = quad * QUAD + j;
-            float value = k >= inputs ? 0.0f : weight == NULL ? row[k] : row[k] * weight[k];
-            int32_t code = (int32_t)rintf(value * scale);
-            to[j] = (int8_t)code;
-            sum += code;
+    const ivec sign_off = splat_int(0x7fffffff);
+    vec magnitudes = splat(TINY);
+    for (int64_t k = 0; k < inputs; k += LANES) {
+        magnitudes = larger(magnitudes, bits_as_vec((ivec)normed_inputs(row, weight, k, inputs) & sign_off));
+    }
+    const float largest = largest_of(magnitudes), scale = INT8_MAX_VALUE / largest;
+    const int64_t stretch = STRETCH * QUAD;
+    ivec sums = {0};
+    for (int64_t k = 0; k < inputs; k += stretch) {
+        int8_t *to = tile + k * rows + place * stretch;
+        for (int64_t i = 0; i < stretch; i += LANES) {
+            vec scaled = normed_inputs(row, weight, k + i, inputs) * scale;
+            ivec rounded = __builtin_convertvector(__builtin_elementwise_rint(scaled), ivec);
+            *(codes *)(to + i) = __builtin_convertvector(rounded, codes);
+            sums += rounded;
         }
     }
-    *offset = 128 * sum;
+    *offset = 128 * __builtin_reduce_add(sums);
     return largest / INT8_MAX_VALUE;
 }
 
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
     int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
     int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
+    char *start = (char *)to->tiles + first * packed_row_bytes(to->inputs, form);
     for (int64_t i = 0; i < rows; i++) {
         const float *row = from + (first + i) * stride;
         float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
         if (form == FORM_INT8) {
-            int8_t *start = (int8_t *)to->tiles + first * quads(to->inputs) * QUAD;
-            float scale = pack_int8_row(start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            float scale = pack_int8_row((int8_t *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
         } else {
-            pack_float32_row((float *)to->tiles + first * to->inputs, rows, i, row, to->inputs, factor,
-                             norm.weight);
+            pack_float32_row((float *)start, rows, i, row, to->inputs, factor, norm.weight);
         }
     }
 }
 
-INLINE void sum_float32(const int rows, const float *tile, const float *panel, int64_t inputs, vec (*sums)[2]) {
+/* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on. */
+typedef struct {
+    const char *at;
+    int64_t lines;
+} fetching;
+
+INLINE void fetch(fetching *ahead) {
+    for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
+}
+
+INLINE void sum_float32(const int rows, const float *tile, const float *panel, int64_t inputs, vec (*sums)[2],
+                        fetching ahead) {
     for (int64_t k = 0; k < inputs; k++) {
+        fetch(&ahead);
         vec low = load(panel + k * PANEL);
         vec high = load(panel + k * PANEL + LANES);
+        const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
         UNROLLED for (int i = 0; i < rows; i++) {
-            vec input = splat(tile[k * rows + i]);
+            vec input = splat(column[i * STRETCH]);
             sums[i][0] += input * low;
             sums[i][1] += input * high;
         }
@@ -204,12 +227,15 @@ INLINE vec load_bfloat16(const uint16_t *from) {
     return bits_as_vec(__builtin_convertvector(*(const half_width *)from, ivec) << 16);
 }
 
-INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *panel, int64_t inputs, vec (*sums)[2]) {
+INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *panel, int64_t inputs, vec (*sums)[2],
+                         fetching ahead) {
     for (int64_t k = 0; k < inputs; k++) {
+        fetch(&ahead);
         vec low = load_bfloat16(panel + k * PANEL);
         vec high = load_bfloat16(panel + k * PANEL + LANES);
+        const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
         UNROLLED for (int i = 0; i < rows; i++) {
-            vec input = splat(tile[k * rows + i]);
+            vec input = splat(column[i * STRETCH]);
             sums[i][0] += input * low;
             sums[i][1] += input * high;
         }
@@ -228,13 +254,16 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
 #endif
 }
 
-INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, int64_t inputs, ivec (*sums)[2]) {
+INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, int64_t inputs, ivec (*sums)[2],
+                     fetching ahead) {
     for (int64_t quad = 0; quad < quads(inputs); quad++) {
+        fetch(&ahead);
         ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
         ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
+        const int8_t *column = tile + (quad / STRETCH * STRETCH * rows + quad % STRETCH) * QUAD;
         UNROLLED for (int i = 0; i < rows; i++) {
             int32_t four;
-            memcpy(&four, tile + (quad * rows + i) * QUAD, QUAD);
+            memcpy(&four, column + i * STRETCH * QUAD, QUAD);
             ivec input = splat_int(four);
             sums[i][0] = add_quad_products(sums[i][0], low, input);
             sums[i][1] = add_quad_products(sums[i][1], high, input);
@@ -258,15 +287,15 @@ INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
 
 /* One tile of exactly `rows` rows with one panel; `out` is at the tile's first row and the panel's first column. */
 INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          enum epilogue epilogue, float *out, int64_t stride) {
+                          fetching ahead, enum epilogue epilogue, float *out, int64_t stride) {
     const char *weights = (const char *)with->panels + panel * panel_bytes(with->inputs, with->form);
     const vec low_bias = load(with->bias + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
+    const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, with->form);
     if (with->form == FORM_INT8) {
         ivec sums[TILE_ROWS][2];
         UNROLLED for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (ivec){0};
-        const int8_t *tile = (const int8_t *)from->tiles + first * quads(with->inputs) * QUAD;
-        sum_int8(rows, tile, (const uint8_t *)weights, with->inputs, sums);
+        sum_int8(rows, (const int8_t *)tile, (const uint8_t *)weights, with->inputs, sums, ahead);
         const vec low_scale = load(with->scales + panel * PANEL);
         const vec high_scale = load(with->scales + panel * PANEL + LANES);
         UNROLLED for (int i = 0; i < rows; i++) {
@@ -283,22 +312,42 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
         sums[i][0] = low_bias;
         sums[i][1] = high_bias;
     }
-    const float *tile = (const float *)from->tiles + first * with->inputs;
-    if (with->form == FORM_FLOAT32) sum_float32(rows, tile, (const float *)weights, with->inputs, sums);
-    else sum_bfloat16(rows, tile, (const uint16_t *)weights, with->inputs, sums);
+    const float *inputs = (const float *)tile;
+    if (with->form == FORM_FLOAT32) sum_float32(rows, inputs, (const float *)weights, with->inputs, sums, ahead);
+    else sum_bfloat16(rows, inputs, (const uint16_t *)weights, with->inputs, sums, ahead);
     UNROLLED for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
 }
 
-#define CASE(rows)                                                                                                     \
-    case rows: multiply_tile(rows, with, from, first, panel, epilogue, to, stride); break;
+/* What tile `place` of `count` fetches while it is multiplied. The first one, which brings the panel itself from memory,
+ * looks a little ahead; the second and third, which have it in the cache, fetch the next panel. */
+static fetching what_to_fetch(const linear *with, int64_t panel, int64_t next, int64_t place, int64_t count) {
+    const char *panels = with->panels;
+    int64_t bytes = panel_bytes(with->inputs, with->form);
+    int64_t lines = bytes / steps_of(with->inputs, with->form) / LINE;
+    if (place == 0) return (fetching){panels + panel * bytes + LINES_AHEAD * LINE, lines};
+    if (place == 1 && count == 2) return (fetching){panels + next * bytes, lines};
+    if (place <= 2) return (fetching){panels + next * bytes + (place - 1) * bytes / 2 / LINE * LINE, (lines + 1) / 2};
+    return (fetching){panels, 0};
+}
 
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t first_tile, int64_t end_tile,
-              enum epilogue epilogue, float *out, int64_t stride) {
+void fetch_panel(const linear *from, int64_t panel) {
+    int64_t bytes = panel_bytes(from->inputs, from->form);
+    const char *start = (const char *)from->panels + panel * bytes;
+    if (bytes > MOST_FETCHED) bytes = MOST_FETCHED;
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(start + at, 0, 2);
+}
+
+#define CASE(rows)                                                                                                     \
+    case rows: multiply_tile(rows, with, from, first, panel, ahead, epilogue, to, stride); break;
+
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
+              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
         int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
         int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
         float *to = out + first * stride + column;
+        fetching ahead = what_to_fetch(with, panel, next, tile - first_tile, end_tile - first_tile);
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if TILE_ROWS > 6

@@ -4,9 +4,10 @@
  * Must not know: what a layer is for.
  *
  * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights side
- * by side, so that a product streams through memory once. Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows,
- * input after input (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). Every output is one
- * chain of additions over the inputs in order: it does not depend on the other rows, nor on how many there are.
+ * by side, so that a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of high-performance matrix
+ * multiplication"). Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows; a tile holds, stretch after stretch,
+ * the inputs of each row. Every output is one chain of additions over the inputs in order: it does not depend on the other
+ * rows, nor on how many there are.
  */
 #ifndef HEADWAY_LINEAR_H
 #define HEADWAY_LINEAR_H
@@ -36,7 +37,7 @@ typedef struct {
     int64_t num_rows;
     int64_t inputs;
     int64_t num_tiles;
-    void *tiles;           /* float32, or int8 in groups of four inputs */
+    void *tiles;           /* float32 or int8 */
     float *factors;        /* of each row, on its outputs */
     int32_t *offsets;      /* int8: what the outputs of each row are too large by */
 } packed_inputs;
@@ -69,9 +70,13 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide. */
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t first_tile, int64_t end_tile,
-              enum epilogue epilogue, float *out, int64_t stride);
+/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide. Meanwhile
+ * panel `next` is fetched into the cache: products of few rows wait for memory. */
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
+              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
+
+/* Fetch panel `panel` into the cache, or as much of it as the cache should hold beforehand. */
+void fetch_panel(const linear *from, int64_t panel);
 
 /* Memory that is read in a stream: zeroed, aligned, in huge pages where the system has them. Freed by free(). */
 void *stream_alloc(int64_t bytes);

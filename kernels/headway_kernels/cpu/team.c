@@ -15,9 +15,16 @@ typedef struct {
     atomic_int_least64_t done;
 } phase_state;
 
+/* What a worker is told when it starts. */
+typedef struct {
+    team *of;
+    int64_t number;
+} seat;
+
 struct team {
     int64_t num_threads;
     pthread_t *workers;
+    seat *seats;
     int64_t num_workers;
 
     phase_state *phases;
@@ -43,7 +50,8 @@ static inline void pause_briefly(void) {
 }
 
 static void *worker(void *argument) {
-    team *self = argument;
+    const seat *mine = argument;
+    team *self = mine->of;
     uint64_t seen = 0;
     pthread_mutex_lock(&self->lock);
     for (;;) {
@@ -54,7 +62,7 @@ static void *worker(void *argument) {
         void *work = self->work;
         self->active++;
         pthread_mutex_unlock(&self->lock);
-        member me = {self, 0};
+        member me = {self, mine->number, 0};
         body(work, &me);
         pthread_mutex_lock(&self->lock);
         if (--self->active == 0) pthread_cond_signal(&self->left);
@@ -71,11 +79,15 @@ team *team_new(int64_t num_threads) {
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->wake, NULL);
     pthread_cond_init(&made->left, NULL);
-    while (made->workers != NULL && made->num_workers < num_threads - 1) {
-        if (pthread_create(&made->workers[made->num_workers], NULL, worker, made) != 0) break;
+    made->seats = calloc((size_t)num_threads, sizeof *made->seats);
+    const int has_room = made->workers != NULL && made->seats != NULL;
+    while (has_room && made->num_workers < num_threads - 1) {
+        seat *next = &made->seats[made->num_workers];
+        *next = (seat){made, made->num_workers + 1};
+        if (pthread_create(&made->workers[made->num_workers], NULL, worker, next) != 0) break;
         made->num_workers++;
     }
-    if (made->workers == NULL || made->num_workers < num_threads - 1) {
+    if (!has_room || made->num_workers < num_threads - 1) {
         team_free(made);
         return NULL;
     }
@@ -94,6 +106,7 @@ void team_free(team *the_team) {
     pthread_mutex_destroy(&the_team->lock);
     free(the_team->phases);
     free(the_team->workers);
+    free(the_team->seats);
     free(the_team);
 }
 
@@ -124,7 +137,7 @@ int team_run(team *the_team, job_body body, void *work, int64_t num_phases) {
         pthread_cond_broadcast(&the_team->wake);
         pthread_mutex_unlock(&the_team->lock);
     }
-    member me = {the_team, 0};
+    member me = {the_team, 0, 0};
     body(work, &me);
     if (the_team->num_workers > 0) {
         /* The work is done; who has not woken by now need not. The phases may be reused when all have left. */
@@ -137,14 +150,23 @@ int team_run(team *the_team, job_body body, void *work, int64_t num_phases) {
 }
 
 void team_phase(member *self, task_body body, void *work, int64_t num_tasks) {
+    team_take(self, body, work, num_tasks);
+    team_wait(self, num_tasks);
+}
+
+void team_take(member *self, task_body body, void *work, int64_t num_tasks) {
     assert(self->phase < self->of->num_phases);
-    phase_state *phase = &self->of->phases[self->phase++];
+    phase_state *phase = &self->of->phases[self->phase];
     for (;;) {
         int64_t task = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
         if (task >= num_tasks) break;
         body(work, task);
         atomic_fetch_add_explicit(&phase->done, 1, memory_order_release);
     }
+}
+
+void team_wait(member *self, int64_t num_tasks) {
+    phase_state *phase = &self->of->phases[self->phase++];
     for (int64_t spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < num_tasks; spins++) {
         if (spins < SPINS_BEFORE_YIELD) pause_briefly();
         else sched_yield();

@@ -14,9 +14,10 @@
 
 typedef struct team team;
 
-/* What a member carries through a job: which phase it is in. */
+/* What a member carries through a job: its number (0 is the caller), and which phase it is in. */
 typedef struct {
     team *of;
+    int64_t number;
     int64_t phase;
 } member;
 
@@ -34,5 +35,9 @@ int team_run(team *the_team, job_body body, void *work, int64_t num_phases);
 
 /* Do the next phase: tasks 0 to num_tasks - 1, each once, by any member. All members must ask for the same phases. */
 void team_phase(member *self, task_body body, void *work, int64_t num_tasks);
+
+/* The two halves of a phase: take tasks while there are any; wait for those that others have taken. */
+void team_take(member *self, task_body body, void *work, int64_t num_tasks);
+void team_wait(member *self, int64_t num_tasks);
 
 #endif
