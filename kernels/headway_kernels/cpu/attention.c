@@ -2,6 +2,7 @@
 
 #define CHUNK 128
 #define CHUNK_GROUPS (CHUNK / LANES)
+#define SCORED 4 /* registers of scores, or of values, that are summed at once at most */
 #define NOTHING_YET -1e30f /* below any score, and its difference to one is a number */
 
 static int64_t groups_per_block(const attention_shape *shape) { return (shape->block_size + LANES - 1) / LANES; }
@@ -73,31 +74,38 @@ static inline ivec visible(const tile *of, const group *at, int64_t position) {
     return mask;
 }
 
-/* Scores of two groups, each [rows][CHUNK] at its place in the chunk; `queries` is [head_dim][rows], scaled. */
-INLINE void score(const int rows, const float *queries, const float *low_keys, const float *high_keys, int64_t head_dim,
-                  float *low_out, float *high_out) {
-    vec sums[TILE_ROWS][2];
-    UNROLLED for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (vec){0};
+/* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk; `queries` is [head_dim][rows], scaled.
+ *
+ * Keys stream in from memory: meanwhile the groups' values and the keys after them (`ahead`) are fetched. */
+INLINE void score(const int rows, const int width, const float *queries, const group *groups, const group *ahead,
+                  int64_t head_dim, float *scores) {
+    vec sums[TILE_ROWS][SCORED];
+    UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED for (int j = 0; j < width; j++) sums[i][j] = (vec){0};
+    }
     for (int64_t d = 0; d < head_dim; d++) {
-        vec low = load(low_keys + d * LANES), high = load(high_keys + d * LANES);
+        vec keys[SCORED];
+        UNROLLED for (int j = 0; j < width; j++) {
+            keys[j] = load(groups[j].keys + d * LANES);
+            __builtin_prefetch(groups[j].values + d * LANES);
+            __builtin_prefetch(ahead[j].keys + d * LANES);
+        }
         UNROLLED for (int i = 0; i < rows; i++) {
             vec query = splat(queries[d * rows + i]);
-            sums[i][0] += query * low;
-            sums[i][1] += query * high;
+            UNROLLED for (int j = 0; j < width; j++) sums[i][j] += query * keys[j];
         }
     }
     UNROLLED for (int i = 0; i < rows; i++) {
-        store(low_out + i * CHUNK, sums[i][0]);
-        store(high_out + i * CHUNK, sums[i][1]);
+        UNROLLED for (int j = 0; j < width; j++) store(scores + i * CHUNK + j * LANES, sums[i][j]);
     }
 }
 
-/* attended = attended * decay + weights x values, for the components [d, d + 2 * LANES) (or the last LANES) of all rows. */
-INLINE void add_values(const int rows, const int registers, const group *groups, int64_t num_groups, int64_t end,
+/* attended = attended * decay + weights x values, for `width` registers of components from `d` on, of all rows. */
+INLINE void add_values(const int rows, const int width, const group *groups, int64_t num_groups, int64_t end,
                        const float *weights, const float *decays, int64_t head_dim, int64_t d, float *attended) {
-    vec sums[TILE_ROWS][2];
+    vec sums[TILE_ROWS][SCORED];
     UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < registers; j++) {
+        UNROLLED for (int j = 0; j < width; j++) {
             sums[i][j] = load(attended + i * head_dim + d + j * LANES) * decays[i];
         }
     }
@@ -108,16 +116,16 @@ INLINE void add_values(const int rows, const int registers, const group *groups,
         const float *values = groups[g].values + d;
         const float *group_weights = weights + g * LANES;
         for (int64_t p = 0; p < count; p++) {
-            vec value[2];
-            UNROLLED for (int j = 0; j < registers; j++) value[j] = load(values + p * head_dim + j * LANES);
+            vec value[SCORED];
+            UNROLLED for (int j = 0; j < width; j++) value[j] = load(values + p * head_dim + j * LANES);
             UNROLLED for (int i = 0; i < rows; i++) {
                 vec weight = splat(group_weights[i * CHUNK + p]);
-                UNROLLED for (int j = 0; j < registers; j++) sums[i][j] += weight * value[j];
+                UNROLLED for (int j = 0; j < width; j++) sums[i][j] += weight * value[j];
             }
         }
     }
     UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < registers; j++) store(attended + i * head_dim + d + j * LANES, sums[i][j]);
+        UNROLLED for (int j = 0; j < width; j++) store(attended + i * head_dim + d + j * LANES, sums[i][j]);
     }
 }
 
@@ -144,6 +152,8 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
 }
 
 INLINE void attend_rows(const int rows, const tile *of, float *queries, float *attended, float *totals) {
+    /* Of few rows, more at once: an addition takes several cycles, in which others can begin. */
+    const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim;
     const int64_t end = of->first_position + of->num_tokens;
     const int64_t per_block = groups_per_block(of->shape), block_size = of->shape->block_size;
@@ -161,11 +171,10 @@ INLINE void attend_rows(const int rows, const tile *of, float *queries, float *a
     }
     for (; g < end_group; g += CHUNK_GROUPS) {
         int64_t num_groups = end_group - g < CHUNK_GROUPS ? end_group - g : CHUNK_GROUPS;
-        group groups[CHUNK_GROUPS];
-        for (int64_t i = 0; i < num_groups; i++) groups[i] = group_at(of, g + i);
-        for (int64_t i = 0; i < num_groups; i += 2) {
-            int64_t next = i + 1 < num_groups ? i + 1 : i;
-            score(rows, queries, groups[i].keys, groups[next].keys, head_dim, scores + i * LANES, scores + next * LANES);
+        group groups[CHUNK_GROUPS + SCORED];
+        for (int64_t i = 0; i < CHUNK_GROUPS + SCORED; i++) groups[i] = g + i < end_group ? group_at(of, g + i) : groups[i - 1];
+        for (int64_t i = 0; i < num_groups; i += width) {
+            score(rows, width, queries, groups + i, groups + i + width, head_dim, scores + i * LANES);
         }
         for (int i = 0; i < rows; i++) {
             int64_t position = of->first_position + i / of->heads;
@@ -173,10 +182,12 @@ INLINE void attend_rows(const int rows, const tile *of, float *queries, float *a
             totals[i] = totals[i] * decays[i] + sum;
         }
         int64_t d = 0;
-        for (; d + 2 * LANES <= head_dim; d += 2 * LANES) {
-            add_values(rows, 2, groups, num_groups, end, scores, decays, head_dim, d, attended);
+        for (; d + width * LANES <= head_dim; d += width * LANES) {
+            add_values(rows, width, groups, num_groups, end, scores, decays, head_dim, d, attended);
         }
-        if (d < head_dim) add_values(rows, 1, groups, num_groups, end, scores, decays, head_dim, d, attended);
+        for (; d < head_dim; d += LANES) {
+            add_values(rows, 1, groups, num_groups, end, scores, decays, head_dim, d, attended);
+        }
     }
 }
 

@@ -155,14 +155,16 @@ static void pack_float32_row(float *tile, int64_t rows, int64_t place, const flo
 
 typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes. `offset`: 128 times their sum (see
- * pack_int8). A factor on the whole row would not change the codes. */
+/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes, NaN if a value is not finite. `offset`: 128
+ * times their sum (see pack_int8). A factor on the whole row would not change the codes. */
 static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
                            const float *weight, int32_t *offset) {
     const ivec sign_off = splat_int(0x7fffffff);
-    vec magnitudes = splat(TINY);
+    vec magnitudes = splat(TINY), not_finite = {0};
     for (int64_t k = 0; k < inputs; k += LANES) {
-        magnitudes = larger(magnitudes, bits_as_vec((ivec)normed_inputs(row, weight, k, inputs) & sign_off));
+        vec x = normed_inputs(row, weight, k, inputs);
+        magnitudes = larger(magnitudes, bits_as_vec((ivec)x & sign_off));
+        not_finite += x * 0.0f;
     }
     const float largest = largest_of(magnitudes), scale = INT8_MAX_VALUE / largest;
     const int64_t stretch = STRETCH * QUAD;
@@ -171,13 +173,14 @@ static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const floa
         int8_t *to = tile + k * rows + place * stretch;
         for (int64_t i = 0; i < stretch; i += LANES) {
             vec scaled = normed_inputs(row, weight, k + i, inputs) * scale;
+            scaled = choose(scaled == scaled, scaled, (vec){0});
             ivec rounded = __builtin_convertvector(__builtin_elementwise_rint(scaled), ivec);
             *(codes *)(to + i) = __builtin_convertvector(rounded, codes);
             sums += rounded;
         }
     }
     *offset = 128 * __builtin_reduce_add(sums);
-    return largest / INT8_MAX_VALUE;
+    return largest / INT8_MAX_VALUE + sum_of(not_finite);
 }
 
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
