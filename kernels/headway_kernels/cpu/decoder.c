@@ -51,7 +51,7 @@ static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 typedef struct {
     const linear *with;
     packed_inputs inputs;
-    const float *from;
+    const float *from; /* NULL: the inputs are packed already */
     int64_t from_stride;
     rms_norm norm;
     enum epilogue epilogue;
@@ -84,7 +84,7 @@ static void fetch_first_panel(const member *self, const linear *of, int64_t num_
 
 static void run_product(member *self, product *of, const linear *next) {
     of->num_members = team_size(self->of);
-    team_phase(self, pack_task, of, of->inputs.num_tiles);
+    if (of->from != NULL) team_phase(self, pack_task, of, of->inputs.num_tiles);
     int64_t num_blocks = (of->inputs.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
     int64_t num_tasks = num_blocks * of->with->num_panels;
     team_take(self, multiply_task, of, num_tasks);
@@ -195,11 +195,15 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     product output = product_of(space, layer->output, num_tokens, space->attended, of->attended_stride, no_norm, ADD,
                                 space->hidden, of->hidden_stride);
     run_product(self, &output, layer->gate_up);
+    /* What goes into the last product: packed at once, unless it has to be quantised, which needs whole rows. */
+    const int packs = layer->down->form != FORM_INT8;
     product gate_up = product_of(space, layer->gate_up, num_tokens, space->hidden, of->hidden_stride, mlp_norm,
-                                 GATED, space->activations, of->activation_stride);
+                                 packs ? GATED_PACKED : GATED, space->activations,
+                                 packs ? layer->down->inputs : of->activation_stride);
     run_product(self, &gate_up, layer->down);
-    product down = product_of(space, layer->down, num_tokens, space->activations, of->activation_stride, no_norm, ADD,
-                              space->hidden, of->hidden_stride);
+    product down = product_of(space, layer->down, num_tokens, packs ? NULL : space->activations, of->activation_stride,
+                              no_norm, ADD, space->hidden, of->hidden_stride);
+    if (packs) down.inputs.tiles = space->activations;
     run_product(self, &down, next);
 }
 

@@ -284,7 +284,8 @@ INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
         store(out, load(out) + low);
         store(out + LANES, load(out + LANES) + high);
         break;
-    case GATED: store(out, silu(low) * high); break;
+    case GATED:
+    case GATED_PACKED: store(out, silu(low) * high); break;
     }
 }
 
@@ -341,15 +342,20 @@ void fetch_panel(const linear *from, int64_t panel) {
 }
 
 #define CASE(rows)                                                                                                     \
-    case rows: multiply_tile(rows, with, from, first, panel, ahead, epilogue, to, stride); break;
+    case rows: multiply_tile(rows, with, from, first, panel, ahead, epilogue, to, row_step); break;
 
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
+    int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
+    int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
         int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
         int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
         float *to = out + first * stride + column;
+        if (epilogue == GATED_PACKED) {
+            char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
+            to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
+        }
         fetching ahead = what_to_fetch(with, panel, next, tile - first_tile, end_tile - first_tile);
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)

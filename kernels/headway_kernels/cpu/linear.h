@@ -43,8 +43,9 @@ typedef struct {
 } packed_inputs;
 
 /* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
- * for weights packed with `gated`; out has LANES columns per panel. */
-enum epilogue { STORE, ADD, GATED };
+ * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, as float32 tiles of so many
+ * rows and columns, ready for the next product. */
+enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
 /* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
  * ups, and a panel takes LANES of each. NULL when memory is short. */
@@ -70,7 +71,8 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide. Meanwhile
+/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide (for
+ * GATED_PACKED, `stride` is the number of columns). Meanwhile
  * panel `next` is fetched into the cache: products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
