@@ -36,9 +36,11 @@ from safetensors.torch import save_file
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
+from headway_executor.models.compiled import is_exact_in_bfloat16
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import expected_tensors
+from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import PackedLinear, Team, WeightForm, load_library
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
@@ -223,16 +225,24 @@ def best_seconds(work: object, repetitions: int = 8) -> float:
     return min(times)
 
 
-def floor_ms(model: ModelConfig, quantization: str, concurrency: int, limits: Limits) -> float:
-    """The least a decode step can take: weights read once, or products at the rate of large ones, if that is more."""
+def floor_ms(model: ModelConfig, width: int, concurrency: int, limits: Limits) -> float:
+    """The least a decode step can take: weights of ``width`` bytes read once, or the products, if they take longer."""
     weights = sum(
         int(np.prod(shape))
         for name, shape in expected_tensors(model).items()
         if len(shape) == 2 and "embed" not in name
     )
     weights += model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    width, rate = (1, limits.int8_rate) if quantization == "int8" else (4, limits.float32_rate)
+    rate = limits.int8_rate if width == 1 else limits.float32_rate
     return max(weights * width / limits.read_bandwidth, 2 * weights * concurrency / rate) * 1e3
+
+
+def weight_bytes(directory: Path, quantization: str) -> int:
+    """Bytes of one weight as the CPU kernels hold it."""
+    if quantization == "int8":
+        return 1
+    with Checkpoint(directory) as checkpoint:
+        return 2 if all(is_exact_in_bfloat16(checkpoint.read(name)) for name in checkpoint.headers) else 4
 
 
 def startup_seconds(model: Path, quantization: str) -> float:
@@ -273,7 +283,6 @@ def hardware() -> dict[str, object]:
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(models),
-        "threads": torch.get_num_threads(),
     }
 
 
@@ -301,7 +310,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2, help="how often ours and the peer alternate")
     parser.add_argument("--num-kv-blocks", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", default="", help="command that measures a peer on the same model and load")
     parser.add_argument("--json", type=Path, help="write the result here")
@@ -315,6 +324,7 @@ def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, objec
     quantizations = arguments.quantization.split(",")
     sizes = [int(size) for size in arguments.concurrency.split(",")]
     startup = {name: round(startup_seconds(model_directory, name), 1) for name in quantizations}
+    widths = {name: weight_bytes(model_directory, name) for name in quantizations}
     limits = machine_limits()
     times: dict[tuple[str, int], tuple[list[float], list[float]]] = {
         (name, size): ([], []) for name in quantizations for size in sizes
@@ -342,7 +352,9 @@ def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, objec
         "peer_output_rates": peer if arguments.peer else None,
     }
     record["results"] = [
-        report(name, speed_of(size, *times[name, size], floor_ms(model, name, size, limits), arguments), peer[size])
+        report(
+            name, speed_of(size, *times[name, size], floor_ms(model, widths[name], size, limits), arguments), peer[size]
+        )
         for name in quantizations
         for size in sizes
     ]

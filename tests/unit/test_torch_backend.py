@@ -189,6 +189,13 @@ def test_nan_in_one_row_stays_there(llama):
         ({"dtype": "float8"}, "dtype 'float8' is not allowed; allowed: auto, float32"),
         ({"quantization": "int4"}, "quantization 'int4' is not allowed; allowed: none, int8"),
         ({"num_threads": -2}, "num_threads -2"),
+        ({"options": {"kernel": "eager"}}, "backend_options 'kernel' is not allowed; allowed: kernels"),
+        (
+            {"options": {"kernels": "fast"}},
+            "backend_options kernels 'fast' is not allowed; allowed: auto, compiled, eager",
+        ),
+        ({"options": {"kernels": "eager"}, "quantization": "int8"}, "quantization 'int8' needs the CPU kernels"),
+        ({"options": {"kernels": "compiled"}, "dtype": "bfloat16"}, "kernels 'compiled' needs the CPU kernels"),
     ],
 )
 def test_impossible_settings_are_refused_in_one_line(llama, settings, message):

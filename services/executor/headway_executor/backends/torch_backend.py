@@ -267,6 +267,9 @@ def _load(
 def _kernels(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CpuLibrary | None:
+    unknown = sorted(config.options.keys() - {"kernels"})
+    if unknown:
+        raise BackendConfigError(f"backend_options {unknown[0]!r:.64} is not allowed; allowed: kernels")
     asked = config.options.get("kernels", "auto")
     if asked not in _KERNELS:
         raise BackendConfigError(

@@ -123,7 +123,7 @@ class _Loader:
         if self._quantised:
             form = WeightForm.INT8
         else:
-            form = WeightForm.BFLOAT16 if _is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
+            form = WeightForm.BFLOAT16 if is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
         return PackedLinear(self._library, weight, bias, form, gated=gated)
 
     def _padded(self, heads: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Loader:
         return functional.pad(by_head, (*rest, 0, self._padding)).flatten(0, 1)
 
 
-def _is_exact_in_bfloat16(weight: Tensor) -> bool:
+def is_exact_in_bfloat16(weight: Tensor) -> bool:
     """Whether every value is one that bfloat16 has: then holding it so changes nothing but the memory to read."""
     return weight.dtype == torch.bfloat16 or bool((weight.float().bfloat16().float() == weight.float()).all())
 
