@@ -9,7 +9,8 @@ one to the end of the eviction queue, from which a prefix hit can still take it 
 out first, then the least recently used cached ones are evicted, a small share of the pool at a time.
 
 All lists are columns and all operations work on slices of them, so releasing a long request costs a few array
-operations.
+operations. What is released behind a fence is only noted, and counted when something depends on it: until then it
+is not free anyway, and one operation over all that left during a step costs little more than over one request.
 """
 
 from collections import deque
@@ -43,25 +44,31 @@ class BlockPool:
         self._num_queued = 0
         # Blocks behind each fence, oldest fence first, in the order of release.
         self._fences: deque[tuple[int, list[BlockIndices]]] = deque()
-        self.num_fenced = 0
+        self._num_fenced = 0
+        # Tables released behind one fence, the newest, whose references are still counted.
+        self._uncounted: list[BlockIndices] = []
+        self._uncounted_fence = -1
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
         return self._num_plain + self._num_queued
 
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that nobody holds and that a step in flight may still write."""
+        self._count_released()
+        return self._num_fenced
+
     def allocate(self, count: int) -> BlockIndices:
         """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
         assert count <= self.num_free
         top = self._num_plain
         from_stack = min(count, top)
-        if from_stack or not count:
-            blocks = self._plain[top - from_stack : top][::-1].copy()
-            self._num_plain -= from_stack
-            if from_stack < count:
-                blocks = np.concatenate((blocks, self._take_evicted(count - from_stack)))
-        else:
-            blocks = self._take_evicted(count)
+        self._num_plain = top - from_stack
+        blocks = self._plain[top - from_stack : top][::-1].copy()
+        if from_stack < count:
+            blocks = np.concatenate((blocks, self._take_evicted(count - from_stack)))
         self._ref_count[blocks] = 1
         return blocks
 
@@ -71,28 +78,26 @@ class BlockPool:
         Blocks without a reference become free when ``complete_step(fence_step)`` is called; at once if it is None.
         The last blocks of a chain are evicted before the first, because nobody can use them without the first.
         """
-        references = self._ref_count[blocks] - 1
-        self._ref_count[blocks] = references
-        unused = (blocks[references == 0] if np.count_nonzero(references) else blocks)[::-1]
         if fence_step is None:
-            self._make_free(unused)
+            self._make_free(self._drop_references(blocks)[::-1])
             return
-        self.num_fenced += len(unused)
-        if self._fences and self._fences[-1][0] == fence_step:
-            self._fences[-1][1].append(unused)
-        else:
-            self._fences.append((fence_step, [unused]))
+        if fence_step != self._uncounted_fence:
+            self._count_released()
+            self._uncounted_fence = fence_step
+        self._uncounted.append(blocks)
 
     def complete_step(self, step: int) -> None:
         """Lift the fences of all steps up to ``step``."""
+        self._count_released()
         while self._fences and self._fences[0][0] <= step:
             parts = self._fences.popleft()[1]
             blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self.num_fenced -= len(blocks)
+            self._num_fenced -= len(blocks)
             self._make_free(blocks)
 
     def share(self, blocks: BlockIndices) -> None:
         """Add a reference to each of these cached blocks, taking back free and fenced ones."""
+        self._count_released()
         queued = self._queue_place[blocks] != _NOT_QUEUED
         num_queued = int(np.count_nonzero(queued))
         num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - num_queued
@@ -100,7 +105,7 @@ class BlockPool:
         self._queue_place[blocks] = _NOT_QUEUED
         self._num_queued -= num_queued
         if num_fenced:
-            self.num_fenced -= num_fenced
+            self._num_fenced -= num_fenced
             self._fences = deque(
                 (step, [part[self._ref_count[part] == 0] for part in parts]) for step, parts in self._fences
             )
@@ -111,8 +116,32 @@ class BlockPool:
 
     def check(self, held: BlockIndices) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
+        self._count_released()
         assert np.array_equal(np.bincount(held, minlength=self.num_blocks), self._ref_count)
         assert np.count_nonzero(self._ref_count) + self.num_fenced + self.num_free == self.num_blocks
+
+    def _count_released(self) -> None:
+        """Drop the references of the tables released since the last time; put what nobody holds behind the fence."""
+        if not self._uncounted:
+            return
+        blocks = np.concatenate([table[::-1] for table in self._uncounted])
+        if np.count_nonzero(self._ref_count[blocks] - 1):
+            # Some are shared, perhaps between these tables: one is unused when the last table that has it is dropped.
+            blocks = np.concatenate([self._drop_references(table)[::-1] for table in self._uncounted])
+        else:
+            self._ref_count[blocks] = 0
+        self._uncounted.clear()
+        self._num_fenced += len(blocks)
+        if self._fences and self._fences[-1][0] == self._uncounted_fence:
+            self._fences[-1][1].append(blocks)
+        else:
+            self._fences.append((self._uncounted_fence, [blocks]))
+
+    def _drop_references(self, blocks: BlockIndices) -> BlockIndices:
+        """Drop one reference of each block; return those that have none left."""
+        references = self._ref_count[blocks] - 1
+        self._ref_count[blocks] = references
+        return blocks[references == 0] if np.count_nonzero(references) else blocks
 
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):

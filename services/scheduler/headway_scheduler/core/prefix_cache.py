@@ -75,19 +75,21 @@ class PrefixCache:
         """
         if not self._is_reachable(parent_node):
             return parent_node
-        parts, node = self._walk(parent_node, token_bytes, len(blocks))
-        num_known = sum(map(len, parts))
-        if num_known == len(blocks):
-            return node
-        start = num_known * self._block_bytes
-        branch = (node, token_bytes[start : start + self._block_bytes])
+        known, node = self._walk(parent_node, token_bytes, len(blocks))
+        if known:
+            num_known = sum(map(len, known))
+            if num_known == len(blocks):
+                return node
+            token_bytes, blocks = token_bytes[num_known * self._block_bytes :], blocks[num_known:]
+        branch = (node, token_bytes[: self._block_bytes])
         self._last_number += 1
-        run = _Run(self._last_number, branch, token_bytes[start:], blocks[num_known:])
+        run = _Run(self._last_number, branch, token_bytes, blocks)
         self._runs[run.number] = self._branches[branch] = run
         first_node = run.node(0)
-        self._node_of_block[run.blocks] = np.arange(first_node, first_node + run.length)
+        end_node = first_node + run.length
+        self._node_of_block[blocks] = np.arange(first_node, end_node)
         self.num_cached += run.length
-        return first_node + run.length - 1
+        return end_node - 1
 
     def forget(self, blocks: BlockIndices) -> None:
         """Cached ``blocks`` will be overwritten: cut their runs."""

@@ -51,18 +51,19 @@ class RowTable:
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._row_start = np.arange(max_rows, dtype=np.int64) * max_model_len
 
-    def take(self, request: Request) -> int:
-        """Give ``request`` the lowest free row and copy its state in; it holds no blocks yet."""
+    def take(self, request: Request, blocks: BlockIndices) -> int:
+        """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table."""
         row = heapq.heappop(self._free_rows)
-        num_tokens = len(request.token_ids)
+        num_tokens, num_blocks = len(request.token_ids), len(blocks)
         new = request.new
         self.requests[row] = request
         self.num_live += 1
         self.end = max(self.end, row + 1)
         self.token_ids[row, :num_tokens] = request.token_ids
+        self.block_table[row, :num_blocks] = blocks
         self.num_tokens[row] = num_tokens
         self.num_computed_tokens[row] = 0
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = num_blocks
         self.last_position[row] = request.limit - 1
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.owner[row] = new.origin.owner
@@ -72,19 +73,15 @@ class RowTable:
         request.num_admitted_tokens = num_tokens
         return row
 
-    def give_back(self, row: int) -> Request:
-        """Free a row; the request takes its tokens with it. Returns the request."""
-        request = self.requests[row]
-        assert request is not None
-        request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
-        request.row = -1
+    def give_back(self, row: int) -> None:
+        """Free a row. What its request still needs to know of it has been copied before."""
+        self.request_in(row).row = -1
         self.requests[row] = None
         self.num_live -= 1
         self.decoding[row] = 0
         self.due_tick[row] = NEVER
         self.order_key[row] = -1
         heapq.heappush(self._free_rows, row)
-        return request
 
     def request_in(self, row: int) -> Request:
         """The request that owns a live row."""
@@ -114,6 +111,10 @@ class RowTable:
     def blocks_of(self, row: int) -> BlockIndices:
         """A copy of one row's block table."""
         return self.block_table[row, : self.num_blocks[row]].copy()
+
+    def tokens_of(self, row: int) -> Int32Array:
+        """A copy of one row's tokens."""
+        return self.token_ids[row, : self.num_tokens[row]].copy()
 
     def append_tokens(self, rows: RowIndices, token_ids: Int32Array) -> Int32Array:
         """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``."""

@@ -27,6 +27,7 @@ from collections import deque
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
@@ -39,6 +40,7 @@ from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
 
 TokenColumns: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
@@ -78,6 +80,7 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
+        self._max_request_tokens = capacity.max_request_tokens
         # More requests than tokens in the budget could not all decode in one step.
         self.max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens, capacity.max_num_rows)
         self.epoch = epoch
@@ -96,8 +99,7 @@ class Scheduler:
         # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
         self._origins_of = NO_ROWS
         self._origins = EMPTY_COLUMN, EMPTY_COLUMN, EMPTY_COLUMN
-        # How many running requests end at each token id: one gather tells whether any sampled token matters.
-        self._stop_uses = np.zeros(capacity.vocab_size, dtype=np.int32)
+        self._stop_tokens = StopTokens(capacity.vocab_size)
 
     # ------------------------------------------------------------------------------------------ requests come and go
 
@@ -155,7 +157,9 @@ class Scheduler:
         """
         admitted = tuple(self._admitted)
         for row in self.rows.live_rows().tolist():
-            request = self.rows.give_back(row)
+            request = self.rows.request_in(row)
+            request.token_ids = self.rows.tokens_of(row)
+            self.rows.give_back(row)
             request.status = RequestStatus.PREEMPTED
             self._waiting.push(request)
         self._begin(capacity, epoch)
@@ -171,7 +175,7 @@ class Scheduler:
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
     def _limit_of(self, new: NewRequestEvent) -> int:
-        return min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens)
+        return min(new.num_prompt_tokens + new.max_tokens, self._max_request_tokens)
 
     def _check_new(self, new: NewRequestEvent, limit: int) -> None:
         num_tokens = len(new.token_ids)
@@ -191,9 +195,9 @@ class Scheduler:
                 f"blocks of {self.capacity.block_size})",
             )
         # Seen as unsigned, a negative id is larger than any vocabulary.
-        if int(new.token_ids.view(np.uint32).max()) >= vocab_size:
-            bad = new.token_ids[new.token_ids.view(np.uint32) >= vocab_size][0]
-            raise RequestRejected("invalid", "token_ids", f"{bad} is not allowed; allowed: 0 to {vocab_size - 1}")
+        largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]
+        if not 0 <= largest < vocab_size:
+            raise RequestRejected("invalid", "token_ids", f"{largest} is not allowed; allowed: 0 to {vocab_size - 1}")
         for token_id in new.stop_token_ids:
             if not 0 <= token_id < vocab_size:
                 message = f"{token_id} is not allowed; allowed: 0 to {vocab_size - 1}"
@@ -215,16 +219,16 @@ class Scheduler:
             self._serve_prefilling(plan)
         if not plan.short_of_blocks and not self.paused:
             self._admit_waiting(plan, now)
-        total = self._num_decoding + plan.num_chunk_tokens
+        total = len(self._decoding()) + plan.num_chunk_tokens
         return self._commit(plan, total) if total else None
 
-    @property
-    def _num_decoding(self) -> int:
+    def _decoding(self) -> RowIndices:
+        """The rows that run one token in this step, ascending: the same array for as long as they are the same."""
         if self._decoding_changed:
             rows = self.rows
             self._decoding_rows = rows.decoding[: rows.end].nonzero()[0]
             self._decoding_changed = False
-        return len(self._decoding_rows)
+        return self._decoding_rows
 
     def _serve_decoding(self, plan: StepPlan) -> None:
         """First pass, part one: give a block to each decoding row that has come to the end of its last."""
@@ -251,7 +255,7 @@ class Scheduler:
         blocks = self.pool.allocate(len(due))
         rows.append_one_block_each(due, blocks)
         plan.add_blocks(due, blocks)
-        rows.due_tick[due] = np.minimum(num_left, rows.block_size) + self.next_step
+        rows.due_tick[due] = np.minimum(num_left, rows.block_size) + np.int64(self.next_step)
         if self._stalled:
             rows.decoding[sorted(self._stalled)] = 1
             self._decoding_changed = True
@@ -268,7 +272,7 @@ class Scheduler:
                 self.rows.append_blocks(row, blocks)
                 plan.add_blocks(np.full(1, row), blocks)
                 self._stalled.discard(row)
-                self._start_decoding(row, self.next_step)
+                self._start_decoding([row], self.next_step)
 
     def _obtain_block(self, plan: StepPlan, row: int) -> bool:
         """Whether a block is free for ``row`` now, after preempting requests that are served after it if need be.
@@ -300,7 +304,8 @@ class Scheduler:
         """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
         rows = self.rows
         computed = int(rows.num_computed_tokens[row])
-        wanted = min(int(rows.num_tokens[row]) - computed, plan.budget - plan.num_chunk_tokens - self._num_decoding)
+        budget = plan.budget - plan.num_chunk_tokens - len(self._decoding())
+        wanted = min(int(rows.num_tokens[row]) - computed, budget)
         if wanted <= 0:
             return 0
         room = int(rows.num_blocks[row]) * rows.block_size - computed
@@ -313,27 +318,21 @@ class Scheduler:
     def _run_chunk(self, plan: StepPlan, row: int, num_tokens: int) -> None:
         """Schedule ``num_tokens`` more tokens of a prompt and the blocks for them."""
         rows = self.rows
-        blocks = self._blocks_for(row, int(rows.num_computed_tokens[row]) + num_tokens)
-        plan.add_blocks(np.full(len(blocks), row), blocks)
-        self._advance_prompt(plan, row, num_tokens)
-
-    def _blocks_for(self, row: int, num_tokens: int) -> BlockIndices:
-        """Allocate what ``row`` lacks to hold ``num_tokens`` tokens."""
-        rows = self.rows
-        missing = -(-num_tokens // rows.block_size) - int(rows.num_blocks[row])
+        end = int(rows.num_computed_tokens[row]) + num_tokens
+        missing = -(-end // rows.block_size) - int(rows.num_blocks[row])
         blocks = self.pool.allocate(max(missing, 0))
         rows.append_blocks(row, blocks)
-        return blocks
+        plan.add_blocks(np.full(len(blocks), row), blocks)
+        self._advance_prompt(plan, row, end, num_tokens)
 
-    def _advance_prompt(self, plan: StepPlan, row: int, num_tokens: int) -> None:
+    def _advance_prompt(self, plan: StepPlan, row: int, end: int, num_tokens: int) -> None:
+        """Run ``num_tokens`` tokens of a prompt, those before position ``end``."""
         rows = self.rows
         request = rows.request_in(row)
-        rows.num_computed_tokens[row] += num_tokens
-        completes = bool(rows.num_computed_tokens[row] == rows.num_tokens[row])
+        rows.num_computed_tokens[row] = end
+        completes = end == int(rows.num_tokens[row])
         plan.add_chunk(row, num_tokens)
-        plan.chunks.append(
-            PrefillChunk(request, row, request.num_preemptions, int(rows.num_computed_tokens[row]), completes)
-        )
+        plan.chunks.append(PrefillChunk(request, row, request.num_preemptions, end, completes))
         if completes:
             self._prefilling.discard(row)
         else:
@@ -349,7 +348,7 @@ class Scheduler:
             -(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in self._prefilling
         )
         while request is not None and rows.num_live < self.max_running and not request.num_unreturned:
-            budget = plan.budget - plan.num_chunk_tokens - self._num_decoding
+            budget = plan.budget - plan.num_chunk_tokens - len(self._decoding())
             if budget <= 0:
                 return
             owed = self._admit(plan, request, budget, owed_blocks, now)
@@ -375,31 +374,34 @@ class Scheduler:
         if wanted_blocks > available:
             return None
         self._waiting.remove(request)
-        row = rows.take(request)
-        if len(shared):
-            pool.share(shared)
-            rows.append_blocks(row, shared)
         num_cached_tokens = len(shared) * rows.block_size
-        rows.num_computed_tokens[row] = num_cached_tokens
+        chunk = min(num_tokens - num_cached_tokens, budget)
+        table = self._first_blocks(shared, -(-(num_cached_tokens + chunk) // rows.block_size))
+        row = rows.take(request, table)
         request.num_cached_blocks = len(shared)
         request.cache_node = node
         request.status = RequestStatus.RUNNING
-        self._count_stops(request, 1)
-        chunk = min(num_tokens - num_cached_tokens, budget)
-        blocks = self._blocks_for(row, num_cached_tokens + chunk)
+        self._stop_tokens.add(request.new.stop_token_ids)
         plan.new_requests.append(
             NewRequest(
                 row=row,
                 token_ids=token_bytes,
                 num_prompt_tokens=request.new.num_prompt_tokens,
-                block_ids=encode_column(rows.blocks_of(row)),
+                block_ids=encode_column(table),
                 num_computed_tokens=num_cached_tokens,
                 sampling=request.new.sampling,
             )
         )
-        self._advance_prompt(plan, row, chunk)
+        self._advance_prompt(plan, row, num_cached_tokens + chunk, chunk)
         self._note_admission(request, num_tokens, num_cached_tokens, now)
-        return owed_blocks + -(-num_tokens // rows.block_size) - len(shared) - len(blocks)
+        return owed_blocks + -(-num_tokens // rows.block_size) - len(table)
+
+    def _first_blocks(self, shared: BlockIndices, count: int) -> BlockIndices:
+        """A table of ``count`` blocks, the first of which are shared with others."""
+        if not len(shared):
+            return self.pool.allocate(count)
+        self.pool.share(shared)
+        return np.concatenate((shared, self.pool.allocate(count - len(shared))))
 
     def _find_cached(self, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
         if not self.limits.enable_prefix_caching:
@@ -415,13 +417,13 @@ class Scheduler:
             self.counters.num_prompt_tokens += request.new.num_prompt_tokens
             self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
 
-    def _start_decoding(self, row: int, tick: int) -> None:
-        """From step ``tick`` on, ``row`` runs one token a step, until it needs a block or has nothing left to run."""
+    def _start_decoding(self, starting: list[int], tick: int) -> None:
+        """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
         rows = self.rows
-        computed = int(rows.num_computed_tokens[row])
-        steps = min(int(rows.num_blocks[row]) * rows.block_size, int(rows.last_position[row])) - computed
-        rows.due_tick[row] = tick + steps
-        rows.decoding[row] = 1
+        indices = np.asarray(starting)
+        end = np.minimum(rows.num_blocks[indices] * rows.block_size, rows.last_position[indices])
+        rows.due_tick[indices] = end - rows.num_computed_tokens[indices] + np.int64(tick)
+        rows.decoding[indices] = 1
         self._decoding_changed = True
 
     def _stop_decoding(self, row: int) -> None:
@@ -431,7 +433,9 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, row: int) -> None:
         """Take a row's blocks away; the request returns to its place in the queue and is computed again later."""
-        request = self._release_row(row, owed_tokens=True)
+        request = self.rows.request_in(row)
+        request.token_ids = self.rows.tokens_of(row)
+        self._release_row(row, owed_tokens=True)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
@@ -439,27 +443,28 @@ class Scheduler:
         plan.drop_row(row)
         plan.short_of_blocks = True
 
-    def _release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> Request:
+    def _release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> None:
         """Give up a row and its blocks. ``owed_tokens``: the steps in flight still owe the request their tokens."""
         rows = self.rows
         request = rows.request_in(row)
-        if cache and rows.num_tokens[row] > request.num_admitted_tokens:
+        num_tokens = int(rows.num_tokens[row])
+        if cache and num_tokens > request.num_admitted_tokens:
             # Every token sampled in this stay has returned from a step that had computed all before it.
-            self._cache_blocks(request, row, int(rows.num_tokens[row]) - 1)
+            self._cache_blocks(request, row, num_tokens - 1)
         for step in self._in_flight:
-            places = step.places_of(row)
-            if row not in step.leavers and places.stop > places.start:
-                step.leavers[row] = request if owed_tokens else None
-                request.num_unreturned += owed_tokens
+            if row not in step.leavers:
+                owes = owed_tokens and step.samples(row)
+                step.leavers[row] = request if owes else None
+                request.num_unreturned += owes
         fence = self._in_flight[-1].step if self._in_flight else None
         self.pool.release(rows.blocks_of(row), fence)
         self._decoding_changed |= bool(rows.decoding[row])
         rows.give_back(row)
-        for rows_in_state in (self._prefilling, self._stalled, self._idle):
-            rows_in_state.discard(row)
+        self._prefilling.discard(row)
+        self._stalled.discard(row)
+        self._idle.discard(row)
         self._finished_rows.append(row)
-        self._count_stops(request, -1)
-        return request
+        self._stop_tokens.remove(request.new.stop_token_ids)
 
     def _cache_blocks(self, request: Request, row: int, num_computed_tokens: int) -> None:
         """Register the full blocks of a row's first ``num_computed_tokens`` tokens in the prefix cache."""
@@ -473,19 +478,14 @@ class Scheduler:
         )
         request.num_cached_blocks = end
 
-    def _count_stops(self, request: Request, change: int) -> None:
-        for token_id in request.new.stop_token_ids:
-            self._stop_uses[token_id] += change
-
     def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
         self.next_step += 1
         rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
-        sampling_rows = self._decoding_rows
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
-            sampling_rows = np.sort(np.concatenate((sampling_rows, np.asarray(completed))))
+            self._start_decoding(completed, self.next_step)
         output = SchedulerOutput(
             epoch=self.epoch,
             step=step,
@@ -497,9 +497,8 @@ class Scheduler:
         )
         self._finished_rows.clear()
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
-        self._in_flight.append(InFlightStep(step, sampling_rows, plan.chunks, digest))
-        for row in completed:
-            self._start_decoding(row, self.next_step)
+        # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
+        self._in_flight.append(InFlightStep(step, self._decoding(), plan.chunks, digest))
         self.counters.num_steps += 1
         return output
 
@@ -516,7 +515,7 @@ class Scheduler:
         Raises:
             StateMismatch: it cannot be the answer to that step; call ``begin_epoch``.
         """
-        step, token_ids, stop_uses = self._take_answer(output)
+        step, token_ids, stops_some = self._take_answer(output)
         self.pool.complete_step(step.step)
         finished: list[FinishedEvent] = []
         failed = {error.row: error.message for error in output.errors}
@@ -526,13 +525,13 @@ class Scheduler:
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            stays = np.ones(len(sampling_rows), dtype=np.bool_)
-            for row in (*failed, *step.leavers):
-                stays[step.places_of(row)] = False
+            is_gone = np.zeros(self.rows.max_rows, dtype=np.bool_)
+            is_gone[[*failed, *step.leavers]] = True
+            stays = (~is_gone[sampling_rows]).nonzero()[0]
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, failed, finished)
-            sampling_rows, token_ids, stop_uses = sampling_rows[stays], token_ids[stays], stop_uses[stays]
-        columns = self._append_tokens(sampling_rows, token_ids, stop_uses, finished)
+            sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
+        columns = self._append_tokens(sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
         admitted = tuple(self._admitted)
@@ -549,9 +548,9 @@ class Scheduler:
             finished=tuple(finished),
         )
 
-    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, Int32Array]:
-        """Check an answer against the oldest step in flight; return that step, its tokens, and how many live requests
-        stop at each of them.
+    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, NDArray[np.bool_]]:
+        """Check an answer against the oldest step in flight; return that step, its tokens, and at which of them some
+        running request stops.
         """
         if not self._in_flight or output.step != self._in_flight[0].step:
             raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
@@ -567,11 +566,11 @@ class Scheduler:
                 token_ids[step.places_of(error.row)] = 0  # nobody will see it
         try:
             # Seen as unsigned, a negative id is outside the vocabulary as well.
-            stop_uses = self._stop_uses[token_ids.view(np.uint32)]
+            stops_some = self._stop_tokens.ends_some[token_ids.view(np.uint32)]
         except IndexError:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
-        return step, token_ids, stop_uses
+        return step, token_ids, stops_some
 
     def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
         for chunk in step.chunks:
@@ -612,7 +611,11 @@ class Scheduler:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
 
     def _append_tokens(
-        self, sampling_rows: RowIndices, token_ids: Int32Array, stop_uses: Int32Array, finished: list[FinishedEvent]
+        self,
+        sampling_rows: RowIndices,
+        token_ids: Int32Array,
+        stops_some: NDArray[np.bool_],
+        finished: list[FinishedEvent],
     ) -> TokenColumns:
         rows = self.rows
         positions = rows.append_tokens(sampling_rows, token_ids)
@@ -620,7 +623,7 @@ class Scheduler:
             self._origins = rows.owner[sampling_rows], rows.handle[sampling_rows], rows.num_prompt_tokens[sampling_rows]
             self._origins_of = sampling_rows
         owners, handles, num_prompt_tokens = self._origins
-        at_end = (stop_uses > 0) | (positions == rows.last_position[sampling_rows])
+        at_end = stops_some | (positions == rows.last_position[sampling_rows])
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
@@ -660,8 +663,10 @@ class Scheduler:
         self, request: Request, reason: FinishReason, *, stop_token_id: int = -1, error: str = ""
     ) -> FinishedEvent:
         if request.status is RequestStatus.RUNNING:
+            num_tokens = int(self.rows.num_tokens[request.row])
             self._release_row(request.row, owed_tokens=False, cache=reason is not FinishReason.ERROR)
         else:
+            num_tokens = len(request.token_ids)
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         new = request.new
@@ -670,7 +675,7 @@ class Scheduler:
         return FinishedEvent(
             origin=new.origin,
             reason=reason,
-            num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
+            num_output_tokens=num_tokens - new.num_prompt_tokens,
             arrival_time=request.arrival_time,
             scheduled_time=request.scheduled_time,
             first_token_time=request.first_token_time,

@@ -100,7 +100,7 @@ class InFlightStep:
     """A step sent and not yet answered.
 
     ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
-    still owed the token of this step (None: nobody wants it). ``digest`` of the mirrored state after the step, if the
+    still owed the token of this step (None: there is none, or nobody wants it). ``digest`` of the mirrored state after the step, if the
     executor reports it for this one.
     """
 
@@ -112,6 +112,11 @@ class InFlightStep:
         self.chunks = chunks
         self.digest = digest
         self.leavers: dict[int, Request | None] = {}
+
+    def samples(self, row: int) -> bool:
+        """Whether this step brings a token for ``row``."""
+        places = self.places_of(row)
+        return len(self.sampling_rows[places]) > 0
 
     def places_of(self, row: int) -> slice:
         """Where ``row`` is among the sampling rows: one place, or none."""

@@ -1,0 +1,40 @@
+"""Which token ids end some running request.
+
+Owns: how many running requests stop at each token id. Must not know: which ones, or whether they may stop yet.
+
+Most requests have the same few stop tokens. So sets are counted first, and the tokens of a set only when it comes or goes.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+
+class StopTokens:
+    """``ends_some``, shape ``[vocab_size]``: whether any running request stops at this id."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.ends_some = np.zeros(vocab_size, dtype=np.bool_)
+        self._uses_of_set: dict[frozenset[int], int] = {}
+        self._sets_with: Counter[int] = Counter()
+
+    def add(self, token_ids: frozenset[int]) -> None:
+        """A request that stops at these ids starts to run."""
+        uses = self._uses_of_set.get(token_ids, 0)
+        self._uses_of_set[token_ids] = uses + 1
+        if not uses:
+            self._count(token_ids, 1)
+
+    def remove(self, token_ids: frozenset[int]) -> None:
+        """One of them no longer runs."""
+        uses = self._uses_of_set[token_ids] - 1
+        if uses:
+            self._uses_of_set[token_ids] = uses
+        else:
+            del self._uses_of_set[token_ids]
+            self._count(token_ids, -1)
+
+    def _count(self, token_ids: frozenset[int], change: int) -> None:
+        for token_id in token_ids:
+            self._sets_with[token_id] += change
+            self.ends_some[token_id] = self._sets_with[token_id] > 0
