@@ -39,12 +39,9 @@ typedef struct {
 typedef struct {
     const attention_shape *shape;
     const float *layer;
-    const int32_t *table;
-    int64_t kv_head;
+    const attention_task *task;
     int64_t window;
     int64_t heads;
-    int64_t first_position;
-    int64_t num_tokens;
 } tile;
 
 static group group_at(const tile *of, int64_t index) {
@@ -52,13 +49,37 @@ static group group_at(const tile *of, int64_t index) {
     int64_t per_block = groups_per_block(shape);
     int64_t block = index / per_block, within = index % per_block;
     int64_t left = shape->block_size - within * LANES;
-    const float *keys = of->layer + head_start(shape, of->table[block], of->kv_head);
+    const float *keys = of->layer + head_start(shape, of->task->table[block], of->task->kv_head);
     return (group){
         .keys = keys + within * LANES * shape->head_dim,
         .values = keys + head_floats(shape) / 2 + within * LANES * shape->head_dim,
         .first_position = block * shape->block_size + within * LANES,
         .num_positions = left < LANES ? left : LANES,
     };
+}
+
+static int64_t last_position(const tile *of) { return of->task->first_position + of->task->num_tokens - 1; }
+
+/* The group behind the last one that the tile sees. */
+static int64_t end_group(const tile *of) {
+    int64_t last = last_position(of), block_size = of->shape->block_size;
+    return last / block_size * groups_per_block(of->shape) + last % block_size / LANES + 1;
+}
+
+/* The first group of the first chunk that the tile sees. */
+static int64_t start_group(const tile *of) {
+    int64_t first_seen = of->window > 0 ? of->task->first_position + 1 - of->window : 0;
+    if (first_seen <= 0) return 0;
+    return first_seen / of->shape->block_size * groups_per_block(of->shape) / CHUNK_GROUPS * CHUNK_GROUPS;
+}
+
+/* Fetch the keys of the first groups that a tile sees: the part that `score` cannot fetch ahead of itself. */
+static void fetch_first_keys(const tile *of) {
+    int64_t first = start_group(of), end = end_group(of), bytes = LANES * of->shape->head_dim * (int64_t)sizeof(float);
+    for (int64_t g = first; g < end && g < first + SCORED; g++) {
+        const char *keys = (const char *)group_at(of, g).keys;
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(keys + at);
+    }
 }
 
 /* Which of a group's positions the token at `position` sees. */
@@ -74,7 +95,8 @@ static inline ivec visible(const tile *of, const group *at, int64_t position) {
     return mask;
 }
 
-/* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk; `queries` is [head_dim][rows], scaled.
+/* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk; `queries` is scaled, [rows][LANES] components
+ * after [rows][LANES] components.
  *
  * Keys stream in from memory: meanwhile the groups' values and the keys after them (`ahead`) are fetched. */
 INLINE void score(const int rows, const int width, const float *queries, const group *groups, const group *ahead,
@@ -90,8 +112,9 @@ INLINE void score(const int rows, const int width, const float *queries, const g
             __builtin_prefetch(groups[j].values + d * LANES);
             __builtin_prefetch(ahead[j].keys + d * LANES);
         }
+        const float *column = queries + d / LANES * LANES * rows + d % LANES;
         UNROLLED for (int i = 0; i < rows; i++) {
-            vec query = splat(queries[d * rows + i]);
+            vec query = splat(column[i * LANES]);
             UNROLLED for (int j = 0; j < width; j++) sums[i][j] += query * keys[j];
         }
     }
@@ -151,36 +174,31 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
     return sum_of(sum);
 }
 
-INLINE void attend_rows(const int rows, const tile *of, float *queries, float *attended, float *totals) {
+INLINE void attend_rows(const int rows, const tile *of, const tile *next, float *queries, float *attended, float *totals) {
     /* Of few rows, more at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
-    const int64_t head_dim = of->shape->head_dim;
-    const int64_t end = of->first_position + of->num_tokens;
-    const int64_t per_block = groups_per_block(of->shape), block_size = of->shape->block_size;
-    const int64_t last_position = end - 1;
-    const int64_t end_group = last_position / block_size * per_block + last_position % block_size / LANES + 1;
-    int64_t first_seen = of->window > 0 ? of->first_position + 1 - of->window : 0;
-    if (first_seen < 0) first_seen = 0;
-    int64_t g = (first_seen / block_size * per_block) / CHUNK_GROUPS * CHUNK_GROUPS;
-
+    const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1, last_group = end_group(of);
     float largest[TILE_ROWS], decays[TILE_ROWS];
     _Alignas(64) float scores[TILE_ROWS * CHUNK];
     UNROLLED for (int i = 0; i < rows; i++) {
         largest[i] = NOTHING_YET;
         totals[i] = 0.0f;
     }
-    for (; g < end_group; g += CHUNK_GROUPS) {
-        int64_t num_groups = end_group - g < CHUNK_GROUPS ? end_group - g : CHUNK_GROUPS;
+    for (int64_t g = start_group(of); g < last_group; g += CHUNK_GROUPS) {
+        int64_t num_groups = last_group - g < CHUNK_GROUPS ? last_group - g : CHUNK_GROUPS;
         group groups[CHUNK_GROUPS + SCORED];
-        for (int64_t i = 0; i < CHUNK_GROUPS + SCORED; i++) groups[i] = g + i < end_group ? group_at(of, g + i) : groups[i - 1];
+        for (int64_t i = 0; i < CHUNK_GROUPS + SCORED; i++) {
+            groups[i] = g + i < last_group ? group_at(of, g + i) : groups[i - 1];
+        }
         for (int64_t i = 0; i < num_groups; i += width) {
             score(rows, width, queries, groups + i, groups + i + width, head_dim, scores + i * LANES);
         }
         for (int i = 0; i < rows; i++) {
-            int64_t position = of->first_position + i / of->heads;
+            int64_t position = of->task->first_position + i / of->heads;
             float sum = soften(of, groups, num_groups, position, scores + i * CHUNK, &largest[i], &decays[i]);
             totals[i] = totals[i] * decays[i] + sum;
         }
+        if (g + CHUNK_GROUPS >= last_group && next != NULL) fetch_first_keys(next);
         int64_t d = 0;
         for (; d + width * LANES <= head_dim; d += width * LANES) {
             add_values(rows, width, groups, num_groups, end, scores, decays, head_dim, d, attended);
@@ -192,26 +210,25 @@ INLINE void attend_rows(const int rows, const tile *of, float *queries, float *a
 }
 
 #define CASE(rows)                                                                                                     \
-    case rows: attend_rows(rows, &of, queries, attended, totals); break;
+    case rows: attend_rows(rows, &of, next == NULL ? NULL : &after, queries, attended, totals); break;
 
-void attend(const attention_shape *shape, const float *layer, const int32_t *table, int64_t first_position,
-            int64_t num_tokens, int64_t kv_head, int64_t part, int64_t window, const float *query_rows,
-            int64_t query_stride, float *out, int64_t out_stride) {
+void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
+            int64_t window, const float *query_rows, int64_t query_stride, float *out, int64_t out_stride) {
     const int64_t head_dim = shape->head_dim;
     const int64_t group_size = shape->num_heads / shape->num_kv_heads;
-    const int64_t first_head = part * heads_per_part(shape);
+    const int64_t first_head = task->part * heads_per_part(shape);
     int64_t heads = group_size - first_head;
     if (heads > heads_per_part(shape)) heads = heads_per_part(shape);
-    const int64_t rows = heads * num_tokens;
-    const int64_t head_offset = (kv_head * group_size + first_head) * head_dim;
-    const tile of = {shape, layer, table, kv_head, window, heads, first_position, num_tokens};
+    const int64_t rows = heads * task->num_tokens;
+    const int64_t head_offset = (task->kv_head * group_size + first_head) * head_dim;
+    const tile of = {shape, layer, task, window, heads}, after = {shape, layer, next, window, heads};
 
     _Alignas(64) float queries[TILE_ROWS * MAX_HEAD_DIM];
     _Alignas(64) float attended[TILE_ROWS * MAX_HEAD_DIM];
     float totals[TILE_ROWS];
     for (int64_t i = 0; i < rows; i++) {
         const float *row = query_rows + i / heads * query_stride + head_offset + i % heads * head_dim;
-        for (int64_t d = 0; d < head_dim; d++) queries[d * rows + i] = row[d] * shape->scale;
+        for (int64_t d = 0; d < head_dim; d += LANES) store(queries + d * rows + i * LANES, load(row + d) * shape->scale);
     }
     memset(attended, 0, (size_t)(rows * head_dim) * sizeof *attended);
     switch (rows) {

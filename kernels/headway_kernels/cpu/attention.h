@@ -48,11 +48,20 @@ static inline int64_t tokens_per_tile(const attention_shape *shape) { return TIL
 void store_key_value(const attention_shape *shape, float *layer, const int32_t *table, int64_t position, int64_t head,
                      const float *key, const float *value);
 
-/* Attend with `num_tokens` (at most tokens_per_tile) tokens at positions first_position and on, for part `part` of the
- * query heads of `kv_head`. `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride`
- * apart. A token sees the last `window` positions up to its own; 0: all. */
-void attend(const attention_shape *shape, const float *layer, const int32_t *table, int64_t first_position,
-            int64_t num_tokens, int64_t kv_head, int64_t part, int64_t window, const float *queries,
-            int64_t query_stride, float *out, int64_t out_stride);
+/* What one task attends with: `num_tokens` (at most tokens_per_tile) tokens of the row with block table `table`, at
+ * positions first_position and on, and part `part` of the query heads of `kv_head`. */
+typedef struct {
+    const int32_t *table;
+    int64_t first_position;
+    int64_t num_tokens;
+    int64_t kv_head;
+    int64_t part;
+} attention_task;
+
+/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the last
+ * `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its first keys
+ * are fetched into the cache. */
+void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
+            int64_t window, const float *queries, int64_t query_stride, float *out, int64_t out_stride);
 
 #endif

@@ -107,6 +107,7 @@ typedef struct {
     float *layer_pool;
     const attention_tile *attending; /* the tokens whose attention is wanted: all, or in the last layer the sampled ones */
     int64_t num_attending;
+    int64_t num_members;
 } pass;
 
 static void embed_task(void *work, int64_t token) {
@@ -124,8 +125,14 @@ static void normalise_head(float *head, const float *weight, int64_t width, floa
 }
 
 /* Rotary embedding (Su et al. 2021, arXiv 2104.09864), components i and i + width / 2 as a pair. */
-static void rotate(float *head, const float *cosines, const float *sines, int64_t half) {
-    for (int64_t i = 0; i < half; i++) {
+static void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vec low = load(head + i), high = load(head + half + i), cosine = load(cosines + i), sine = load(sines + i);
+        store(head + i, low * cosine - high * sine);
+        store(head + half + i, high * cosine + low * sine);
+    }
+    for (; i < half; i++) {
         float low = head[i], high = head[half + i];
         head[i] = low * cosines[i] - high * sines[i];
         head[half + i] = high * cosines[i] + low * sines[i];
@@ -161,15 +168,29 @@ static void place_task(void *work, int64_t task) {
     for (int64_t i = 0; i < tile->num_tokens; i++) place_token(now, tile, i);
 }
 
-static void attend_task(void *work, int64_t task) {
+/* The task of that number: tile after tile, key-value head after head. */
+static attention_task attention_task_at(const pass *now, int64_t number) {
+    int64_t parts = parts_per_head(&now->of->attention), per_tile = parts * now->of->shape.num_kv_heads;
+    const attention_tile *tile = &now->attending[number / per_tile];
+    return (attention_task){now->step->tables + tile->row * now->step->table_stride, tile->position, tile->num_tokens,
+                            number % per_tile / parts, number % parts};
+}
+
+static int64_t num_attention_tasks(const pass *now) {
+    return now->num_attending * now->of->shape.num_kv_heads * parts_per_head(&now->of->attention);
+}
+
+static void attend_task(void *work, int64_t number) {
     const pass *now = work;
     const decoder *of = now->of;
-    int64_t parts = parts_per_head(&of->attention), per_tile = parts * of->shape.num_kv_heads;
-    const attention_tile *tile = &now->attending[task / per_tile];
-    attend(&of->attention, now->layer_pool, now->step->tables + tile->row * now->step->table_stride, tile->position,
-           tile->num_tokens, task % per_tile / parts, task % parts, now->layer->window,
-           of->space.qkv + tile->token * of->qkv_stride, of->qkv_stride,
-           of->space.attended + tile->token * of->attended_stride, of->attended_stride);
+    int64_t token = now->attending[number / (num_attention_tasks(now) / now->num_attending)].token;
+    const attention_task task = attention_task_at(now, number);
+    /* As with panels: members take turns. The tiles of a prompt share their keys, which are in the cache. */
+    const int fetches = task.num_tokens == 1 && number + now->num_members < num_attention_tasks(now);
+    const attention_task next = fetches ? attention_task_at(now, number + now->num_members) : task;
+    attend(&of->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window,
+           of->space.qkv + token * of->qkv_stride, of->qkv_stride, of->space.attended + token * of->attended_stride,
+           of->attended_stride);
 }
 
 /* Row sampled[i] becomes row i. `sampled` ascends, so none is overwritten before it is moved. */
@@ -216,7 +237,7 @@ static void run_attention(member *self, pass *now) {
                              STORE, of->space.qkv, of->qkv_stride);
     run_product(self, &qkv, layer->output);
     team_phase(self, place_task, now, of->space.num_attention_tiles);
-    team_phase(self, attend_task, now, now->num_attending * of->shape.num_kv_heads * parts_per_head(&of->attention));
+    team_phase(self, attend_task, now, num_attention_tasks(now));
 }
 
 /* The last layer: of the tokens that are not sampled only keys and values are wanted. */
@@ -240,6 +261,7 @@ static void run_step(void *work, member *self) {
     const decoder *of = now.of;
     int64_t last = of->shape.num_layers - 1;
     team_phase(self, embed_task, &now, now.step->num_tokens);
+    now.num_members = team_size(self->of);
     now.attending = of->space.attention_tiles;
     now.num_attending = of->space.num_attention_tiles;
     for (int64_t i = 0; i <= last; i++) {

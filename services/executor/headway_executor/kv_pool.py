@@ -4,7 +4,9 @@ Owns: its memory, its size, and moving whole blocks.
 Must not know: rows, attention, what a block looks like inside, or which request it belongs to.
 """
 
+import contextlib
 import math
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +66,18 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost no time: on a CPU torch would write all of them, which takes a second per gigabyte or more."""
+    """Zeros that cost no time: on a CPU torch would write all of them, which takes a second per gigabyte or more.
+
+    In huge pages where the system has them: blocks are scattered, and finding the small page of each takes longer than
+    reading it.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.device) -> int:
