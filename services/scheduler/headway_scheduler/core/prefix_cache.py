@@ -43,6 +43,10 @@ class _Run:
     def node(self, place: int) -> int:
         return self.number << _PLACE_BITS | place
 
+    def continues(self, place: int, token_bytes: bytes) -> bool:
+        """Whether there is a block at ``place`` that can be reached and holds these tokens."""
+        return place < self.length and self.token_bytes.startswith(token_bytes, place * len(token_bytes))
+
 
 class PrefixCache:
     """``num_blocks`` blocks of ``block_size`` tokens; prompts are given as the bytes of int32 token ids."""
@@ -98,9 +102,10 @@ class PrefixCache:
         self.num_cached -= len(blocks)
         numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
-        starts = np.concatenate(([0], (numbers[1:] != numbers[:-1]).nonzero()[0] + 1))
+        bounds = np.concatenate(([0], (numbers[1:] != numbers[:-1]).nonzero()[0] + 1, [len(blocks)]))
+        starts = bounds[:-1]
         firsts = np.minimum.reduceat(places, starts).tolist()
-        counts = np.diff(starts, append=len(blocks)).tolist()
+        counts = (bounds[1:] - starts).tolist()
         for number, first, count in zip(numbers[starts].tolist(), firsts, counts, strict=True):
             self._cut(self._runs[number], first, count)
 
@@ -127,24 +132,18 @@ class PrefixCache:
         parts: list[BlockIndices] = []
         done = 0
         while done < max_blocks:
-            run, place = self._next(node, token_bytes[done * size : (done + 1) * size])
-            if run is None:
-                break
+            first_block = token_bytes[done * size : (done + 1) * size]
+            run, place = self._runs.get(node >> _PLACE_BITS), (node & _PLACE_MASK) + 1
+            if run is None or not run.continues(place, first_block):
+                # Not the next block of the run that the node is in; then of a run that branches off there.
+                run, place = self._branches.get((node, first_block)), 0
+                if run is None:
+                    break
             count = self._num_equal(run, place, token_bytes, done, min(run.length - place, max_blocks - done))
             parts.append(run.blocks[place : place + count])
             node = run.node(place + count - 1)
             done += count
         return parts, node
-
-    def _next(self, node: int, first_block: bytes) -> tuple[_Run | None, int]:
-        """The run and place of the block behind ``node`` that holds ``first_block``."""
-        run = self._runs.get(node >> _PLACE_BITS)
-        if run is not None:
-            place = (node & _PLACE_MASK) + 1
-            size = self._block_bytes
-            if place < run.length and run.token_bytes[place * size : (place + 1) * size] == first_block:
-                return run, place
-        return self._branches.get((node, first_block)), 0
 
     def _num_equal(self, run: _Run, place: int, token_bytes: bytes, done: int, most: int) -> int:
         """How many blocks agree from here on; the first is known to, ``most`` could."""

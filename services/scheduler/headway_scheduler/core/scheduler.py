@@ -347,8 +347,9 @@ class Scheduler:
         owed_blocks = sum(
             -(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in self._prefilling
         )
+        budget_for_chunks = plan.budget - len(self._decoding())
         while request is not None and rows.num_live < self.max_running and not request.num_unreturned:
-            budget = plan.budget - plan.num_chunk_tokens - len(self._decoding())
+            budget = budget_for_chunks - plan.num_chunk_tokens
             if budget <= 0:
                 return
             owed = self._admit(plan, request, budget, owed_blocks, now)
@@ -458,7 +459,7 @@ class Scheduler:
                 request.num_unreturned += owes
         fence = self._in_flight[-1].step if self._in_flight else None
         self.pool.release(rows.blocks_of(row), fence)
-        self._decoding_changed |= bool(rows.decoding[row])
+        self._decoding_changed = True
         rows.give_back(row)
         self._prefilling.discard(row)
         self._stalled.discard(row)
