@@ -5,7 +5,7 @@ Must not know: any executor or gateway.
 
 All-decode: N requests with 512-token contexts, greedy, nothing finishes; block boundaries are spread over the steps
 (``--aligned`` puts all of them into one step out of ``block_size``). Churn: in every step 2% of the rows finish and as
-many new 512-token requests arrive. Encoding the tokens of the step for one gateway comes on top, as a figure of its own.
+many new 512-token requests arrive; the token budget is large enough to start them all, so that N keep running. Encoding the tokens of the step for one gateway comes on top, as a figure of its own.
 Times in microseconds; "bytes" is the smallest step message seen.
 
 A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that prints one JSON object with
@@ -49,7 +49,7 @@ class Bench:
         self.num_running = num_running
         self.aligned = aligned
         limits = SchedulerLimits(
-            max_num_batched_tokens=max(8192, num_running),
+            max_num_batched_tokens=max(8192, num_running + num_leaving(num_running) * (PROMPT_TOKENS + BLOCK_SIZE)),
             max_num_seqs=num_running,
             max_steps_in_flight=depth,
             max_num_waiting=1 << 20,
@@ -170,7 +170,7 @@ def all_decode(num_running: int, steps: int, depth: int, seed: int, *, aligned: 
 def churn(num_running: int, steps: int, depth: int, seed: int) -> dict[str, float]:
     bench = Bench(num_running, depth, seed, aligned=False, prefix_caching=True)
     bench.settle()
-    share = max(1, round(num_running * CHURN_SHARE))
+    share = num_leaving(num_running)
     origins = deque(request.new.origin for request in bench.core.requests())
     relax_collector()
     times = []
@@ -185,7 +185,13 @@ def churn(num_running: int, steps: int, depth: int, seed: int) -> dict[str, floa
         ending = (time.perf_counter_ns() - start) / 1e3
         times.append(ending + bench.timed_step(arrivals))
     gc.unfreeze()
+    assert bench.core.num_running == num_running, "arrivals were left waiting: these steps cost less than was meant"
     return figures(times)
+
+
+def num_leaving(num_running: int) -> int:
+    """Requests that are replaced in each step of the churn."""
+    return max(1, round(num_running * CHURN_SHARE))
 
 
 def figures(times: list[float]) -> dict[str, float]:
