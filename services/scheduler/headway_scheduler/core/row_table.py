@@ -52,17 +52,20 @@ class RowTable:
         self._row_start = np.arange(max_rows, dtype=np.int64) * max_model_len
 
     def take(self, request: Request, blocks: BlockIndices) -> int:
-        """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table."""
+        """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table.
+
+        How many of its tokens are computed is set when its first chunk is scheduled.
+        """
         row = heapq.heappop(self._free_rows)
         num_tokens, num_blocks = len(request.token_ids), len(blocks)
         new = request.new
         self.requests[row] = request
         self.num_live += 1
-        self.end = max(self.end, row + 1)
+        if row >= self.end:
+            self.end = row + 1
         self.token_ids[row, :num_tokens] = request.token_ids
         self.block_table[row, :num_blocks] = blocks
         self.num_tokens[row] = num_tokens
-        self.num_computed_tokens[row] = 0
         self.num_blocks[row] = num_blocks
         self.last_position[row] = request.limit - 1
         self.num_prompt_tokens[row] = new.num_prompt_tokens

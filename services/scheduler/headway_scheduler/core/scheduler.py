@@ -323,14 +323,13 @@ class Scheduler:
         blocks = self.pool.allocate(max(missing, 0))
         rows.append_blocks(row, blocks)
         plan.add_blocks(np.full(len(blocks), row), blocks)
-        self._advance_prompt(plan, row, end, num_tokens)
+        self._advance_prompt(plan, rows.request_in(row), end, num_tokens)
 
-    def _advance_prompt(self, plan: StepPlan, row: int, end: int, num_tokens: int) -> None:
+    def _advance_prompt(self, plan: StepPlan, request: Request, end: int, num_tokens: int) -> None:
         """Run ``num_tokens`` tokens of a prompt, those before position ``end``."""
-        rows = self.rows
-        request = rows.request_in(row)
-        rows.num_computed_tokens[row] = end
-        completes = end == int(rows.num_tokens[row])
+        row = request.row
+        self.rows.num_computed_tokens[row] = end
+        completes = end == request.num_admitted_tokens
         plan.add_chunk(row, num_tokens)
         plan.chunks.append(PrefillChunk(request, row, request.num_preemptions, end, completes))
         if completes:
@@ -393,7 +392,7 @@ class Scheduler:
                 sampling=request.new.sampling,
             )
         )
-        self._advance_prompt(plan, row, num_cached_tokens + chunk, chunk)
+        self._advance_prompt(plan, request, num_cached_tokens + chunk, chunk)
         self._note_admission(request, num_tokens, num_cached_tokens, now)
         return owed_blocks + -(-num_tokens // rows.block_size) - len(table)
 
@@ -598,11 +597,10 @@ class Scheduler:
     ) -> list[tuple[Request, int]]:
         """The tokens for requests that lost their row after this step was scheduled, rows ascending."""
         late = []
-        for row, request in sorted(step.leavers.items()):
-            if request is not None:
-                request.num_unreturned -= 1
-                if row not in failed and request.status is not RequestStatus.FINISHED:
-                    late.append((request, int(token_ids[step.places_of(row)][0])))
+        for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
+            request.num_unreturned -= 1
+            if row not in failed and request.status is not RequestStatus.FINISHED:
+                late.append((request, int(token_ids[step.places_of(row)][0])))
         return late
 
     def _fail_rows(self, step: InFlightStep, failed: dict[int, str], finished: list[FinishedEvent]) -> None:
