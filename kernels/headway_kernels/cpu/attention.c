@@ -73,13 +73,13 @@ static int64_t start_group(const tile *of) {
     return first_seen / of->shape->block_size * groups_per_block(of->shape) / CHUNK_GROUPS * CHUNK_GROUPS;
 }
 
-/* Fetch the keys of the first groups that a tile sees: the part that `score` cannot fetch ahead of itself. */
-static void fetch_first_keys(const tile *of) {
-    int64_t first = start_group(of), end = end_group(of), bytes = LANES * of->shape->head_dim * (int64_t)sizeof(float);
-    for (int64_t g = first; g < end && g < first + SCORED; g++) {
-        const char *keys = (const char *)group_at(of, g).keys;
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(keys + at);
-    }
+/* The group CHUNK_GROUPS behind group `index`, counting on into the next tile if there is one: what is fetched into the
+ * cache while group `index` is worked on. The group itself where there is nothing to fetch. */
+static group group_ahead(const tile *of, const tile *next, int64_t index) {
+    int64_t ahead = index + CHUNK_GROUPS, end = end_group(of);
+    if (ahead < end) return group_at(of, ahead);
+    if (next == NULL || ahead - end + start_group(next) >= end_group(next)) return group_at(of, index);
+    return group_at(next, ahead - end + start_group(next));
 }
 
 /* Which of a group's positions the token at `position` sees. */
@@ -98,7 +98,7 @@ static inline ivec visible(const tile *of, const group *at, int64_t position) {
 /* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk; `queries` is scaled, [rows][LANES] components
  * after [rows][LANES] components.
  *
- * Keys stream in from memory: meanwhile the groups' values and the keys after them (`ahead`) are fetched. */
+ * Keys stream in from memory: meanwhile those of `ahead` are fetched. */
 INLINE void score(const int rows, const int width, const float *queries, const group *groups, const group *ahead,
                   int64_t head_dim, float *scores) {
     vec sums[TILE_ROWS][SCORED];
@@ -109,7 +109,6 @@ INLINE void score(const int rows, const int width, const float *queries, const g
         vec keys[SCORED];
         UNROLLED for (int j = 0; j < width; j++) {
             keys[j] = load(groups[j].keys + d * LANES);
-            __builtin_prefetch(groups[j].values + d * LANES);
             __builtin_prefetch(ahead[j].keys + d * LANES);
         }
         const float *column = queries + d / LANES * LANES * rows + d % LANES;
@@ -123,9 +122,11 @@ INLINE void score(const int rows, const int width, const float *queries, const g
     }
 }
 
-/* attended = attended * decay + weights x values, for `width` registers of components from `d` on, of all rows. */
-INLINE void add_values(const int rows, const int width, const group *groups, int64_t num_groups, int64_t end,
-                       const float *weights, const float *decays, int64_t head_dim, int64_t d, float *attended) {
+/* attended = attended * decay + weights x values, for `width` registers of components from `d` on, of all rows. The values
+ * of `ahead` are fetched. */
+INLINE void add_values(const int rows, const int width, const group *groups, const group *ahead, int64_t num_groups,
+                       int64_t end, const float *weights, const float *decays, int64_t head_dim, int64_t d,
+                       float *attended) {
     vec sums[TILE_ROWS][SCORED];
     UNROLLED for (int i = 0; i < rows; i++) {
         UNROLLED for (int j = 0; j < width; j++) {
@@ -136,11 +137,14 @@ INLINE void add_values(const int rows, const int width, const group *groups, int
         /* Positions behind `end` hold whatever an earlier owner left, NaN perhaps, which no weight of zero would hide. */
         int64_t left = end - groups[g].first_position;
         int64_t count = left < groups[g].num_positions ? left : groups[g].num_positions;
-        const float *values = groups[g].values + d;
+        const float *values = groups[g].values + d, *values_ahead = ahead[g].values + d;
         const float *group_weights = weights + g * LANES;
         for (int64_t p = 0; p < count; p++) {
             vec value[SCORED];
-            UNROLLED for (int j = 0; j < width; j++) value[j] = load(values + p * head_dim + j * LANES);
+            UNROLLED for (int j = 0; j < width; j++) {
+                value[j] = load(values + p * head_dim + j * LANES);
+                __builtin_prefetch(values_ahead + p * head_dim + j * LANES);
+            }
             UNROLLED for (int i = 0; i < rows; i++) {
                 vec weight = splat(group_weights[i * CHUNK + p]);
                 UNROLLED for (int j = 0; j < width; j++) sums[i][j] += weight * value[j];
@@ -186,25 +190,25 @@ INLINE void attend_rows(const int rows, const tile *of, const tile *next, float 
     }
     for (int64_t g = start_group(of); g < last_group; g += CHUNK_GROUPS) {
         int64_t num_groups = last_group - g < CHUNK_GROUPS ? last_group - g : CHUNK_GROUPS;
-        group groups[CHUNK_GROUPS + SCORED];
-        for (int64_t i = 0; i < CHUNK_GROUPS + SCORED; i++) {
-            groups[i] = g + i < last_group ? group_at(of, g + i) : groups[i - 1];
+        group groups[CHUNK_GROUPS], ahead[CHUNK_GROUPS];
+        for (int64_t i = 0; i < CHUNK_GROUPS; i++) {
+            groups[i] = i < num_groups ? group_at(of, g + i) : groups[i - 1];
+            ahead[i] = i < num_groups ? group_ahead(of, next, g + i) : groups[i - 1];
         }
         for (int64_t i = 0; i < num_groups; i += width) {
-            score(rows, width, queries, groups + i, groups + i + width, head_dim, scores + i * LANES);
+            score(rows, width, queries, groups + i, ahead + i, head_dim, scores + i * LANES);
         }
         for (int i = 0; i < rows; i++) {
             int64_t position = of->task->first_position + i / of->heads;
             float sum = soften(of, groups, num_groups, position, scores + i * CHUNK, &largest[i], &decays[i]);
             totals[i] = totals[i] * decays[i] + sum;
         }
-        if (g + CHUNK_GROUPS >= last_group && next != NULL) fetch_first_keys(next);
         int64_t d = 0;
         for (; d + width * LANES <= head_dim; d += width * LANES) {
-            add_values(rows, width, groups, num_groups, end, scores, decays, head_dim, d, attended);
+            add_values(rows, width, groups, ahead, num_groups, end, scores, decays, head_dim, d, attended);
         }
         for (; d < head_dim; d += LANES) {
-            add_values(rows, 1, groups, num_groups, end, scores, decays, head_dim, d, attended);
+            add_values(rows, 1, groups, ahead, num_groups, end, scores, decays, head_dim, d, attended);
         }
     }
 }

@@ -59,7 +59,7 @@ typedef struct {
 } attention_task;
 
 /* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the last
- * `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its first keys
+ * `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its keys and values
  * are fetched into the cache. */
 void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
             int64_t window, const float *queries, int64_t query_stride, float *out, int64_t out_stride);
