@@ -33,9 +33,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._eviction_batch = max(1, num_blocks // _EVICTION_SHARE)
         self._ref_count = np.zeros(num_blocks, dtype=np.int32)
-        # Stack of free blocks without content; the top is at the end. Low numbers are handed out first.
-        self._plain = np.arange(num_blocks - 1, -1, -1)
-        self._num_plain = num_blocks
+        # Stack of free blocks without content; the top is at _plain_top, the bottom at the end, so that taking some is a
+        # copy of a slice. Low numbers are handed out first.
+        self._plain = np.arange(num_blocks)
+        self._plain_top = 0
         # Eviction queue of free cached blocks: entry i is current only while _queue_place[block] == i.
         self._queue = np.empty(2 * num_blocks + 1, dtype=np.intp)
         self._queue_head = 0
@@ -52,7 +53,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return self._num_plain + self._num_queued
+        return self.num_blocks - self._plain_top + self._num_queued
 
     @property
     def num_fenced(self) -> int:
@@ -63,12 +64,10 @@ class BlockPool:
     def allocate(self, count: int) -> BlockIndices:
         """Take ``count`` free blocks, shape ``[count]``, each with one reference. ``count`` must be at most ``num_free``."""
         assert count <= self.num_free
-        top = self._num_plain
-        from_stack = min(count, top)
-        self._num_plain = top - from_stack
-        blocks = self._plain[top - from_stack : top][::-1].copy()
-        if from_stack < count:
-            blocks = np.concatenate((blocks, self._take_evicted(count - from_stack)))
+        blocks = self._plain[self._plain_top : self._plain_top + count].copy()
+        self._plain_top += len(blocks)
+        if len(blocks) < count:
+            blocks = np.concatenate((blocks, self._take_evicted(count - len(blocks))))
         self._ref_count[blocks] = 1
         return blocks
 
@@ -154,8 +153,8 @@ class BlockPool:
         if num_cached:
             self._enqueue(blocks[cached])
             blocks = blocks[~cached]
-        self._plain[self._num_plain : self._num_plain + len(blocks)] = blocks
-        self._num_plain += len(blocks)
+        self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
+        self._plain_top -= len(blocks)
 
     def _enqueue(self, blocks: BlockIndices) -> None:
         if self._queue_tail + len(blocks) > len(self._queue):
@@ -178,9 +177,8 @@ class BlockPool:
         """Evict whole batches, at least ``count`` blocks; return ``count``, the rest go onto the (empty) stack."""
         batches = -(-count // self._eviction_batch)
         evicted = self._evict(min(batches * self._eviction_batch, self._num_queued))
-        num_left = len(evicted) - count
-        self._plain[:num_left] = evicted[count:][::-1]
-        self._num_plain = num_left
+        self._plain_top = self.num_blocks - (len(evicted) - count)
+        self._plain[self._plain_top :] = evicted[count:]
         return evicted[:count]
 
     def _evict(self, count: int) -> BlockIndices:

@@ -376,7 +376,8 @@ class Scheduler:
         self._waiting.remove(request)
         num_cached_tokens = len(shared) * rows.block_size
         chunk = min(num_tokens - num_cached_tokens, budget)
-        table = self._first_blocks(shared, -(-(num_cached_tokens + chunk) // rows.block_size))
+        num_blocks = -(-(num_cached_tokens + chunk) // rows.block_size)
+        table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
         row = rows.take(request, table)
         request.num_cached_blocks = len(shared)
         request.cache_node = node
@@ -396,10 +397,8 @@ class Scheduler:
         self._note_admission(request, num_tokens, num_cached_tokens, now)
         return owed_blocks + -(-num_tokens // rows.block_size) - len(table)
 
-    def _first_blocks(self, shared: BlockIndices, count: int) -> BlockIndices:
+    def _behind_shared(self, shared: BlockIndices, count: int) -> BlockIndices:
         """A table of ``count`` blocks, the first of which are shared with others."""
-        if not len(shared):
-            return self.pool.allocate(count)
         self.pool.share(shared)
         return np.concatenate((shared, self.pool.allocate(count - len(shared))))
 
@@ -473,9 +472,8 @@ class Scheduler:
         if end <= first or not self.limits.enable_prefix_caching:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
-        request.cache_node = self.cache.register(
-            request.cache_node, token_bytes, rows.block_table[row, first:end].copy()
-        )
+        blocks = rows.block_table[row, first:end].copy()
+        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks)
         request.num_cached_blocks = end
 
     def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:

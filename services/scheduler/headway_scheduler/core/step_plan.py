@@ -3,7 +3,7 @@
 Owns: the parts of one step. Must not know: how rows and blocks are chosen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 
@@ -85,11 +85,12 @@ class StepPlan:
             return encode_columns((self._block_rows[0], self._block_ids[0]))
         return encode_columns((np.concatenate(self._block_rows), np.concatenate(self._block_ids)))
 
-    def scheduled_tokens(self, *sitting_out: Iterable[int]) -> bytes:
+    def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
         """The column group (row, tokens) of all exceptions, rows ascending."""
         exceptions = dict(self.exceptions)
         for rows in sitting_out:
-            exceptions.update(dict.fromkeys(rows, 0))
+            if rows:
+                exceptions.update(dict.fromkeys(rows, 0))
         if not exceptions:
             return b""
         in_order = sorted(exceptions)
