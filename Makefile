@@ -13,6 +13,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
@@ -50,19 +51,22 @@ test: lint kernels  ## all checks and all tests
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(READY)  ## ruff, mypy, import contracts
+lint: $(READY)  ## ruff, clang-format, mypy, import contracts
 	$(say) 'ruff check'
 	@$(BIN)/ruff check
 	$(say) 'ruff format --check'
 	@$(BIN)/ruff format --check
+	$(say) 'clang-format'
+	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(say) 'mypy'
 	@$(BIN)/mypy
 	$(say) 'import contracts'
 	@$(BIN)/lint-imports
 
-format: $(READY)  ## let ruff fix and format
+format: $(READY)  ## let ruff and clang-format fix and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+	@$(BIN)/clang-format -i $(C_SOURCES)
 
 stubs: $(READY)  ## generate the protobuf and gRPC stubs from the .proto files
 	@$(BIN)/python tools/generate_stubs.py

@@ -2,7 +2,7 @@
 
 #define CHUNK 128
 #define CHUNK_GROUPS (CHUNK / LANES)
-#define SCORED 4 /* registers of scores, or of values, that are summed at once at most */
+#define SCORED 4           /* registers of scores, or of values, that are summed at once at most */
 #define NOTHING_YET -1e30f /* below any score, and its difference to one is a number */
 
 static int64_t groups_per_block(const attention_shape *shape) { return (shape->block_size + LANES - 1) / LANES; }
@@ -102,57 +102,72 @@ static inline ivec visible(const tile *of, const group *at, int64_t position) {
 INLINE void score(const int rows, const int width, const float *queries, const group *groups, const group *ahead,
                   int64_t head_dim, float *scores) {
     vec sums[TILE_ROWS][SCORED];
-    UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < width; j++) sums[i][j] = (vec){0};
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int j = 0; j < width; j++) sums[i][j] = (vec){0};
     }
     for (int64_t d = 0; d < head_dim; d++) {
         vec keys[SCORED];
-        UNROLLED for (int j = 0; j < width; j++) {
+        UNROLLED
+        for (int j = 0; j < width; j++) {
             keys[j] = load(groups[j].keys + d * LANES);
             __builtin_prefetch(ahead[j].keys + d * LANES);
         }
         const float *column = queries + d / LANES * LANES * rows + d % LANES;
-        UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) {
             vec query = splat(column[i * LANES]);
-            UNROLLED for (int j = 0; j < width; j++) sums[i][j] += query * keys[j];
+            UNROLLED
+            for (int j = 0; j < width; j++) sums[i][j] += query * keys[j];
         }
     }
-    UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < width; j++) store(scores + i * CHUNK + j * LANES, sums[i][j]);
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int j = 0; j < width; j++) store(scores + i * CHUNK + j * LANES, sums[i][j]);
     }
 }
 
-/* attended = attended * decay + weights x values, for `width` registers of components from `d` on, of all rows. The values
- * of `ahead` are fetched. */
+/* attended = attended * decay + weights x values, for `width` registers of components from `d` on, of all rows. The
+ * values of `ahead` are fetched. */
 INLINE void add_values(const int rows, const int width, const group *groups, const group *ahead, int64_t num_groups,
                        int64_t end, const float *weights, const float *decays, int64_t head_dim, int64_t d,
                        float *attended) {
     vec sums[TILE_ROWS][SCORED];
-    UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < width; j++) {
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int j = 0; j < width; j++) {
             sums[i][j] = load(attended + i * head_dim + d + j * LANES) * decays[i];
         }
     }
     for (int64_t g = 0; g < num_groups; g++) {
-        /* Positions behind `end` hold whatever an earlier owner left, NaN perhaps, which no weight of zero would hide. */
+        /* Positions behind `end` hold whatever an earlier owner left, NaN perhaps, which no weight of zero would hide.
+         */
         int64_t left = end - groups[g].first_position;
         int64_t count = left < groups[g].num_positions ? left : groups[g].num_positions;
         const float *values = groups[g].values + d, *values_ahead = ahead[g].values + d;
         const float *group_weights = weights + g * LANES;
         for (int64_t p = 0; p < count; p++) {
             vec value[SCORED];
-            UNROLLED for (int j = 0; j < width; j++) {
+            UNROLLED
+            for (int j = 0; j < width; j++) {
                 value[j] = load(values + p * head_dim + j * LANES);
                 __builtin_prefetch(values_ahead + p * head_dim + j * LANES);
             }
-            UNROLLED for (int i = 0; i < rows; i++) {
+            UNROLLED
+            for (int i = 0; i < rows; i++) {
                 vec weight = splat(group_weights[i * CHUNK + p]);
-                UNROLLED for (int j = 0; j < width; j++) sums[i][j] += weight * value[j];
+                UNROLLED
+                for (int j = 0; j < width; j++) sums[i][j] += weight * value[j];
             }
         }
     }
-    UNROLLED for (int i = 0; i < rows; i++) {
-        UNROLLED for (int j = 0; j < width; j++) store(attended + i * head_dim + d + j * LANES, sums[i][j]);
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int j = 0; j < width; j++) store(attended + i * head_dim + d + j * LANES, sums[i][j]);
     }
 }
 
@@ -178,13 +193,15 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
     return sum_of(sum);
 }
 
-INLINE void attend_rows(const int rows, const tile *of, const tile *next, float *queries, float *attended, float *totals) {
+INLINE void attend_rows(const int rows, const tile *of, const tile *next, float *queries, float *attended,
+                        float *totals) {
     /* Of few rows, more at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1, last_group = end_group(of);
     float largest[TILE_ROWS], decays[TILE_ROWS];
     _Alignas(64) float scores[TILE_ROWS * CHUNK];
-    UNROLLED for (int i = 0; i < rows; i++) {
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
         largest[i] = NOTHING_YET;
         totals[i] = 0.0f;
     }
@@ -232,18 +249,11 @@ void attend(const attention_shape *shape, const float *layer, const attention_ta
     float totals[TILE_ROWS];
     for (int64_t i = 0; i < rows; i++) {
         const float *row = query_rows + i / heads * query_stride + head_offset + i % heads * head_dim;
-        for (int64_t d = 0; d < head_dim; d += LANES) store(queries + d * rows + i * LANES, load(row + d) * shape->scale);
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store(queries + d * rows + i * LANES, load(row + d) * shape->scale);
     }
     memset(attended, 0, (size_t)(rows * head_dim) * sizeof *attended);
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE_ROWS > 6
-        CASE(7) CASE(8)
-#endif
-#if TILE_ROWS > 8
-        CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
+    switch (rows) { EACH_TILE_SIZE(CASE) }
     for (int64_t i = 0; i < rows; i++) {
         float *row = out + i / heads * out_stride + head_offset + i % heads * head_dim;
         for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(attended + i * head_dim + d) / totals[i]);

@@ -7,9 +7,9 @@
  * group's keys, the first component of each position, then the second (one register is one component of LANES
  * positions); values position after position. Block sizes that are no multiple of LANES waste the rest of a group.
  *
- * Softmax runs over chunks of CHUNK positions, always cut at multiples of CHUNK from the start of the sequence (Milakov &
- * Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135): what a token attends to is the same to the last
- * bit whether it came in a prompt, a later chunk or alone, and whatever else is in the batch.
+ * Softmax runs over chunks of CHUNK positions, always cut at multiples of CHUNK from the start of the sequence (Milakov
+ * & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135): what a token attends to is the same to the
+ * last bit whether it came in a prompt, a later chunk or alone, and whatever else is in the batch.
  */
 #ifndef HEADWAY_ATTENTION_H
 #define HEADWAY_ATTENTION_H
@@ -58,9 +58,9 @@ typedef struct {
     int64_t part;
 } attention_task;
 
-/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the last
- * `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its keys and values
- * are fetched into the cache. */
+/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the
+ * last `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its
+ * keys and values are fetched into the cache. */
 void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
             int64_t window, const float *queries, int64_t query_stride, float *out, int64_t out_stride);
 

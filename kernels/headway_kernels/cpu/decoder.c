@@ -45,7 +45,8 @@ struct decoder {
 static int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* ---- products as phases ------------------------------------------------------------------------------------------- */
+/* ---- products as phases -------------------------------------------------------------------------------------------
+ */
 
 /* One product of a phase pair: pack the inputs, then multiply. */
 typedef struct {
@@ -98,14 +99,16 @@ static product product_of(const workspace *space, const linear *with, int64_t nu
     return (product){with, inputs, from, from_stride, norm, epilogue, out, out_stride, 1};
 }
 
-/* ---- the step ----------------------------------------------------------------------------------------------------- */
+/* ---- the step -----------------------------------------------------------------------------------------------------
+ */
 
 typedef struct {
     const decoder *of;
     const decoder_step *step;
     const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
     float *layer_pool;
-    const attention_tile *attending; /* the tokens whose attention is wanted: all, or in the last layer the sampled ones */
+    const attention_tile
+        *attending; /* the tokens whose attention is wanted: all, or in the last layer the sampled ones */
     int64_t num_attending;
     int64_t num_members;
 } pass;
@@ -196,15 +199,18 @@ static void attend_task(void *work, int64_t number) {
 /* Row sampled[i] becomes row i. `sampled` ascends, so none is overwritten before it is moved. */
 static void gather(const decoder_step *step, float *rows, int64_t stride) {
     for (int64_t i = 0; i < step->num_sampled; i++) {
-        if (step->sampled[i] != i) memcpy(rows + i * stride, rows + step->sampled[i] * stride, (size_t)stride * sizeof *rows);
+        if (step->sampled[i] != i)
+            memcpy(rows + i * stride, rows + step->sampled[i] * stride, (size_t)stride * sizeof *rows);
     }
 }
 
 static void gather_task(void *work, int64_t task) {
     const pass *now = work;
     const decoder *of = now->of;
-    if (task == 0) gather(now->step, of->space.hidden, of->hidden_stride);
-    else gather(now->step, of->space.attended, of->attended_stride);
+    if (task == 0)
+        gather(now->step, of->space.hidden, of->hidden_stride);
+    else
+        gather(now->step, of->space.attended, of->attended_stride);
 }
 
 /* Attention and MLP of the tokens that `now` is attending with. */
@@ -276,7 +282,8 @@ static void run_step(void *work, member *self) {
     }
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------- */
+/* ---- memory -------------------------------------------------------------------------------------------------------
+ */
 
 static void free_space(workspace *space) {
     free(space->hidden);
@@ -332,7 +339,8 @@ static void cut_into_tiles(decoder *of, const decoder_step *step) {
     of->space.num_attention_tiles = count;
 }
 
-/* ---- what Python calls -------------------------------------------------------------------------------------------- */
+/* ---- what Python calls --------------------------------------------------------------------------------------------
+ */
 
 static attention_shape attention_of(const decoder_shape *shape) {
     return (attention_shape){shape->num_heads, shape->num_kv_heads, shape->head_dim, shape->block_size,
@@ -399,8 +407,7 @@ int headway_linear_run(const linear *the_linear, team *with, const float *inputs
     int done = space.tiles && space.factors && space.offsets;
     if (done) {
         product alone = product_of(&space, the_linear, num_rows, inputs, the_linear->inputs,
-                                   (rms_norm){norm_weight, norm_eps}, gated ? GATED : STORE,
-                                   out, stride);
+                                   (rms_norm){norm_weight, norm_eps}, gated ? GATED : STORE, out, stride);
         done = team_run(with, run_alone, &alone, 2);
     }
     free_space(&space);

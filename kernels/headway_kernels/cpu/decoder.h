@@ -25,8 +25,8 @@ typedef struct {
     int64_t vocab_size;
     int64_t num_heads;
     int64_t num_kv_heads;
-    int64_t head_dim;        /* padded to a multiple of headway_lanes() */
-    int64_t true_head_dim;   /* as in the checkpoint */
+    int64_t head_dim;      /* padded to a multiple of headway_lanes() */
+    int64_t true_head_dim; /* as in the checkpoint */
     int64_t block_size;
     float norm_eps;
     float score_scale;
@@ -63,7 +63,7 @@ typedef struct {
     int64_t table_stride;
     const int64_t *sampled;
     float *logits;
-    float *pool;                  /* [layers, num_blocks, headway_block_floats] */
+    float *pool; /* [layers, num_blocks, headway_block_floats] */
     int64_t layer_stride;
 } decoder_step;
 

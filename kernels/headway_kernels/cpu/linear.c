@@ -108,9 +108,12 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
             int64_t output = output_at(panel, column, outputs, gated);
             if (output < 0) continue;
             const float *row = weight + output * inputs;
-            if (form == FORM_FLOAT32) pack_float32((float *)start + column, row, inputs);
-            else if (form == FORM_BFLOAT16) pack_bfloat16((uint16_t *)start + column, row, inputs);
-            else made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);
+            if (form == FORM_FLOAT32)
+                pack_float32((float *)start + column, row, inputs);
+            else if (form == FORM_BFLOAT16)
+                pack_bfloat16((uint16_t *)start + column, row, inputs);
+            else
+                made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);
             if (bias != NULL) made->bias[panel * PANEL + column] = bias[output];
         }
     }
@@ -155,8 +158,8 @@ static void pack_float32_row(float *tile, int64_t rows, int64_t place, const flo
 
 typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes, NaN if a value is not finite. `offset`: 128
- * times their sum (see pack_int8). A factor on the whole row would not change the codes. */
+/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes, NaN if a value is not finite. `offset`:
+ * 128 times their sum (see pack_int8). A factor on the whole row would not change the codes. */
 static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
                            const float *weight, int32_t *offset) {
     const ivec sign_off = splat_int(0x7fffffff);
@@ -191,7 +194,8 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
         const float *row = from + (first + i) * stride;
         float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
         if (form == FORM_INT8) {
-            float scale = pack_int8_row((int8_t *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            float scale =
+                pack_int8_row((int8_t *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
         } else {
             pack_float32_row((float *)start, rows, i, row, to->inputs, factor, norm.weight);
@@ -216,7 +220,8 @@ INLINE void sum_float32(const int rows, const float *tile, const float *panel, i
         vec low = load(panel + k * PANEL);
         vec high = load(panel + k * PANEL + LANES);
         const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-        UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) {
             vec input = splat(column[i * STRETCH]);
             sums[i][0] += input * low;
             sums[i][1] += input * high;
@@ -237,7 +242,8 @@ INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *pane
         vec low = load_bfloat16(panel + k * PANEL);
         vec high = load_bfloat16(panel + k * PANEL + LANES);
         const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-        UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) {
             vec input = splat(column[i * STRETCH]);
             sums[i][0] += input * low;
             sums[i][1] += input * high;
@@ -250,7 +256,8 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
 #else
-    UNROLLED for (int j = 0; j < QUAD; j++) {
+    UNROLLED
+    for (int j = 0; j < QUAD; j++) {
         sum += ((weights >> (8 * j)) & 255) * ((inputs << (24 - 8 * j)) >> 24);
     }
     return sum;
@@ -264,7 +271,8 @@ INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, i
         ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
         ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
         const int8_t *column = tile + (quad / STRETCH * STRETCH * rows + quad % STRETCH) * QUAD;
-        UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) {
             int32_t four;
             memcpy(&four, column + i * STRETCH * QUAD, QUAD);
             ivec input = splat_int(four);
@@ -298,11 +306,13 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
     const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, with->form);
     if (with->form == FORM_INT8) {
         ivec sums[TILE_ROWS][2];
-        UNROLLED for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (ivec){0};
+        UNROLLED
+        for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (ivec){0};
         sum_int8(rows, (const int8_t *)tile, (const uint8_t *)weights, with->inputs, sums, ahead);
         const vec low_scale = load(with->scales + panel * PANEL);
         const vec high_scale = load(with->scales + panel * PANEL + LANES);
-        UNROLLED for (int i = 0; i < rows; i++) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) {
             vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
             vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
             vec factor = splat(from->factors[first + i]);
@@ -312,18 +322,22 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
         return;
     }
     vec sums[TILE_ROWS][2];
-    UNROLLED for (int i = 0; i < rows; i++) {
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
         sums[i][0] = low_bias;
         sums[i][1] = high_bias;
     }
     const float *inputs = (const float *)tile;
-    if (with->form == FORM_FLOAT32) sum_float32(rows, inputs, (const float *)weights, with->inputs, sums, ahead);
-    else sum_bfloat16(rows, inputs, (const uint16_t *)weights, with->inputs, sums, ahead);
-    UNROLLED for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+    if (with->form == FORM_FLOAT32)
+        sum_float32(rows, inputs, (const float *)weights, with->inputs, sums, ahead);
+    else
+        sum_bfloat16(rows, inputs, (const uint16_t *)weights, with->inputs, sums, ahead);
+    UNROLLED
+    for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
 }
 
-/* What tile `place` of `count` fetches while it is multiplied. The first one, which brings the panel itself from memory,
- * looks a little ahead; the second and third, which have it in the cache, fetch the next panel. */
+/* What tile `place` of `count` fetches while it is multiplied. The first one, which brings the panel itself from
+ * memory, looks a little ahead; the second and third, which have it in the cache, fetch the next panel. */
 static fetching what_to_fetch(const linear *with, int64_t panel, int64_t next, int64_t place, int64_t count) {
     const char *panels = with->panels;
     int64_t bytes = panel_bytes(with->inputs, with->form);
@@ -357,14 +371,6 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, int6
             to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
         }
         fetching ahead = what_to_fetch(with, panel, next, tile - first_tile, end_tile - first_tile);
-        switch (rows) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE_ROWS > 6
-            CASE(7) CASE(8)
-#endif
-#if TILE_ROWS > 8
-            CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-        }
+        switch (rows) { EACH_TILE_SIZE(CASE) }
     }
 }

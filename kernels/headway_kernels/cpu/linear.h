@@ -3,11 +3,11 @@
  * Owns: the packed forms of weights and inputs, and multiplying them.
  * Must not know: what a layer is for.
  *
- * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights side
- * by side, so that a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of high-performance matrix
- * multiplication"). Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows; a tile holds, stretch after stretch,
- * the inputs of each row. Every output is one chain of additions over the inputs in order: it does not depend on the other
- * rows, nor on how many there are.
+ * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights
+ * side by side, so that a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of high-performance
+ * matrix multiplication"). Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows; a tile holds, stretch after
+ * stretch, the inputs of each row. Every output is one chain of additions over the inputs in order: it does not depend
+ * on the other rows, nor on how many there are.
  */
 #ifndef HEADWAY_LINEAR_H
 #define HEADWAY_LINEAR_H
@@ -37,19 +37,20 @@ typedef struct {
     int64_t num_rows;
     int64_t inputs;
     int64_t num_tiles;
-    void *tiles;           /* float32 or int8 */
-    float *factors;        /* of each row, on its outputs */
-    int32_t *offsets;      /* int8: what the outputs of each row are too large by */
+    void *tiles;      /* float32 or int8 */
+    float *factors;   /* of each row, on its outputs */
+    int32_t *offsets; /* int8: what the outputs of each row are too large by */
 } packed_inputs;
 
-/* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
- * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, as float32 tiles of so many
- * rows and columns, ready for the next product. */
+/* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second
+ * half, for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, as float32 tiles of
+ * so many rows and columns, ready for the next product. */
 enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
 /* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
  * ups, and a panel takes LANES of each. NULL when memory is short. */
-linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form, int64_t gated);
+linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                   int64_t gated);
 void linear_free(linear *the_linear);
 
 /* Tile `tile` of `num_rows` rows: its first row and its number of rows. Tiles differ by at most one row. */

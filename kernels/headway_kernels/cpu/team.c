@@ -168,7 +168,9 @@ void team_take(member *self, task_body body, void *work, int64_t num_tasks) {
 void team_wait(member *self, int64_t num_tasks) {
     phase_state *phase = &self->of->phases[self->phase++];
     for (int64_t spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < num_tasks; spins++) {
-        if (spins < SPINS_BEFORE_YIELD) pause_briefly();
-        else sched_yield();
+        if (spins < SPINS_BEFORE_YIELD)
+            pause_briefly();
+        else
+            sched_yield();
     }
 }

@@ -22,6 +22,16 @@
 #define TILE_ROWS 8
 #endif
 
+/* DO(rows) for every number of rows that a tile can have: a loop over rows is unrolled only where their number is
+ * known. */
+#if TILE_ROWS == 12
+#define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#elif TILE_ROWS == 8
+#define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8)
+#else
+#define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("clang loop unroll(full)")
 
@@ -40,13 +50,15 @@ INLINE vec larger(vec a, vec b) { return __builtin_elementwise_max(a, b); }
 
 INLINE ivec lane_numbers(void) {
     ivec lanes;
-    UNROLLED for (int i = 0; i < LANES; i++) lanes[i] = i;
+    UNROLLED
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
     return lanes;
 }
 
 INLINE float sum_of(vec value) {
     float sum = 0.0f;
-    UNROLLED for (int i = 0; i < LANES; i++) sum += value[i];
+    UNROLLED
+    for (int i = 0; i < LANES; i++) sum += value[i];
     return sum;
 }
 
