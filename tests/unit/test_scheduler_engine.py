@@ -209,3 +209,21 @@ def test_an_aborted_sequence_frees_its_blocks_at_the_next_step(
     world.run_until(lambda: core.num_running == 0 and core.num_in_flight == 0, 2)
     assert core.counters.num_steps - steps <= LIMITS.max_steps_in_flight + 1
     assert core.pool.num_free == core.pool.num_blocks
+
+
+@pytest.mark.parametrize(("seed", "reason"), [(0, ingress.FINISH_LENGTH), (1, ingress.FINISH_ERROR)])
+def test_a_request_goes_on_with_another_executor_only_if_that_runs_the_same_model(
+    world: World, seed: int, reason: int
+) -> None:
+    running = submit(world, msgspec.structs.replace(GOOD, max_tokens=50))
+    world.run_until(lambda: len(running.tokens) > 3, 2)
+    world.config = msgspec.structs.replace(CONFIG, seed=seed)
+    world.start_executor()
+    world.run_until(lambda: running.end is not None, 10)
+    assert isinstance(running.end, Finished)
+    assert running.end.reason == reason
+    assert (running.end.error == "the executor that took over runs another model") == (seed == 1)
+    later = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
+    world.run_until(lambda: later.end is not None, 5)
+    assert isinstance(later.end, Finished)
+    assert later.end.reason == ingress.FINISH_LENGTH

@@ -171,7 +171,8 @@ class SchedulerEngine:
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)
         else:
-            self._deliver(self.core.begin_epoch(capacity, event.epoch), now)
+            same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
+            self._deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
         changed = self.info != info
         self.info = info
         unjudged, self._unjudged = self._unjudged, {}

@@ -150,10 +150,11 @@ class Scheduler:
         request = self._requests.get(origin)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
-    def begin_epoch(self, capacity: ExecutorCapacity, epoch: int) -> StepEvents:
+    def begin_epoch(self, capacity: ExecutorCapacity, epoch: int, *, same_model: bool = True) -> StepEvents:
         """Start over with an executor that knows nothing: running requests go back to their place in the queue.
 
-        Returns what had not been told yet, and the ends of requests that the new executor can never hold.
+        Returns what had not been told yet, and the ends of requests that the new executor can never hold; of all
+        requests, if it does not run the ``same_model``, whose tokens would not follow from theirs.
         """
         admitted = tuple(self._admitted)
         for row in self.rows.live_rows().tolist():
@@ -169,7 +170,10 @@ class Scheduler:
             request.num_cached_blocks = 0
             request.limit = self._limit_of(request.new)
             largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
-            if len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
+            if not same_model:
+                message = "the executor that took over runs another model"
+                finished.append(self._finish(request, FinishReason.ERROR, error=message))
+            elif len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
                 message = "the executor that took over cannot hold this request"
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
