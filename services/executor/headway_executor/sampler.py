@@ -347,9 +347,10 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     On the host, numpy's float32 argmax is some thirty times as fast as torch's of any dtype.
     """
     if logits.device.type == "cpu":
-        best = torch.from_numpy(logits.detach().float().numpy().argmax(-1))
-    else:
-        best = logits.argmax(-1)
+        values = logits.detach().float().numpy()
+        places = values.argmax(-1)
+        return torch.from_numpy(places), torch.from_numpy(np.isfinite(values[np.arange(len(places)), places]))
+    best = logits.argmax(-1)
     return best, logits.gather(1, best[:, None]).squeeze(1).isfinite()
 
 

@@ -144,9 +144,8 @@ class _OpenModel:
         )
         logits = self.forward.run(rows, self._token_ids)
         if len(sampling):
-            sampled_rows = torch.from_numpy(batch.rows[sampling].astype(np.int64)).to(self._device)
-            ends = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling].astype(np.int64)
-            positions = torch.from_numpy(ends).to(self._device)
+            sampled_rows = torch.from_numpy(rows.numbers[sampling]).to(self._device)
+            positions = torch.from_numpy((rows.num_computed + rows.num_new)[sampling]).to(self._device)
             sampled = self._sampler.sample(logits, sampled_rows, positions, self._token_ids)
             self._token_ids[sampled_rows, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
             drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
