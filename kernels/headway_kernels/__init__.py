@@ -1,4 +1,4 @@
-"""Kernels, each beside a plain reference: they know tensors and nothing else of Headway.
+"""Kernels: they know tensors and nothing else of Headway.
 
-Owns: nothing yet; the torch backend runs on torch's own operators. Must not know: rows, requests, protocols.
+Owns: ``cpu``, a decoder's forward pass in C. Must not know: rows, requests, protocols, checkpoints.
 """

@@ -2,8 +2,8 @@
 
 #include <stdlib.h>
 
-#define BLOCK_TILES 10 /* tiles of inputs that one task multiplies with a panel: together they fit the L2 cache */
-#define FEW_TILES 4
+#define BLOCK_TILES 10      /* tiles of inputs that one task multiplies with a panel: together they fit the L2 cache */
+#define FEW_TILES 4         /* a product of so many waits for memory */
 #define PHASES_PER_LAYER 10 /* four products of two phases, placing, attending */
 #define OTHER_PHASES 4      /* embedding, gathering, the head's product */
 
@@ -45,8 +45,7 @@ struct decoder {
 static int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* ---- products as phases -------------------------------------------------------------------------------------------
- */
+/* ---- products as phases ---- */
 
 /* One product of a phase pair: pack the inputs, then multiply. */
 typedef struct {
@@ -99,8 +98,7 @@ static product product_of(const workspace *space, const linear *with, int64_t nu
     return (product){with, inputs, from, from_stride, norm, epilogue, out, out_stride, 1};
 }
 
-/* ---- the step -----------------------------------------------------------------------------------------------------
- */
+/* ---- the step ---- */
 
 typedef struct {
     const decoder *of;
@@ -282,8 +280,7 @@ static void run_step(void *work, member *self) {
     }
 }
 
-/* ---- memory -------------------------------------------------------------------------------------------------------
- */
+/* ---- memory ---- */
 
 static void free_space(workspace *space) {
     free(space->hidden);
@@ -339,8 +336,7 @@ static void cut_into_tiles(decoder *of, const decoder_step *step) {
     of->space.num_attention_tiles = count;
 }
 
-/* ---- what Python calls --------------------------------------------------------------------------------------------
- */
+/* ---- what Python calls ---- */
 
 static attention_shape attention_of(const decoder_shape *shape) {
     return (attention_shape){shape->num_heads, shape->num_kv_heads, shape->head_dim, shape->block_size,

@@ -213,34 +213,21 @@ INLINE void fetch(fetching *ahead) {
     for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
 }
 
-INLINE void sum_float32(const int rows, const float *tile, const float *panel, int64_t inputs, vec (*sums)[2],
-                        fetching ahead) {
-    for (int64_t k = 0; k < inputs; k++) {
-        fetch(&ahead);
-        vec low = load(panel + k * PANEL);
-        vec high = load(panel + k * PANEL + LANES);
-        const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-        UNROLLED
-        for (int i = 0; i < rows; i++) {
-            vec input = splat(column[i * STRETCH]);
-            sums[i][0] += input * low;
-            sums[i][1] += input * high;
-        }
-    }
-}
-
 typedef uint16_t half_width __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-INLINE vec load_bfloat16(const uint16_t *from) {
-    return bits_as_vec(__builtin_convertvector(*(const half_width *)from, ivec) << 16);
+/* LANES weights of a panel in `form`, the first of which is number `at`. */
+INLINE vec load_weights(const int form, const void *panel, int64_t at) {
+    if (form == FORM_FLOAT32) return load((const float *)panel + at);
+    const half_width bits = *(const half_width *)((const uint16_t *)panel + at);
+    return bits_as_vec(__builtin_convertvector(bits, ivec) << 16);
 }
 
-INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *panel, int64_t inputs, vec (*sums)[2],
-                         fetching ahead) {
+INLINE void sum_floats(const int rows, const int form, const float *tile, const void *panel, int64_t inputs,
+                       vec (*sums)[2], fetching ahead) {
     for (int64_t k = 0; k < inputs; k++) {
         fetch(&ahead);
-        vec low = load_bfloat16(panel + k * PANEL);
-        vec high = load_bfloat16(panel + k * PANEL + LANES);
+        vec low = load_weights(form, panel, k * PANEL);
+        vec high = load_weights(form, panel, k * PANEL + LANES);
         const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
         UNROLLED
         for (int i = 0; i < rows; i++) {
@@ -329,9 +316,9 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
     }
     const float *inputs = (const float *)tile;
     if (with->form == FORM_FLOAT32)
-        sum_float32(rows, inputs, (const float *)weights, with->inputs, sums, ahead);
+        sum_floats(rows, FORM_FLOAT32, inputs, weights, with->inputs, sums, ahead);
     else
-        sum_bfloat16(rows, inputs, (const uint16_t *)weights, with->inputs, sums, ahead);
+        sum_floats(rows, FORM_BFLOAT16, inputs, weights, with->inputs, sums, ahead);
     UNROLLED
     for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
 }
