@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from headway.__main__ import main
-from headway.simulate.cases import limit_settings, make_cases
+from headway.settings import ConfigurationError
+from headway.simulate.cases import Case, limit_settings, make_cases
 from headway.simulate.command import make_world, simulate
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.model_shapes import MODEL_SHAPES
@@ -97,6 +99,18 @@ def test_a_trace_is_run_as_it_is(capsys, tmp_path):
     assert "/4.00 " in printed
 
 
+def test_each_tenant_has_a_line_of_its_own(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    flags = ("--num-requests", "60", "--users", "20", "--max-num-seqs", "4", "--order", "priority")
+    printed = run(capsys, *flags, "--tenant", "chat=1:realtime", "--tenant", "batch=3:low", "--json", str(path))
+    assert [line.split()[0] for line in printed.splitlines()[3:]] == ["as", "batch", "chat"]
+    totals = json.loads(path.read_bytes())["cases"][0]["totals"]
+    batch, chat = totals["tenants"]["batch"], totals["tenants"]["chat"]
+    assert batch["num_finished"] + chat["num_finished"] == 60
+    assert batch["output_tokens_per_s"] + chat["output_tokens_per_s"] == pytest.approx(totals["output_tokens_per_s"])
+    assert chat["ttft_ms"]["p99"] < batch["ttft_ms"]["p50"]
+
+
 def test_every_limit_of_the_scheduler_is_a_flag_and_can_be_compared(capsys):
     assert list(limit_settings()) == list(SchedulerLimits.__struct_fields__)
     run(capsys, "--order", "priority", "--no-enable-prefix-caching", "--max-num-seqs", "3")
@@ -125,6 +139,7 @@ def test_cases_are_combined_or_listed():
         (("--model", "gpt-9"), "--model: 'gpt-9' is not allowed"),
         (("--hardware", "abacus"), "--hardware: 'abacus' is not allowed"),
         (("--tensor-parallel", "3"), "--tensor-parallel: 3 is not allowed; allowed: a power of two"),
+        (("--block-size", "12"), "--block-size: 12 is not allowed; allowed: a power of two"),
         (("--model", "llama-3-70b"), "llama-3-70b does not fit into 1 x h100"),
         (("--prompt-tokens", "many"), "--prompt-tokens: 'many' is not allowed; allowed: N, uniform"),
         (("--tenant", "a=none"), "--tenant: 'a=none' is not allowed"),
@@ -156,6 +171,26 @@ def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
         main([*SMALL, "--hardwear", "h100"])
     assert ended.value.code == 2
     assert "did you mean --hardware?" in capsys.readouterr().err
+
+
+def test_limits_that_only_the_scheduler_can_judge_are_refused_in_one_line():
+    world = make_world(SimulationOptions(num_requests=1))
+    with pytest.raises(ConfigurationError, match=r"^order=random: the scheduler refuses 'random'$"):
+        simulate(world, Case(label="order=random", limits=SchedulerLimits(order="random")))
+
+
+def test_a_scheduler_that_stops_is_reported_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("headway_scheduler.core.scheduler.Scheduler.schedule", lambda self, now: None)
+    assert main([*SMALL]) == 1
+    assert capsys.readouterr().err == (
+        "headway simulate: the scheduler has stopped for ever: 6 requests wait and nothing runs\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_result_that_cannot_be_written_is_answered_with_one_line(capsys):
+    assert main([*SMALL, "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "headway simulate: --json: cannot write '/dev/full': No space left on device\n"
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_run(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Virtual time around the real core: latencies worked out by hand, and what must hold of every run."""
 
-import msgspec
+import time
+
 import pytest
 
 from headway.simulate.arrivals import OpenArrivals
@@ -175,11 +176,13 @@ def test_warm_up_is_left_out():
     cold, warm = (result_of(warmup_requests=count, **options).totals for count in (0, 20))
     assert warm.num_finished == cold.num_finished == 60
     assert warm.ttft_ms.p99 < cold.ttft_ms.p99
-    assert msgspec.structs.replace(warm, num_steps=0).virtual_s == cold.virtual_s
+    assert warm.virtual_s == cold.virtual_s
 
 
-def test_a_large_model_runs_well_over_fifty_times_faster_than_real_time():
+def test_a_large_model_runs_at_least_fifty_times_faster_than_real_time():
+    """Counted in processor time, so that whatever else runs on the machine does not matter."""
+    started = time.process_time()
     result = result_of(
         model="llama-3-70b", hardware="h100", tensor_parallel=4, users=128, num_requests=256, output_tokens="128"
     )
-    assert result.speed > 50
+    assert result.totals.virtual_s > 50 * (time.process_time() - started)

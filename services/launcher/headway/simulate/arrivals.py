@@ -50,7 +50,7 @@ class OpenArrivals:
         """See ``Arrivals.first``."""
         return self._arrivals
 
-    def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
+    def after_end(self, now: float, *, rejected: bool = False) -> None:
         """See ``Arrivals.after_end``: nobody waits for an end."""
         del now, rejected
 

@@ -1,6 +1,7 @@
 """``headway simulate``: from flags to runs to the report.
 
-Owns: the command's flags, its order of work, and its exit codes (2: the command line or a file is wrong; 130: Ctrl-C).
+Owns: the command's flags, its order of work, and its exit codes (1: the scheduler has stopped for ever; 2: the command
+line or a file is wrong; 130: Ctrl-C).
 Must not know: what a step costs, what is measured, or how a result looks.
 """
 
@@ -8,7 +9,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from headway.simulate.cases import Case, limit_settings, make_cases
 from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.lengths import parse_lengths
-from headway.simulate.loop import Simulation
+from headway.simulate.loop import NoProgress, Simulation
 from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
@@ -42,6 +43,7 @@ from headway.simulate.workload import (
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
 
+STOPPED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 _POISSON_VARIATION = 1.0
 
@@ -102,6 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("headway simulate: cancelled\n")
         return INTERRUPTED_EXIT_CODE
+    except NoProgress as error:
+        sys.stderr.write(f"headway simulate: the scheduler has stopped for ever: {error}\n")
+        return STOPPED_EXIT_CODE
     knee = knee_of(results) if options.sweep_budget else None
     sys.stdout.write(f"{_title(world)}\n\n{table(results, knee)}")
     _write_outputs(world, results, knee)
@@ -166,10 +171,18 @@ def _arrival_times(options: SimulationOptions) -> list[float] | None:
 
 
 def simulate(world: World, case: Case, progress: ProgressLine | None = None, title: str = "") -> CaseResult:
-    """Run one case."""
+    """Run one case.
+
+    Raises:
+        ConfigurationError: the scheduler does not take these limits.
+        NoProgress: it leaves requests waiting for ever.
+    """
     # Rows that no request can get cost memory for nothing, and the digests of both ends compare like with like.
     capacity = msgspec.structs.replace(world.capacity, max_num_rows=_num_rows(case.limits))
-    scheduler = Scheduler(case.limits, capacity)
+    try:
+        scheduler = Scheduler(case.limits, capacity)
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
     device = VirtualDevice(world.roofline, capacity, rng_of(world.options.seed, SAMPLED_TOKENS))
     measurement = Measurement(len(world.requests), world.options.warmup_requests)
 
@@ -254,15 +267,20 @@ def _check_outputs(options: SimulationOptions) -> None:
 
 def _write_outputs(world: World, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
     options = world.options
-    try:
-        if options.json:
-            Path(options.json).write_bytes(as_json(_described(world), results, knee))
-        if options.png:
-            from headway.simulate.picture import draw
+    if options.json:
+        document = as_json(_described(world), results, knee)
+        _write("--json", options.json, lambda path: path.write_bytes(document))
+    if options.png:
+        from headway.simulate.picture import draw
 
-            draw(Path(options.png), _title(world), results, knee)
+        _write("--png", options.png, lambda path: draw(path, _title(world), results, knee))
+
+
+def _write(flag: str, path: str, write: Callable[[Path], object]) -> None:
+    try:
+        write(Path(path))
     except OSError as error:
-        raise ConfigurationError(f"cannot write {shown(error.filename)}: {error.strerror}") from None
+        raise ConfigurationError(f"{flag}: cannot write {shown(path)}: {error.strerror}") from None
 
 
 def _described(world: World) -> dict[str, Any]:

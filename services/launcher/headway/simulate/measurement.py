@@ -5,7 +5,7 @@ Must not know: how requests are scheduled, or how figures are shown.
 
 Times are virtual. Latencies count from the intended arrival. An ITL is one gap between two tokens of a request; all
 gaps of all requests count alike. The window of throughputs begins with the first measured arrival and ends with the
-last token.
+last token; every output token in it counts, and the prompts of the requests that are measured.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,16 @@ class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: tuple[float, ...]
 
 
+class TenantTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's part of a run, in the units of ``Totals``."""
+
+    num_finished: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+
+
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """A run in figures. Rates per second of virtual time; latencies in milliseconds; shares from 0 to 1."""
 
@@ -68,6 +78,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     mean_step_ms: float
     mean_concurrency: float
     device_busy_share: float
+    tenants: dict[str, TenantTotals]
+    """Of those that have a name; throughput counts requests that arrived in the window."""
 
 
 class Measurement:
@@ -143,7 +155,7 @@ class Measurement:
             arrival_s=_rounded(arrival_s),
             ttft_s=_rounded(float(self._first_token_s[number]) - arrival_s),
             end_to_end_s=_rounded(float(self._end_s[number]) - arrival_s),
-            itl_ms=tuple(_rounded(gap) for gap in (gaps[place] * 1e3).tolist()),
+            itl_ms=tuple((gaps[place] * 1e3).round(6).tolist()),
         )
 
     def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> Totals:
@@ -178,6 +190,27 @@ class Measurement:
             mean_step_ms=_ratio(busy_s * 1e3, len(steps)),
             mean_concurrency=_ratio(float((end_s - arrival_s).sum()), window_s),
             device_busy_share=_ratio(busy_s, window_s),
+            tenants=self._tenants(measured, window_s),
+        )
+
+    def _tenants(self, measured: Sequence[int], window_s: float) -> dict[str, TenantTotals]:
+        numbers_of: dict[str, list[int]] = {}
+        for number in measured:
+            numbers_of.setdefault(self._requests[number].tenant, []).append(number)
+        return {name: self._tenant(numbers_of[name], window_s) for name in sorted(numbers_of) if name}
+
+    def _tenant(self, numbers: list[int], window_s: float) -> TenantTotals:
+        owners, gaps = self._all_gaps()
+        is_own = np.zeros(len(self._arrival_s), dtype=np.bool_)
+        is_own[numbers] = True
+        num_output_tokens = sum(self._ends[number].num_output_tokens for number in numbers)
+        num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in numbers)
+        return TenantTotals(
+            num_finished=len(numbers),
+            output_tokens_per_s=_ratio(num_output_tokens, window_s),
+            total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
+            ttft_ms=_percentiles((self._first_token_s[numbers] - self._arrival_s[numbers]) * 1e3),
+            itl_ms=_percentiles(gaps[is_own[owners]] * 1e3),
         )
 
     def _all_gaps(self) -> tuple[Int32Array, NDArray[np.float64]]:

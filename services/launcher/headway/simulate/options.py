@@ -23,7 +23,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: Annotated[
         int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
     ] = 1
-    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: what fits beside the weights")] = 0
     max_model_len: Annotated[
         int, Meta(ge=0, le=1 << 24, description="tokens per request at most; 0: the model's context")
@@ -76,8 +76,10 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
             parse_tenants(self.tenants)
         except ValueError as error:
             raise ValueError(f"tenants: {error}") from None
-        if self.tensor_parallel & (self.tensor_parallel - 1):
-            raise ValueError(f"tensor_parallel: {self.tensor_parallel} is not allowed; allowed: a power of two")
+        for field in ("tensor_parallel", "block_size"):
+            value = getattr(self, field)
+            if value & (value - 1):
+                raise ValueError(f"{field}: {value} is not allowed; allowed: a power of two")
         if self.warmup_requests >= self.num_requests and not self.trace:
             raise ValueError(
                 f"warmup_requests: {self.warmup_requests} is not allowed; "

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from headway.simulate.report import CaseResult
@@ -34,7 +33,7 @@ def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    FigureCanvasAgg(figure).print_png(str(path))
+    figure.savefig(path, format="png")
 
 
 def _draw_steps(axes: Axes, result: CaseResult) -> None:
@@ -52,7 +51,7 @@ def _draw_steps(axes: Axes, result: CaseResult) -> None:
         )
     axes.set_ylabel("step time, ms")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper right")
+    _put_legend_above(axes)
 
 
 def _draw_queue(axes: Axes, result: CaseResult) -> None:
@@ -62,7 +61,12 @@ def _draw_queue(axes: Axes, result: CaseResult) -> None:
     axes.set_xlabel("virtual time, s")
     axes.set_ylabel("requests")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="upper right")
+    _put_legend_above(axes)
+
+
+def _put_legend_above(axes: Axes) -> None:
+    """Where it covers no point."""
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, markerscale=3, borderaxespad=0)
 
 
 def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
@@ -72,12 +76,13 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
         if result.totals.itl_ms.p99 is not None
     ]
     axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
+    field = _only_field(results)
     for itl_ms, throughput, result in points:
         is_knee = result is knee
         if is_knee:
             axes.plot([itl_ms], [throughput], "o", markersize=14, fillstyle="none", markeredgewidth=2, color=_ORANGE)
         axes.annotate(
-            result.case.label + " (knee)" * is_knee,
+            result.case.label.removeprefix(f"{field}=") + " (knee)" * is_knee,
             (itl_ms, throughput),
             xytext=(8, -12),
             textcoords="offset points",
@@ -85,8 +90,16 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
             color=_ORANGE if is_knee else _GREY,
         )
     axes.margins(x=0.12, y=0.12)
+    axes.set_title(f"by {field}" * bool(field), fontsize=9, color=_GREY)
     axes.set_xlabel("P99 ITL, ms")
     axes.set_ylabel("output tokens/s")
+
+
+def _only_field(results: Sequence[CaseResult]) -> str:
+    """The setting in which the cases differ, if it is one."""
+    fields = {result.case.label.partition("=")[0] for result in results}
+    is_one = len(fields) == 1 and not any("," in result.case.label for result in results)
+    return fields.pop() if is_one else ""
 
 
 def _draw_step_times(axes: Axes, results: Sequence[CaseResult]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headway.simulate.cases import Case
-from headway.simulate.measurement import Percentiles, RequestFigures, Totals
+from headway.simulate.measurement import Percentiles, RequestFigures, TenantTotals, Totals
 
 JSON_SCHEMA = 1
 _COLUMNS = (
@@ -65,8 +65,11 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return the table, a line per case; the knee has a star."""
-    rows = [_COLUMNS, *(_row(result, is_knee=result is knee) for result in results)]
+    """Return the table: a line per case, the tenants of each below it; the knee has a star."""
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for result in results:
+        rows.append(_row(result, is_knee=result is knee))
+        rows.extend(_tenant_row(name, tenant) for name, tenant in result.totals.tenants.items())
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = [
         "  ".join(
@@ -95,6 +98,17 @@ def _row(result: CaseResult, *, is_knee: bool) -> tuple[str, ...]:
         f"{totals.requests_per_s:.2f}/{asked}",
         f"{result.speed:.0f}",
     )
+
+
+def _tenant_row(name: str, tenant: TenantTotals) -> tuple[str, ...]:
+    figures = (
+        f"  {name}",
+        f"{tenant.output_tokens_per_s:.0f}",
+        f"{tenant.total_tokens_per_s:.0f}",
+        _percentiles(tenant.ttft_ms, digits=0),
+        _percentiles(tenant.itl_ms, digits=1),
+    )
+    return figures + ("",) * (len(_COLUMNS) - len(figures))
 
 
 def _percentiles(values: Percentiles, digits: int) -> str:
