@@ -12,12 +12,12 @@ import pytest
 from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway.simulate.cases import Case, limit_settings, make_cases
-from headway.simulate.command import make_world, simulate
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import HardwareName, ModelName, SimulationOptions
 from headway.simulate.progress import ProgressLine
 from headway.simulate.report import knee_of
+from headway.simulate.world import make_world, simulate
 from headway_scheduler.core.limits import SchedulerLimits
 
 SMALL = (

@@ -6,7 +6,6 @@ import pytest
 
 from headway.simulate.arrivals import OpenArrivals
 from headway.simulate.cases import Case
-from headway.simulate.command import make_world, simulate
 from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.loop import NoProgress, Simulation
@@ -15,6 +14,7 @@ from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
 from headway.simulate.roofline import Roofline, StepTime
 from headway.simulate.workload import PlannedRequest, PromptSource, rng_of
+from headway.simulate.world import make_world, simulate
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
 

@@ -10,5 +10,6 @@ Nothing in this package imports torch, and only ``picture`` imports matplotlib.
 - ``lengths``, ``workload``, ``trace``: which requests come, how long they are; ``arrivals``: when they come.
 - ``device``: the executor's end of the step protocol; ``loop``: virtual time.
 - ``measurement``: latencies and totals of a run; ``report``, ``picture``, ``progress``: how they are shown.
-- ``cases``: which settings of the scheduler are compared; ``command``: flags to runs to report.
+- ``cases``: which settings of the scheduler are compared; ``world``: one run of one of them.
+- ``options``, ``command``: from flags to runs to the report.
 """
