@@ -99,6 +99,14 @@ def test_a_trace_is_run_as_it_is(capsys, tmp_path):
     assert "/4.00 " in printed
 
 
+def test_there_are_dashes_where_there_is_nothing_to_measure(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 1, "prompt_tokens": 9000, "output_tokens": 3}')
+    printed = run(capsys, "--trace", str(path), "--compare", "order=fcfs,priority", "--png", str(tmp_path / "x.png"))
+    assert printed.count("-/-/-") == 4
+    assert "order=fcfs: 1 of 1 requests were refused" in printed
+
+
 def test_each_tenant_has_a_line_of_its_own(capsys, tmp_path):
     path = tmp_path / "result.json"
     flags = ("--num-requests", "60", "--users", "20", "--max-num-seqs", "4", "--order", "priority")
@@ -145,6 +153,8 @@ def test_cases_are_combined_or_listed():
         (("--tenant", "a=none"), "--tenant: 'a=none' is not allowed"),
         (("--rate", "0"), "--rate: '0' is not allowed"),
         (("--warmup-requests", "24"), "--warmup-requests: 24 is not allowed"),
+        (("--max-model-len", "1"), "--max-model-len: 1 is not allowed; allowed: 2 to 8192"),
+        (("--max-model-len", "8193"), "--max-model-len: 8193 is not allowed"),
         (("--prefix-tokens", "9000"), "--prefix-tokens: 9000 is not allowed"),
         (("--trace", "nowhere.jsonl"), "--trace: cannot read 'nowhere.jsonl'"),
         (("--max-num-seqs", "0"), "--max-num-seqs: 0 is not allowed"),

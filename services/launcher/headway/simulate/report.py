@@ -85,7 +85,7 @@ def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
 
 def _row(result: CaseResult, *, is_knee: bool) -> tuple[str, ...]:
     totals = result.totals
-    asked = "closed" if totals.asked_requests_per_s is None else f"{totals.asked_requests_per_s:.2f}"
+    asked = "-" if totals.asked_requests_per_s is None else f"{totals.asked_requests_per_s:.2f}"
     return (
         (result.case.label or "as given") + " *" * is_knee,
         f"{totals.output_tokens_per_s:.0f}",

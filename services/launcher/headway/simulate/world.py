@@ -72,6 +72,11 @@ def make_world(options: SimulationOptions) -> World:
     """
     shape = MODEL_SHAPES[options.model]
     roofline = Roofline(ACCELERATORS[options.hardware], shape, options.tensor_parallel)
+    if options.max_model_len == 1 or options.max_model_len > shape.context_length:
+        raise ConfigurationError(
+            f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
+            f"the context of {options.model}, or 0 for all of it"
+        )
     num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
     if num_blocks < 1:
         raise ConfigurationError(
