@@ -169,6 +169,18 @@ def _keys(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_simulate_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.simulate.command import add_simulate_flags
+
+    add_simulate_flags(parser)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from headway.simulate.command import run
+
+    return run(arguments)
+
+
 def _version(arguments: argparse.Namespace) -> int:
     del arguments
     sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
@@ -185,6 +197,11 @@ COMMANDS = {
     "generate": Command("stream answers from a running server to the terminal", _add_generate_flags, _generate),
     "demo": Command(
         "serve the model that ships with Headway, stream several prompts at once, and stop", _add_demo_flags, _demo
+    ),
+    "simulate": Command(
+        "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
+        _add_simulate_flags,
+        _simulate,
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
     "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),

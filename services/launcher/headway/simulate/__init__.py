@@ -1,0 +1,15 @@
+"""``headway simulate``: the real scheduler core in virtual time.
+
+Owns: what stands in for the world around the core: a device that is a cost model, clients that are a workload, and
+the report. Must not know: how the core decides; it is called as the scheduler process calls it, and there is no other
+scheduler here.
+
+Nothing in this package imports torch, and only ``picture`` imports matplotlib.
+
+- ``hardware``, ``model_shapes``: the constants, each with its source; ``roofline``: the time of a step from them.
+- ``lengths``, ``workload``, ``trace``: which requests come, how long they are; ``arrivals``: when they come.
+- ``device``: the executor's end of the step protocol; ``loop``: virtual time.
+- ``measurement``: latencies and totals of a run; ``report``, ``picture``, ``progress``: how they are shown.
+- ``cases``: which settings of the scheduler are compared; ``world``: one run of one of them.
+- ``options``, ``command``: from flags to runs to the report.
+"""

@@ -1,0 +1,139 @@
+"""``headway simulate``: from flags to runs to the report.
+
+Owns: the command's flags, its order of work, and its exit codes (1: the scheduler has stopped for ever; 2: the command
+line or a file is wrong; 130: Ctrl-C).
+Must not know: what a step costs, what is measured, or how a result looks.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.configuration import add_flags, build, given_by_flags
+from headway.settings import ConfigurationError, settings_of, shown
+from headway.simulate.cases import Case, limit_settings, make_cases
+from headway.simulate.loop import NoProgress
+from headway.simulate.measurement import Measurement
+from headway.simulate.options import SimulationOptions
+from headway.simulate.progress import ProgressLine
+from headway.simulate.report import CaseResult, as_json, knee_of, table
+from headway.simulate.world import World, make_world, simulate
+
+STOPPED_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
+
+
+def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway simulate``."""
+    add_flags(parser, settings_of(SimulationOptions).values(), title="device, workload and output")
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE,...",
+        help="a case with these limits of the scheduler; may be repeated",
+    )
+    add_flags(parser, limit_settings().values(), title="the scheduler's limits")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate and report; return the exit code.
+
+    Raises:
+        ConfigurationError: a flag or a file cannot be used.
+    """
+    given = given_by_flags(arguments, settings_of(SimulationOptions))
+    options = build(SimulationOptions, given, SimulationOptions.validate)
+    limits = given_by_flags(arguments, limit_settings())
+    cases = make_cases(limits, options.compare, options.sweep_budget, arguments.case)
+    _check_outputs(options)
+    world = make_world(options)
+    try:
+        results = _run_all(world, cases)
+    except KeyboardInterrupt:
+        sys.stderr.write("headway simulate: cancelled\n")
+        return INTERRUPTED_EXIT_CODE
+    except NoProgress as error:
+        sys.stderr.write(f"headway simulate: the scheduler has stopped for ever: {error}\n")
+        return STOPPED_EXIT_CODE
+    knee = knee_of(results) if options.sweep_budget else None
+    sys.stdout.write(f"{_title(world)}\n\n{table(results, knee)}")
+    _write_outputs(world, results, knee)
+    return 0
+
+
+def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
+    progress = ProgressLine(sys.stderr)
+    results = []
+    try:
+        for number, case in enumerate(cases, start=1):
+            title = f"case {number} of {len(cases)}: {case.label}" if len(cases) > 1 else ""
+
+            def show(measurement: Measurement, now: float, title: str = title) -> None:
+                progress.show(title, measurement.num_ended, len(world.requests), now)
+
+            results.append(simulate(world, case, show))
+    finally:
+        progress.erase()
+    return results
+
+
+def _title(world: World) -> str:
+    options, capacity = world.options, world.capacity
+    if options.trace:
+        arrivals = f"trace {options.trace}"
+    elif options.arrivals == "closed":
+        arrivals = f"{options.users} users" + f" who think for {options.think_s:g} s" * (options.think_s > 0)
+    else:
+        arrivals = f"{options.arrivals} arrivals at {options.rate:g}/s"
+    devices = f"{options.tensor_parallel} x {options.hardware}"
+    return (
+        f"{options.model} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
+        f"{len(world.requests)} requests, {arrivals}; seed {options.seed}"
+    )
+
+
+def _check_outputs(options: SimulationOptions) -> None:
+    """Refuse before a long run what could not be written after it."""
+    for flag, path in (("--json", options.json), ("--png", options.png)):
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigurationError(
+                f"{flag}: {shown(path)} is not allowed; allowed: a file in a directory that exists"
+            )
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--png: this host lacks matplotlib; install it, or headway[dev], or leave --png out")
+
+
+def _write_outputs(world: World, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
+    options = world.options
+    if options.json:
+        document = as_json(_described(world), results, knee)
+        _write("--json", options.json, lambda path: path.write_bytes(document))
+    if options.png:
+        from headway.simulate.picture import draw
+
+        _write("--png", options.png, lambda path: draw(path, _title(world), results, knee))
+
+
+def _write(flag: str, path: str, write: Callable[[Path], object]) -> None:
+    try:
+        write(Path(path))
+    except OSError as error:
+        raise ConfigurationError(f"{flag}: cannot write {shown(path)}: {error.strerror}") from None
+
+
+def _described(world: World) -> dict[str, Any]:
+    """What was simulated. Where the result goes is no part of it."""
+    asked = msgspec.structs.asdict(world.options)
+    options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
+    return {
+        "options": options,
+        "accelerator": world.roofline.accelerator,
+        "model": world.roofline.shape,
+        "capacity": {"num_blocks": world.capacity.num_blocks, "max_model_len": world.capacity.max_model_len},
+    }

@@ -1,0 +1,237 @@
+"""What is measured in a run.
+
+Owns: arrival, first token, every token and end of each request, and the totals and percentiles of a run.
+Must not know: how requests are scheduled, or how figures are shown.
+
+Times are virtual. Latencies count from the intended arrival. An ITL is one gap between two tokens of a request; all
+gaps of all requests count alike. The window of throughputs begins with the first measured arrival and ends with the
+last token; every output token in it counts, and the prompts of the requests that are measured.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.simulate.device import StepRecord
+from headway.simulate.workload import PlannedRequest
+from headway_proto.columns import Int32Array
+from headway_scheduler.core.counters import SchedulerCounters
+from headway_scheduler.core.events import FinishedEvent
+
+_NEVER = float("nan")
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of values in milliseconds; None where there are none."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that ended, in order of its number. Times in seconds, gaps in milliseconds."""
+
+    number: int
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    reason: str
+    arrival_s: float
+    ttft_s: float
+    end_to_end_s: float
+    itl_ms: tuple[float, ...]
+
+
+class TenantTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's part of a run, in the units of ``Totals``."""
+
+    num_finished: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in figures. Rates per second of virtual time; latencies in milliseconds; shares from 0 to 1."""
+
+    num_requests: int
+    num_finished: int
+    num_rejected: int
+    num_steps: int
+    num_preemptions: int
+    virtual_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests_per_s: float
+    asked_requests_per_s: float | None
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    end_to_end_ms: Percentiles
+    prefix_hit_rate: float
+    mean_batch_size: float
+    mean_step_tokens: float
+    mean_step_ms: float
+    mean_concurrency: float
+    device_busy_share: float
+    tenants: dict[str, TenantTotals]
+    """Of those that have a name; throughput counts requests that arrived in the window."""
+
+
+class Measurement:
+    """Collects a run. Columns of shape ``[requests]`` by request number; requests before ``first_measured`` warm up."""
+
+    def __init__(self, num_requests: int, first_measured: int = 0) -> None:
+        self.steps: list[StepRecord] = []
+        self.queue: list[tuple[float, int, int]] = []
+        """After each answer: the time, and how many requests run and wait."""
+        self.num_rejected = 0
+        self.num_ended = 0
+        self._first_measured = first_measured
+        self._requests: dict[int, PlannedRequest] = {}
+        self._ends: dict[int, FinishedEvent] = {}
+        self._arrival_s = np.full(num_requests, _NEVER)
+        self._first_token_s = np.full(num_requests, _NEVER)
+        self._last_token_s = np.full(num_requests, _NEVER)
+        self._end_s = np.full(num_requests, _NEVER)
+        self._gap_owners: list[Int32Array] = []
+        self._gaps: list[NDArray[np.float64]] = []
+        self._token_times: list[tuple[float, int]] = []
+
+    def arrived(self, request: PlannedRequest, time_s: float) -> None:
+        """A request was sent."""
+        self._requests[request.number] = request
+        self._arrival_s[request.number] = time_s
+
+    def rejected(self) -> None:
+        """It was refused."""
+        self.num_rejected += 1
+        self.num_ended += 1
+
+    def tokens(self, numbers: Int32Array, now: float) -> None:
+        """Each of these requests got its next token."""
+        if not len(numbers):
+            return
+        gaps = now - self._last_token_s[numbers]
+        is_first = np.isnan(gaps)
+        if is_first.any():
+            self._first_token_s[numbers[is_first]] = now
+            self._gap_owners.append(numbers[~is_first])
+            self._gaps.append(gaps[~is_first])
+        else:
+            self._gap_owners.append(numbers)
+            self._gaps.append(gaps)
+        self._last_token_s[numbers] = now
+        self._token_times.append((now, len(numbers)))
+
+    def finished(self, event: FinishedEvent, now: float) -> None:
+        """A request ended."""
+        self.num_ended += 1
+        self._ends[event.origin.handle] = event
+        self._end_s[event.origin.handle] = now
+
+    def requests(self) -> list[RequestFigures]:
+        """All requests that ended, by number."""
+        owners, gaps = self._all_gaps()
+        order = np.argsort(owners, kind="stable")
+        owners, gaps = owners[order], gaps[order]
+        return [self._figures(number, owners, gaps) for number in sorted(self._ends)]
+
+    def _figures(self, number: int, owners: Int32Array, gaps: NDArray[np.float64]) -> RequestFigures:
+        event, request = self._ends[number], self._requests[number]
+        place = slice(int(owners.searchsorted(number)), int(owners.searchsorted(number, side="right")))
+        arrival_s = float(self._arrival_s[number])
+        return RequestFigures(
+            number=number,
+            tenant=request.tenant,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=event.num_output_tokens,
+            num_preemptions=event.num_preemptions,
+            reason=event.reason.value,
+            arrival_s=_rounded(arrival_s),
+            ttft_s=_rounded(float(self._first_token_s[number]) - arrival_s),
+            end_to_end_s=_rounded(float(self._end_s[number]) - arrival_s),
+            itl_ms=tuple((gaps[place] * 1e3).round(6).tolist()),
+        )
+
+    def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> Totals:
+        """The whole run, warm-up left out where it says so above."""
+        measured = [number for number in sorted(self._ends) if number >= self._first_measured]
+        arrival_s, end_s = self._arrival_s[measured], self._end_s[measured]
+        start_s = float(arrival_s.min()) if measured else 0.0
+        virtual_s = self.steps[-1].end_s if self.steps else 0.0
+        window_s = max(virtual_s - start_s, 0.0)
+        owners, gaps = self._all_gaps()
+        num_output_tokens = sum(count for time_s, count in self._token_times if time_s > start_s)
+        num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in measured)
+        steps = [step for step in self.steps if step.end_s > start_s]
+        busy_s = sum(step.end_s - max(step.start_s, start_s) for step in steps)
+        return Totals(
+            num_requests=len(self._requests),
+            num_finished=len(self._ends),
+            num_rejected=self.num_rejected,
+            num_steps=len(self.steps),
+            num_preemptions=counters.num_preemptions,
+            virtual_s=_rounded(virtual_s),
+            output_tokens_per_s=_ratio(num_output_tokens, window_s),
+            total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
+            requests_per_s=_ratio(len(measured), window_s),
+            asked_requests_per_s=asked_requests_per_s,
+            ttft_ms=_percentiles((self._first_token_s[measured] - arrival_s) * 1e3),
+            itl_ms=_percentiles(gaps[owners >= self._first_measured] * 1e3),
+            end_to_end_ms=_percentiles((end_s - arrival_s) * 1e3),
+            prefix_hit_rate=_ratio(counters.num_prefix_hit_tokens, counters.num_prefix_query_tokens),
+            mean_batch_size=_ratio(sum(step.num_rows for step in steps), len(steps)),
+            mean_step_tokens=_ratio(sum(step.num_tokens for step in steps), len(steps)),
+            mean_step_ms=_ratio(busy_s * 1e3, len(steps)),
+            mean_concurrency=_ratio(float((end_s - arrival_s).sum()), window_s),
+            device_busy_share=_ratio(busy_s, window_s),
+            tenants=self._tenants(measured, window_s),
+        )
+
+    def _tenants(self, measured: Sequence[int], window_s: float) -> dict[str, TenantTotals]:
+        numbers_of: dict[str, list[int]] = {}
+        for number in measured:
+            numbers_of.setdefault(self._requests[number].tenant, []).append(number)
+        return {name: self._tenant(numbers_of[name], window_s) for name in sorted(numbers_of) if name}
+
+    def _tenant(self, numbers: list[int], window_s: float) -> TenantTotals:
+        owners, gaps = self._all_gaps()
+        is_own = np.zeros(len(self._arrival_s), dtype=np.bool_)
+        is_own[numbers] = True
+        num_output_tokens = sum(self._ends[number].num_output_tokens for number in numbers)
+        num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in numbers)
+        return TenantTotals(
+            num_finished=len(numbers),
+            output_tokens_per_s=_ratio(num_output_tokens, window_s),
+            total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
+            ttft_ms=_percentiles((self._first_token_s[numbers] - self._arrival_s[numbers]) * 1e3),
+            itl_ms=_percentiles(gaps[is_own[owners]] * 1e3),
+        )
+
+    def _all_gaps(self) -> tuple[Int32Array, NDArray[np.float64]]:
+        if not self._gaps:
+            return np.empty(0, dtype=np.int32), np.empty(0)
+        return np.concatenate(self._gap_owners), np.concatenate(self._gaps)
+
+
+def _percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
+    """Interpolated linearly between the two nearest values."""
+    finite = np.asarray(values)[np.isfinite(values)]
+    if not len(finite):
+        return Percentiles()
+    p50, p90, p99 = np.percentile(finite, (50, 90, 99)).tolist()
+    return Percentiles(p50=_rounded(p50), p90=_rounded(p90), p99=_rounded(p99))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return _rounded(numerator / denominator) if denominator else 0.0
+
+
+def _rounded(value: float) -> float:
+    """A nanosecond at most where the value is in seconds; what is behind it is noise of additions."""
+    return round(value, 9)

@@ -1,0 +1,99 @@
+"""The models that can be simulated, as far as their cost depends on them.
+
+Owns: the dimensions of each and what follows from them. Must not know: hardware.
+
+Dimensions are those of the config.json that each model is published with; the number of parameters that follows from
+them is the published one, to the last.
+"""
+
+import msgspec
+
+BYTES_PER_VALUE = 2
+"""Weights, activations and KV are bfloat16."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A dense decoder with grouped queries and a gated MLP (three matrices), as Llama's."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Of the matrices of all layers."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Of the matrix from hidden states to logits; the token embedding has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, embedding and norms included."""
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return self.num_layer_parameters + 2 * self.num_head_parameters + norms
+
+    def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
+        """On each of ``tensor_parallel`` devices; one that would get less than a KV head holds a copy of a whole one."""
+        num_kv_heads = -(-self.num_kv_heads // tensor_parallel)
+        return 2 * self.num_layers * num_kv_heads * self.head_dim * BYTES_PER_VALUE
+
+
+MODEL_SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="llama-2-7b",
+            num_layers=32,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=4096,
+        ),
+        ModelShape(
+            name="llama-3-8b",
+            num_layers=32,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=128_256,
+            context_length=8192,
+        ),
+        ModelShape(
+            name="llama-2-70b",
+            num_layers=80,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=4096,
+        ),
+        ModelShape(
+            name="llama-3-70b",
+            num_layers=80,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=128_256,
+            context_length=8192,
+        ),
+    )
+}

@@ -1,0 +1,37 @@
+"""The progress of a long run, on stderr.
+
+Owns: the layout of the line, and how often it is drawn. Must not know: what is simulated.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+REDRAW_S = 0.2
+BAR_CELLS = 24
+
+
+class ProgressLine:
+    """A bar that is redrawn in place on a terminal, and nothing anywhere else."""
+
+    def __init__(self, out: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._out = out
+        self._clock = clock
+        self._is_shown = out.isatty()
+        self._next_draw_s = clock() + REDRAW_S
+
+    def show(self, title: str, num_done: int, num_all: int, virtual_s: float) -> None:
+        """Draw, if the last time is long enough ago."""
+        if not self._is_shown or (now := self._clock()) < self._next_draw_s:
+            return
+        self._next_draw_s = now + REDRAW_S
+        filled = BAR_CELLS * num_done // max(num_all, 1)
+        bar = "#" * filled + "-" * (BAR_CELLS - filled)
+        self._out.write(f"\r\x1b[K[{bar}] {num_done} of {num_all} requests, {virtual_s:.0f} s simulated  {title}")
+        self._out.flush()
+
+    def erase(self) -> None:
+        """Leave the line as it was before."""
+        if self._is_shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()

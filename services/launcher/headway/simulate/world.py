@@ -1,0 +1,174 @@
+"""One device and one workload, and the runs of them under different limits of the scheduler.
+
+Owns: what the cases of a command share, and one run of it. Must not know: flags, or how a result is shown.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headway.settings import ConfigurationError
+from headway.simulate.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
+from headway.simulate.cases import Case
+from headway.simulate.device import VirtualDevice
+from headway.simulate.hardware import ACCELERATORS
+from headway.simulate.lengths import parse_lengths
+from headway.simulate.loop import Simulation
+from headway.simulate.measurement import Measurement
+from headway.simulate.model_shapes import MODEL_SHAPES
+from headway.simulate.options import SimulationOptions
+from headway.simulate.report import CaseResult, QueueColumns, StepColumns
+from headway.simulate.roofline import Roofline
+from headway.simulate.trace import read_trace
+from headway.simulate.workload import (
+    ARRIVALS,
+    SAMPLED_TOKENS,
+    PlannedRequest,
+    PromptSource,
+    WorkloadShape,
+    draw_requests,
+    parse_tenants,
+    rng_of,
+)
+from headway_scheduler.core.limits import ExecutorCapacity
+from headway_scheduler.core.scheduler import Scheduler
+
+_POISSON_VARIATION = 1.0
+
+
+class World(NamedTuple):
+    """What all cases of a run share. ``times_s`` is None where users wait for their answers."""
+
+    options: SimulationOptions
+    roofline: Roofline
+    capacity: ExecutorCapacity
+    requests: Sequence[PlannedRequest]
+    times_s: Sequence[float] | None
+
+    @property
+    def asked_requests_per_s(self) -> float | None:
+        """The rate that open arrivals were drawn for, or that a trace has."""
+        if self.times_s is None:
+            return None
+        if not self.options.trace:
+            return self.options.rate
+        span_s = self.times_s[-1] - self.times_s[0]
+        return (len(self.times_s) - 1) / span_s if span_s else None
+
+    def arrivals(self) -> Arrivals:
+        """A fresh source of the requests."""
+        if self.times_s is None:
+            return ClosedArrivals(self.requests, self.options.users, self.options.think_s)
+        return OpenArrivals(self.requests, self.times_s)
+
+
+def make_world(options: SimulationOptions) -> World:
+    """Return the device and the workload that the options describe.
+
+    Raises:
+        ConfigurationError: the model does not fit the device, or the workload not the model.
+    """
+    shape = MODEL_SHAPES[options.model]
+    roofline = Roofline(ACCELERATORS[options.hardware], shape, options.tensor_parallel)
+    if options.max_model_len == 1 or options.max_model_len > shape.context_length:
+        raise ConfigurationError(
+            f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
+            f"the context of {options.model}, or 0 for all of it"
+        )
+    num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"--tensor-parallel: {options.model} does not fit into {options.tensor_parallel} x {options.hardware}; "
+            "allowed: more devices"
+        )
+    capacity = ExecutorCapacity(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len or shape.context_length,
+        vocab_size=shape.vocab_size,
+        max_num_rows=1 << 16,
+    )
+    if options.trace:
+        requests, times_s = read_trace(options.trace)
+        if options.warmup_requests >= len(requests):
+            raise ConfigurationError(
+                f"--warmup-requests: {options.warmup_requests} is not allowed; "
+                f"allowed: fewer than the trace has, {len(requests)}"
+            )
+        return World(options, roofline, capacity, requests, times_s)
+    context_length = capacity.max_request_tokens
+    if options.prefix_tokens > context_length - 2:
+        raise ConfigurationError(
+            f"--prefix-tokens: {options.prefix_tokens} is not allowed; allowed: at most {max(context_length - 2, 0)}, "
+            "so that a prompt and an answer fit beside it"
+        )
+    workload = WorkloadShape(
+        num_requests=options.num_requests,
+        prompt=parse_lengths(options.prompt_tokens),
+        output=parse_lengths(options.output_tokens),
+        num_prefixes=options.prefixes,
+        num_prefix_tokens=options.prefix_tokens,
+        tenants=parse_tenants(options.tenants),
+    )
+    requests = draw_requests(workload, context_length, options.seed)
+    return World(options, roofline, capacity, requests, _arrival_times(options))
+
+
+def _arrival_times(options: SimulationOptions) -> list[float] | None:
+    if options.arrivals == "closed":
+        return None
+    variation = options.variation if options.arrivals == "gamma" else _POISSON_VARIATION
+    times: list[float] = gamma_times(
+        rng_of(options.seed, ARRIVALS), options.num_requests, options.rate, variation
+    ).tolist()
+    return times
+
+
+def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float], None] | None = None) -> CaseResult:
+    """Run one case; ``on_progress`` is called with the measurement and the virtual time after each answer.
+
+    Raises:
+        ConfigurationError: the scheduler does not take these limits.
+        NoProgress: it leaves requests waiting for ever.
+    """
+    # The device has a row for each request that may run, as an executor that is started with the same settings.
+    capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
+    try:
+        scheduler = Scheduler(case.limits, capacity)
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
+    device = VirtualDevice(world.roofline, capacity, rng_of(world.options.seed, SAMPLED_TOKENS))
+    measurement = Measurement(len(world.requests), world.options.warmup_requests)
+    started = time.perf_counter()
+    prompts = PromptSource(world.options.seed, capacity.vocab_size)
+    Simulation(scheduler, device, world.arrivals(), prompts, measurement, on_progress).run()
+    wall_s = time.perf_counter() - started
+    return CaseResult(
+        case=case,
+        totals=measurement.totals(scheduler.counters, world.asked_requests_per_s),
+        requests=measurement.requests(),
+        steps=_step_columns(measurement),
+        queue=_queue_columns(measurement),
+        wall_s=wall_s,
+    )
+
+
+def _step_columns(measurement: Measurement) -> StepColumns:
+    steps = measurement.steps
+    return StepColumns(
+        start_s=[round(step.start_s, 9) for step in steps],
+        step_ms=[round((step.end_s - step.start_s) * 1e3, 6) for step in steps],
+        num_tokens=[step.num_tokens for step in steps],
+        num_rows=[step.num_rows for step in steps],
+        num_decodes=[step.num_decodes for step in steps],
+    )
+
+
+def _queue_columns(measurement: Measurement) -> QueueColumns:
+    return QueueColumns(
+        time_s=[round(now, 9) for now, _, _ in measurement.queue],
+        num_running=[running for _, running, _ in measurement.queue],
+        num_waiting=[waiting for _, _, waiting in measurement.queue],
+    )

@@ -1,0 +1,271 @@
+"""``headway simulate`` as a user meets it: what it prints and writes, and what a mistake is answered with."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headway.__main__ import main
+from headway.settings import ConfigurationError
+from headway.simulate.cases import Case, limit_settings, make_cases
+from headway.simulate.hardware import ACCELERATORS
+from headway.simulate.model_shapes import MODEL_SHAPES
+from headway.simulate.options import HardwareName, ModelName, SimulationOptions
+from headway.simulate.progress import ProgressLine
+from headway.simulate.report import knee_of
+from headway.simulate.world import make_world, simulate
+from headway_scheduler.core.limits import SchedulerLimits
+
+SMALL = (
+    "simulate",
+    "--num-requests",
+    "24",
+    "--users",
+    "6",
+    "--prompt-tokens",
+    "uniform:40,200",
+    "--output-tokens",
+    "12",
+)
+
+
+def run(capsys, *flags):
+    exit_code = main([*SMALL, *flags])
+    output = capsys.readouterr()
+    assert exit_code == 0, output.err
+    return output.out
+
+
+def test_a_line_per_case_and_what_was_simulated_above(capsys):
+    lines = run(capsys, "--compare", "max_num_batched_tokens=512,128", "--seed", "3").splitlines()
+    assert re.fullmatch(r"llama-3-8b on 1 x h100, \d+ KV blocks of 16; 24 requests, 6 users; seed 3", lines[0]), lines[
+        0
+    ]
+    assert lines[2].split()[:3] == ["case", "output", "tok/s"]
+    assert [line.split()[0] for line in lines[3:]] == ["max_num_batched_tokens=512", "max_num_batched_tokens=128"]
+    assert "inf" not in "".join(lines)
+    assert "nan" not in "".join(lines)
+
+
+def test_the_same_seed_writes_the_same_bytes(capsys, tmp_path):
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, seed in zip(paths, ("7", "7", "8"), strict=True):
+        run(capsys, "--arrivals", "poisson", "--rate", "50", "--seed", seed, "--json", str(path))
+    first, again, other = (path.read_bytes() for path in paths)
+    assert first == again
+    assert first != other
+    document = json.loads(first)
+    assert document["schema"] == 1
+    assert document["options"]["seed"] == 7
+    assert document["capacity"]["num_blocks"] > 1000
+    (case,) = document["cases"]
+    assert case["limits"] == msgspec.to_builtins(SchedulerLimits())
+    assert len(case["requests"]) == case["totals"]["num_finished"] == 24
+    assert len(case["steps"]["start_s"]) == len(case["steps"]["step_ms"]) == case["totals"]["num_steps"]
+    assert "wall_s" not in case
+
+
+def test_a_sweep_marks_the_knee_and_draws_it(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, result = tmp_path / "sweep.png", tmp_path / "sweep.json"
+    flags = ("--prompt-tokens", "1500", "--sweep-budget", "64,256,1024,4096")
+    printed = run(capsys, *flags, "--png", str(picture), "--json", str(result))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    knee = json.loads(result.read_bytes())["knee"]
+    assert knee is not None
+    assert f"{knee} *" in printed
+
+
+def test_one_case_is_drawn_over_time(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    run(capsys, "--png", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_is_run_as_it_is(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"arrival_s": number / 4, "prompt_tokens": 50, "output_tokens": 5}) + "\n" for number in range(9)
+        )
+    )
+    printed = run(capsys, "--trace", str(path))
+    assert "9 requests, trace" in printed
+    assert "/4.00 " in printed
+
+
+def test_there_are_dashes_where_there_is_nothing_to_measure(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 1, "prompt_tokens": 9000, "output_tokens": 3}')
+    printed = run(capsys, "--trace", str(path), "--compare", "order=fcfs,priority", "--png", str(tmp_path / "x.png"))
+    assert printed.count("-/-/-") == 4
+    assert "order=fcfs: 1 of 1 requests were refused" in printed
+
+
+def test_each_tenant_has_a_line_of_its_own(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    flags = ("--num-requests", "60", "--users", "20", "--max-num-seqs", "4", "--order", "priority")
+    printed = run(capsys, *flags, "--tenant", "chat=1:realtime", "--tenant", "batch=3:low", "--json", str(path))
+    assert [line.split()[0] for line in printed.splitlines()[3:]] == ["as", "batch", "chat"]
+    totals = json.loads(path.read_bytes())["cases"][0]["totals"]
+    batch, chat = totals["tenants"]["batch"], totals["tenants"]["chat"]
+    assert batch["num_finished"] + chat["num_finished"] == 60
+    assert batch["output_tokens_per_s"] + chat["output_tokens_per_s"] == pytest.approx(totals["output_tokens_per_s"])
+    assert chat["ttft_ms"]["p99"] < batch["ttft_ms"]["p50"]
+
+
+def test_every_limit_of_the_scheduler_is_a_flag_and_can_be_compared(capsys):
+    assert list(limit_settings()) == list(SchedulerLimits.__struct_fields__)
+    run(capsys, "--order", "priority", "--no-enable-prefix-caching", "--max-num-seqs", "3")
+    assert "enable_prefix_caching=false" in run(capsys, "--compare", "enable_prefix_caching=true,false")
+
+
+def test_cases_are_combined_or_listed():
+    combined = make_cases({}, {"order": "fcfs,priority", "max_num_seqs": "8,16"}, (), ())
+    assert [case.label for case in combined] == [
+        "order=fcfs, max_num_seqs=8",
+        "order=fcfs, max_num_seqs=16",
+        "order=priority, max_num_seqs=8",
+        "order=priority, max_num_seqs=16",
+    ]
+    assert combined[3].limits == SchedulerLimits(order="priority", max_num_seqs=16)
+    listed = make_cases({}, {}, (), ("order=priority,max_num_seqs=8", "max_num_batched_tokens=99"))
+    assert [case.limits for case in listed] == [
+        SchedulerLimits(order="priority", max_num_seqs=8),
+        SchedulerLimits(max_num_batched_tokens=99),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "gpt-9"), "--model: 'gpt-9' is not allowed"),
+        (("--hardware", "abacus"), "--hardware: 'abacus' is not allowed"),
+        (("--tensor-parallel", "3"), "--tensor-parallel: 3 is not allowed; allowed: a power of two"),
+        (("--block-size", "12"), "--block-size: 12 is not allowed; allowed: a power of two"),
+        (("--model", "llama-3-70b"), "llama-3-70b does not fit into 1 x h100"),
+        (("--prompt-tokens", "many"), "--prompt-tokens: 'many' is not allowed; allowed: N, uniform"),
+        (("--tenant", "a=none"), "--tenant: 'a=none' is not allowed"),
+        (("--rate", "0"), "--rate: '0' is not allowed"),
+        (("--warmup-requests", "24"), "--warmup-requests: 24 is not allowed"),
+        (("--max-model-len", "1"), "--max-model-len: 1 is not allowed; allowed: 2 to 8192"),
+        (("--max-model-len", "8193"), "--max-model-len: 8193 is not allowed"),
+        (("--prefix-tokens", "9000"), "--prefix-tokens: 9000 is not allowed"),
+        (("--trace", "nowhere.jsonl"), "--trace: cannot read 'nowhere.jsonl'"),
+        (("--max-num-seqs", "0"), "--max-num-seqs: 0 is not allowed"),
+        (("--order", "random"), "--order: 'random' is not allowed; allowed: "),
+        (("--compare", "max_num_seq=1"), "unknown limit 'max_num_seq'; did you mean max_num_seqs?"),
+        (("--compare", "max_num_seqs="), "allowed: FIELD=VALUE"),
+        (("--compare", "max_num_seqs=8,x"), "--compare max_num_seqs: 'x' is not allowed"),
+        (("--case", "max_num_seqs"), "--case: 'max_num_seqs' is not allowed"),
+        (("--sweep-budget", "128,0"), "0 is not allowed"),
+        (("--sweep-budget", "8", "--case", "order=fcfs"), "do not go together"),
+        (("--json", "no/such/directory/x.json"), "--json: 'no/such/directory/x.json' is not allowed"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line_and_exit_code_2(capsys, flags, message):
+    assert main([*SMALL, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headway simulate: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, "--hardwear", "h100"])
+    assert ended.value.code == 2
+    assert "did you mean --hardware?" in capsys.readouterr().err
+
+
+def test_limits_that_only_the_scheduler_can_judge_are_refused_in_one_line():
+    world = make_world(SimulationOptions(num_requests=1))
+    with pytest.raises(ConfigurationError, match=r"^order=random: the scheduler refuses 'random'$"):
+        simulate(world, Case(label="order=random", limits=SchedulerLimits(order="random")))
+
+
+def test_a_scheduler_that_stops_is_reported_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("headway_scheduler.core.scheduler.Scheduler.schedule", lambda self, now: None)
+    assert main([*SMALL]) == 1
+    assert capsys.readouterr().err == (
+        "headway simulate: the scheduler has stopped for ever: 6 requests wait and nothing runs\n"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_result_that_cannot_be_written_is_answered_with_one_line(capsys):
+    assert main([*SMALL, "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "headway simulate: --json: cannot write '/dev/full': No space left on device\n"
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_run(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*SMALL, "--png", "x.png"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_names_of_models_and_hardware_are_those_that_exist():
+    assert set(ModelName.__args__) == set(MODEL_SHAPES)
+    assert set(HardwareName.__args__) == set(ACCELERATORS)
+
+
+def test_the_simulator_needs_no_torch_grpc_or_matplotlib():
+    program = (
+        "import sys; from headway.__main__ import main; "
+        "code = main(['simulate', '--num-requests', '2', '--output-tokens', '2']); "
+        "sys.exit(code or str({'torch', 'grpc', 'matplotlib'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+    assert "output tok/s" in done.stdout
+
+
+def test_the_knee_is_where_the_curve_bends_away():
+    world = make_world(SimulationOptions(num_requests=4, output_tokens="4"))
+    result = simulate(world, make_cases({}, {}, (), ())[0])
+
+    def at(itl_ms, throughput):
+        latency = msgspec.structs.replace(result.totals.itl_ms, p99=itl_ms)
+        totals = msgspec.structs.replace(result.totals, itl_ms=latency, output_tokens_per_s=throughput)
+        return msgspec.structs.replace(result, totals=totals)
+
+    curve = [at(10.0, 100.0), at(90.0, 205.0), at(20.0, 190.0), at(50.0, 200.0)]
+    assert knee_of(curve) is curve[2]
+    assert knee_of(curve[:2]) is None
+    assert knee_of([at(10.0, 100.0)] * 3) is None
+
+
+class Terminal:
+    def __init__(self, is_terminal):
+        self.is_terminal = is_terminal
+        self.text = ""
+
+    def isatty(self):
+        return self.is_terminal
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_is_drawn_now_and_then_on_a_terminal_and_nowhere_else():
+    now = [0.0]
+    terminal, file = Terminal(True), Terminal(False)
+    for out in (terminal, file):
+        line = ProgressLine(out, clock=lambda: now[0])
+        line.show("", 1, 10, 0.5)
+        now[0] += 1.0
+        line.show("case 1 of 2", 5, 10, 3.0)
+        line.show("case 1 of 2", 6, 10, 4.0)
+        line.erase()
+    assert terminal.text.count("5 of 10 requests, 3 s simulated  case 1 of 2") == 1
+    assert "6 of 10" not in terminal.text
+    assert terminal.text.endswith("\r\x1b[K")
+    assert not file.text

@@ -1,0 +1,188 @@
+"""Virtual time around the real core: latencies worked out by hand, and what must hold of every run."""
+
+import time
+
+import pytest
+
+from headway.simulate.arrivals import OpenArrivals
+from headway.simulate.cases import Case
+from headway.simulate.device import VirtualDevice
+from headway.simulate.hardware import ACCELERATORS
+from headway.simulate.loop import NoProgress, Simulation
+from headway.simulate.measurement import Measurement
+from headway.simulate.model_shapes import MODEL_SHAPES
+from headway.simulate.options import SimulationOptions
+from headway.simulate.roofline import Roofline, StepTime
+from headway.simulate.workload import PlannedRequest, PromptSource, rng_of
+from headway.simulate.world import make_world, simulate
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.scheduler import Scheduler
+
+
+class OneSecondSteps(Roofline):
+    """Every step takes a second."""
+
+    def step_time(self, num_scheduled_tokens, num_computed_tokens, num_samples):
+        return StepTime(linear_s=1.0, attention_s=0.0, all_reduce_s=0.0, launch_s=0.0)
+
+
+def measured(limits, requests, times_s, *, num_blocks=64, paused=False):
+    """Run ``requests``, (prompt tokens, output tokens) each, with steps of one second."""
+    capacity = ExecutorCapacity(num_blocks=num_blocks, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8)
+    planned = [
+        PlannedRequest(number=number, num_prompt_tokens=prompt, num_output_tokens=output)
+        for number, (prompt, output) in enumerate(requests)
+    ]
+    scheduler = Scheduler(limits, capacity)
+    scheduler.paused = paused
+    device = VirtualDevice(OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1), capacity, rng_of(0, 0))
+    measurement = Measurement(len(planned))
+    Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 100), measurement).run()
+    return measurement, measurement.totals(scheduler.counters, None)
+
+
+def result_of(case=None, **options):
+    limits = SchedulerLimits(**(case or {}))
+    return simulate(make_world(SimulationOptions(**options)), Case(label="", limits=limits))
+
+
+def test_latencies_of_two_requests_worked_out_by_hand():
+    """Budget 8, one step in flight. A (4 + 3 tokens) at 0 s, B (10 + 2) at 0.5 s.
+
+    0-1 s: A's prompt. 1-2 s: A decodes, 7 tokens of B. 2-3 s: A decodes its last, 3 tokens of B. 3-4 s: B decodes.
+    """
+    limits = SchedulerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_steps_in_flight=1)
+    measurement, totals = measured(limits, [(4, 3), (10, 2)], [0.0, 0.5])
+    first, second = measurement.requests()
+    assert (first.ttft_s, first.itl_ms, first.end_to_end_s) == (1.0, (1000.0, 1000.0), 3.0)
+    assert (second.arrival_s, second.ttft_s, second.itl_ms, second.end_to_end_s) == (0.5, 2.5, (1000.0,), 3.5)
+    assert [(step.start_s, step.num_tokens, step.num_rows, step.num_decodes) for step in measurement.steps] == [
+        (0.0, 4, 1, 0),
+        (1.0, 8, 2, 1),
+        (2.0, 4, 2, 1),
+        (3.0, 1, 1, 1),
+    ]
+    assert totals.output_tokens_per_s == 5 / 4
+    assert totals.total_tokens_per_s == 19 / 4
+    assert totals.requests_per_s == 2 / 4
+    assert totals.mean_batch_size == 6 / 4
+    assert totals.mean_concurrency == 6.5 / 4
+    assert totals.device_busy_share == 1.0
+    assert totals.ttft_ms.p50 == 1750.0
+    assert totals.itl_ms.p99 == 1000.0
+
+
+def test_with_two_steps_in_flight_an_arrival_waits_for_both():
+    """As above, but A's first decode was sent at 0 s, before B came, and no third step may be sent before 1 s."""
+    limits = SchedulerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_steps_in_flight=2)
+    measurement, totals = measured(limits, [(4, 3), (10, 2)], [0.0, 0.5])
+    first, second = measurement.requests()
+    assert (first.ttft_s, first.itl_ms) == (1.0, (1000.0, 1000.0))
+    assert (second.ttft_s, second.itl_ms) == (3.5, (1000.0,))
+    assert totals.virtual_s == 5.0
+
+
+def test_an_idle_device_waits_for_the_next_arrival():
+    measurement, totals = measured(SchedulerLimits(max_num_seqs=4), [(4, 1), (4, 1)], [0.0, 10.0])
+    assert [step.start_s for step in measurement.steps] == [0.0, 10.0]
+    assert totals.device_busy_share == pytest.approx(2 / 11)
+
+
+def test_a_request_that_can_never_run_is_refused_and_the_others_go_on():
+    measurement, totals = measured(SchedulerLimits(max_num_seqs=4), [(64, 4), (4, 2)], [0.0, 0.0])
+    assert (totals.num_rejected, totals.num_finished) == (1, 1)
+    assert [request.number for request in measurement.requests()] == [1]
+
+
+def test_a_scheduler_that_stops_for_ever_is_noticed():
+    with pytest.raises(NoProgress, match="1 requests wait"):
+        measured(SchedulerLimits(max_num_seqs=4), [(4, 1)], [0.0], paused=True)
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_every_request_ends_with_exactly_its_tokens(order, steps_in_flight):
+    """Under memory pressure, with preemptions, shared beginnings, tenants and bursts."""
+    options = SimulationOptions(
+        num_kv_blocks=120,
+        max_model_len=1024,
+        arrivals="gamma",
+        rate=60.0,
+        num_requests=120,
+        prompt_tokens="lognormal:100,0.7",
+        output_tokens="pareto:30,1.5",
+        prefixes=3,
+        prefix_tokens=40,
+        tenants={"a": "2:high", "b": "1:low"},
+        seed=4,
+    )
+    world = make_world(options)
+    limits = SchedulerLimits(
+        max_num_batched_tokens=256, max_num_seqs=32, order=order, max_steps_in_flight=steps_in_flight
+    )
+    result = simulate(world, Case(label="", limits=limits))
+    assert result.totals.num_preemptions > 0
+    assert result.totals.prefix_hit_rate > 0
+    assert [request.num_output_tokens for request in result.requests] == [
+        planned.num_output_tokens for planned in world.requests
+    ]
+    for request, arrival_s in zip(result.requests, world.times_s, strict=True):
+        assert request.arrival_s == pytest.approx(arrival_s, abs=1e-9)
+        assert len(request.itl_ms) == request.num_output_tokens - 1
+        assert request.reason == "length"
+        assert request.ttft_s + sum(request.itl_ms) / 1e3 == pytest.approx(request.end_to_end_s)
+        assert request.ttft_s > 0
+        assert all(gap > 0 for gap in request.itl_ms)
+
+
+@pytest.mark.parametrize("think_s", [0.0, 0.5])
+def test_littles_law_in_the_closed_loop(think_s):
+    """Users = rate x (time in the system + time to think), but for the end, when users run out of requests."""
+    result = result_of(
+        users=8, think_s=think_s, num_requests=400, prompt_tokens="uniform:50,300", output_tokens="uniform:10,60"
+    )
+    mean_s = sum(request.end_to_end_s for request in result.requests) / len(result.requests)
+    assert result.totals.requests_per_s * (mean_s + think_s) == pytest.approx(8, rel=0.05)
+    assert max(result.queue.num_running) <= 8
+
+
+def test_an_overloaded_server_falls_behind_what_is_asked():
+    options = {"arrivals": "poisson", "num_requests": 150, "prompt_tokens": "400", "output_tokens": "20"}
+    easy, hard = (result_of({"max_num_seqs": 8}, rate=rate, **options).totals for rate in (5.0, 500.0))
+    assert easy.requests_per_s == pytest.approx(5.0, rel=0.25)
+    assert hard.requests_per_s < 0.5 * hard.asked_requests_per_s
+    assert hard.ttft_ms.p99 > 20 * easy.ttft_ms.p99
+
+
+def test_a_shared_beginning_is_found_in_the_cache_unless_it_is_switched_off():
+    options = {"num_requests": 60, "users": 4, "prompt_tokens": "64", "prefix_tokens": 448, "output_tokens": "8"}
+    on, off = (result_of({"enable_prefix_caching": enabled}, **options).totals for enabled in (True, False))
+    assert off.prefix_hit_rate == 0.0
+    # All but the four requests that come first find 448 of their 512 tokens.
+    assert on.prefix_hit_rate == pytest.approx(56 / 60 * 448 / 512, rel=0.02)
+    assert on.ttft_ms.p50 < off.ttft_ms.p50
+
+
+def test_a_smaller_budget_shortens_the_longest_gaps_and_costs_throughput():
+    """Below the tokens that one reading of the weights could serve, most of each step is that reading."""
+    options = {"num_requests": 100, "users": 16, "prompt_tokens": "2000", "output_tokens": "50"}
+    small, large = (result_of({"max_num_batched_tokens": n}, **options).totals for n in (64, 4096))
+    assert small.itl_ms.p99 < large.itl_ms.p99 / 2
+    assert small.output_tokens_per_s < large.output_tokens_per_s
+
+
+def test_warm_up_is_left_out():
+    options = {"num_requests": 60, "users": 20, "prompt_tokens": "1000", "output_tokens": "20"}
+    cold, warm = (result_of(warmup_requests=count, **options).totals for count in (0, 20))
+    assert warm.num_finished == cold.num_finished == 60
+    assert warm.ttft_ms.p99 < cold.ttft_ms.p99
+    assert warm.virtual_s == cold.virtual_s
+
+
+def test_a_large_model_runs_at_least_fifty_times_faster_than_real_time():
+    """Counted in processor time, so that whatever else runs on the machine does not matter."""
+    started = time.process_time()
+    result = result_of(
+        model="llama-3-70b", hardware="h100", tensor_parallel=4, users=128, num_requests=256, output_tokens="128"
+    )
+    assert result.totals.virtual_s > 50 * (time.process_time() - started)
