@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "linear.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -16,6 +17,8 @@
 #define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
 #define LINE 64    /* bytes that memory gives at once */
 #define LINES_AHEAD 64
+#define DEPTH 768 /* steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache   \
+                   */
 #define MOST_FETCHED (128 << 10)
 
 void *stream_alloc(int64_t bytes) {
@@ -203,6 +206,12 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
     }
 }
 
+/* Steps of a sum: inputs, or quads of them. */
+typedef struct {
+    int64_t begin;
+    int64_t end;
+} range;
+
 /* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on. */
 typedef struct {
     const char *at;
@@ -222,9 +231,9 @@ INLINE vec load_weights(const int form, const void *panel, int64_t at) {
     return bits_as_vec(__builtin_convertvector(bits, ivec) << 16);
 }
 
-INLINE void sum_floats(const int rows, const int form, const float *tile, const void *panel, int64_t inputs,
+INLINE void sum_floats(const int rows, const int form, const float *tile, const void *panel, range inputs,
                        vec (*sums)[2], fetching ahead) {
-    for (int64_t k = 0; k < inputs; k++) {
+    for (int64_t k = inputs.begin; k < inputs.end; k++) {
         fetch(&ahead);
         vec low = load_weights(form, panel, k * PANEL);
         vec high = load_weights(form, panel, k * PANEL + LANES);
@@ -251,9 +260,9 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
 #endif
 }
 
-INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, int64_t inputs, ivec (*sums)[2],
+INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, range quads, ivec (*sums)[2],
                      fetching ahead) {
-    for (int64_t quad = 0; quad < quads(inputs); quad++) {
+    for (int64_t quad = quads.begin; quad < quads.end; quad++) {
         fetch(&ahead);
         ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
         ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
@@ -284,55 +293,93 @@ INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
     }
 }
 
-/* One tile of exactly `rows` rows with one panel; `out` is at the tile's first row and the panel's first column. */
-INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          fetching ahead, enum epilogue epilogue, float *out, int64_t stride) {
-    const char *weights = (const char *)with->panels + panel * panel_bytes(with->inputs, with->form);
-    const vec low_bias = load(with->bias + panel * PANEL);
-    const vec high_bias = load(with->bias + panel * PANEL + LANES);
-    const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, with->form);
-    if (with->form == FORM_INT8) {
-        ivec sums[TILE_ROWS][2];
-        UNROLLED
-        for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = (ivec){0};
-        sum_int8(rows, (const int8_t *)tile, (const uint8_t *)weights, with->inputs, sums, ahead);
-        const vec low_scale = load(with->scales + panel * PANEL);
-        const vec high_scale = load(with->scales + panel * PANEL + LANES);
+/* The sums of one tile with one panel, kept between one range of steps and the next. */
+typedef struct {
+    vec floats[TILE_ROWS][2];
+    ivec integers[TILE_ROWS][2];
+} tile_sums;
+
+INLINE void multiply_int8(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
+                          range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue, float *out,
+                          int64_t stride) {
+    const uint8_t *weights = (const uint8_t *)with->panels + panel * panel_bytes(with->inputs, FORM_INT8);
+    const int8_t *tile = (const int8_t *)from->tiles + first * packed_row_bytes(with->inputs, FORM_INT8);
+    ivec sums[TILE_ROWS][2];
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        sums[i][0] = steps.begin > 0 ? kept->integers[i][0] : (ivec){0};
+        sums[i][1] = steps.begin > 0 ? kept->integers[i][1] : (ivec){0};
+    }
+    sum_int8(rows, tile, weights, steps, sums, ahead);
+    if (steps.end < quads(with->inputs)) {
         UNROLLED
         for (int i = 0; i < rows; i++) {
-            vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
-            vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
-            vec factor = splat(from->factors[first + i]);
-            finish_row(epilogue, low * (low_scale * factor) + low_bias, high * (high_scale * factor) + high_bias,
-                       out + i * stride);
+            kept->integers[i][0] = sums[i][0];
+            kept->integers[i][1] = sums[i][1];
         }
         return;
     }
+    const vec low_bias = load(with->bias + panel * PANEL), low_scale = load(with->scales + panel * PANEL);
+    const vec high_bias = load(with->bias + panel * PANEL + LANES);
+    const vec high_scale = load(with->scales + panel * PANEL + LANES);
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
+        vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
+        vec factor = splat(from->factors[first + i]);
+        finish_row(epilogue, low * (low_scale * factor) + low_bias, high * (high_scale * factor) + high_bias,
+                   out + i * stride);
+    }
+}
+
+INLINE void multiply_floats(const int rows, const int form, const linear *with, const packed_inputs *from,
+                            int64_t first, int64_t panel, range steps, fetching ahead, tile_sums *kept,
+                            enum epilogue epilogue, float *out, int64_t stride) {
+    const char *weights = (const char *)with->panels + panel * panel_bytes(with->inputs, form);
+    const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, form);
+    const vec low_bias = load(with->bias + panel * PANEL);
+    const vec high_bias = load(with->bias + panel * PANEL + LANES);
     vec sums[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
-        sums[i][0] = low_bias;
-        sums[i][1] = high_bias;
+        sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
+        sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    const float *inputs = (const float *)tile;
-    if (with->form == FORM_FLOAT32)
-        sum_floats(rows, FORM_FLOAT32, inputs, weights, with->inputs, sums, ahead);
-    else
-        sum_floats(rows, FORM_BFLOAT16, inputs, weights, with->inputs, sums, ahead);
+    sum_floats(rows, form, (const float *)tile, weights, steps, sums, ahead);
     UNROLLED
-    for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+    for (int i = 0; i < rows; i++) {
+        if (steps.end < with->inputs) {
+            kept->floats[i][0] = sums[i][0];
+            kept->floats[i][1] = sums[i][1];
+        } else {
+            finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+        }
+    }
 }
 
-/* What tile `place` of `count` fetches while it is multiplied. The first one, which brings the panel itself from
- * memory, looks a little ahead; the second and third, which have it in the cache, fetch the next panel. */
-static fetching what_to_fetch(const linear *with, int64_t panel, int64_t next, int64_t place, int64_t count) {
-    const char *panels = with->panels;
-    int64_t bytes = panel_bytes(with->inputs, with->form);
-    int64_t lines = bytes / steps_of(with->inputs, with->form) / LINE;
-    if (place == 0) return (fetching){panels + panel * bytes + LINES_AHEAD * LINE, lines};
-    if (place == 1 && count == 2) return (fetching){panels + next * bytes, lines};
-    if (place <= 2) return (fetching){panels + next * bytes + (place - 1) * bytes / 2 / LINE * LINE, (lines + 1) / 2};
-    return (fetching){panels, 0};
+/* Steps `steps` of the sums of one tile, of exactly `rows` rows, with one panel; after the last step the results go to
+ * `out`, the tile's first row at the panel's first column. */
+INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
+                          range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue, float *out,
+                          int64_t stride) {
+    switch (with->form) {
+    case FORM_INT8: multiply_int8(rows, with, from, first, panel, steps, ahead, kept, epilogue, out, stride); break;
+    case FORM_BFLOAT16:
+        multiply_floats(rows, FORM_BFLOAT16, with, from, first, panel, steps, ahead, kept, epilogue, out, stride);
+        break;
+    default: multiply_floats(rows, FORM_FLOAT32, with, from, first, panel, steps, ahead, kept, epilogue, out, stride);
+    }
+}
+
+/* What tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first one, which
+ * brings those from memory, looks a little ahead; the second and third, which have them in the cache, fetch what comes
+ * next. */
+static fetching what_to_fetch(const char *current, const char *next, int64_t bytes, int64_t lines, int64_t place,
+                              int64_t count) {
+    if (place == 0) return (fetching){current + LINES_AHEAD * LINE, lines};
+    if (place == 1 && count == 2) return (fetching){next, lines};
+    if (place <= 2) return (fetching){next + (place - 1) * bytes / 2 / LINE * LINE, (lines + 1) / 2};
+    return (fetching){current, 0};
 }
 
 void fetch_panel(const linear *from, int64_t panel) {
@@ -343,21 +390,33 @@ void fetch_panel(const linear *from, int64_t panel) {
 }
 
 #define CASE(rows)                                                                                                     \
-    case rows: multiply_tile(rows, with, from, first, panel, ahead, epilogue, to, row_step); break;
+    case rows: multiply_tile(rows, with, from, first, panel, steps, ahead, &kept[place], epilogue, to, row_step); break;
 
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+    assert(end_tile - first_tile <= MOST_TILES);
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
-    for (int64_t tile = first_tile; tile < end_tile; tile++) {
-        int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
-        int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
-        float *to = out + first * stride + column;
-        if (epilogue == GATED_PACKED) {
-            char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
-            to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
+    int64_t num_steps = steps_of(with->inputs, with->form);
+    int64_t bytes = panel_bytes(with->inputs, with->form), step_bytes = bytes / num_steps;
+    const char *weights = (const char *)with->panels + panel * bytes;
+    tile_sums kept[MOST_TILES];
+    for (int64_t begin = 0; begin < num_steps; begin += DEPTH) {
+        const range steps = {begin, begin + DEPTH < num_steps ? begin + DEPTH : num_steps};
+        const char *current = weights + begin * step_bytes;
+        const char *following =
+            steps.end < num_steps ? weights + steps.end * step_bytes : (const char *)with->panels + next * bytes;
+        for (int64_t tile = first_tile; tile < end_tile; tile++) {
+            int64_t first = tile_start(tile, from->num_tiles, from->num_rows), place = tile - first_tile;
+            int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+            float *to = out + first * stride + column;
+            if (epilogue == GATED_PACKED) {
+                char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
+                to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
+            }
+            fetching ahead = what_to_fetch(current, following, (steps.end - begin) * step_bytes, step_bytes / LINE,
+                                           place, end_tile - first_tile);
+            switch (rows) { EACH_TILE_SIZE(CASE) }
         }
-        fetching ahead = what_to_fetch(with, panel, next, tile - first_tile, end_tile - first_tile);
-        switch (rows) { EACH_TILE_SIZE(CASE) }
     }
 }

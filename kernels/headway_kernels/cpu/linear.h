@@ -17,6 +17,7 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
+#define MOST_TILES 10 /* that are multiplied with a panel at once: what is used of them fits the L2 cache */
 
 /* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
  * checkpoints' do: half the memory to read, and the same result to the last bit. */
@@ -72,9 +73,9 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* Multiply tiles [first_tile, end_tile) with panel `panel`; `out` rows are `stride` apart, whole panels wide (for
- * GATED_PACKED, `stride` is the number of columns). Meanwhile
- * panel `next` is fetched into the cache: products of few rows wait for memory. */
+/* Multiply tiles [first_tile, end_tile), at most MOST_TILES, with panel `panel`; `out` rows are `stride` apart, whole
+ * panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile panel `next` is fetched into the cache:
+ * products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
 
