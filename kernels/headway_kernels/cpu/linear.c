@@ -17,8 +17,8 @@
 #define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
 #define LINE 64    /* bytes that memory gives at once */
 #define LINES_AHEAD 64
-#define DEPTH 768 /* steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache   \
-                   */
+/* Steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache. */
+#define DEPTH 768
 #define MOST_FETCHED (128 << 10)
 
 void *stream_alloc(int64_t bytes) {
