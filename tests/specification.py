@@ -27,6 +27,8 @@ class SpecRequest:
     blocks: list[int] = field(default_factory=list)
     stay: int = 0
     unreturned: int = 0
+    stalled: bool = False
+    """It decodes and found no block the last time it was served."""
     confirmed: int = 0
     """Tokens of this stay whose KV is known to be in the blocks."""
     chain: list[int] = field(default_factory=list)
@@ -195,8 +197,9 @@ class Specification:
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
         if self.limits.batching in {"static", "prefill_first"}:
-            self._serve_prompts()
-            self._admit()
+            if not any(request.stalled for request in self.running):
+                self._serve_prompts()
+                self._admit()
             if not self.tokens:  # decodes run only in a step without a prompt
                 self._serve_decoding()
         else:
@@ -234,9 +237,14 @@ class Specification:
         if len(in_need) <= self.pool.num_free:
             in_need.sort(key=lambda request: request.row)  # there is a block for everyone
         for request in in_need:
-            if request.row is not None and self._obtain_block(request):
+            if request.row is None:
+                continue  # preempted for a request before it
+            if self._obtain_block(request):
                 self._extend(request, 1)
                 self.tokens[request.row] = 1
+                request.stalled = False
+            elif request.row is not None:
+                request.stalled = True
 
     def _serve_prompts(self) -> None:
         for request in [r for r in self.may_run if r.computed < r.prompt_end]:
@@ -289,6 +297,7 @@ class Specification:
         self.pool.release(request.blocks, self.in_flight[-1].number if is_written else None)
         self.finished_rows.append(request.row)
         request.row, request.blocks, request.computed, request.chain = None, [], 0, []
+        request.stalled = False
 
     def _admit(self) -> None:
         if self.short or (self.limits.batching == "static" and self.batch_is_closed):

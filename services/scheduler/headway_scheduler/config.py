@@ -31,7 +31,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "fcfs"
     batching: Annotated[
         Literal["static", "orca", "prefill_first", "chunked", "split_fuse"],
-        Meta(description="which prompts and decodes share a step; the README tells each"),
+        Meta(description="which prompts and decodes share a step: see Policies in the README"),
     ] = "chunked"
     reserve: Annotated[
         Literal["auto", "none", "prompt", "full"],

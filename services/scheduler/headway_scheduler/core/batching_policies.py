@@ -39,7 +39,7 @@ class PromptCut(Enum):
 
 class StepRules(msgspec.Struct, frozen=True, kw_only=True):
     """What may run in one step. ``admits``: waiting requests may start. ``prompts_run_alone``: while there is a prompt
-    to run, decodes sit out. ``cut``: where a waiting prompt may be cut.
+    to run, decodes sit out, unless one of them already waits for a block. ``cut``: where a waiting prompt may be cut.
     """
 
     admits: bool = True

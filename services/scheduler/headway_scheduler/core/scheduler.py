@@ -268,9 +268,15 @@ class Scheduler:
         self._hold_back(plan, [row for row in self._decoding().tolist() if row in plan.sits_out])
 
     def _run_prompts_alone(self, plan: StepPlan, rules: StepRules, now: float) -> bool:
-        """Fill the step with prompts while decodes sit out; whether there was one to run."""
-        may_admit = rules.admits and self.num_waiting and self.rows.num_live < self.max_running
-        if not self._prefilling and not may_admit:
+        """Fill the step with prompts while decodes sit out; whether there was one to run.
+
+        Not while a decode waits for a block: prompts would take every block that comes free, fill the pool, be
+        preempted, and start again, for ever.
+        """
+        if self._stalled:
+            plan.exceptions += [(row, 0) for row in sorted(self._prefilling)]
+            return False
+        if not self._prefilling and not (rules.admits and self.num_waiting and self.rows.num_live < self.max_running):
             return False
         self._hold_back(plan, self._decoding().tolist())
         self._serve_prompts(plan, rules, now)
