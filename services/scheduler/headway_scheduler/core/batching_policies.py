@@ -2,8 +2,8 @@
 
 Owns: the policies and their registry. Must not know: rows, blocks, queues, or who is served first.
 
-A policy is asked once per step and answers with ``StepRules``, one of a few frozen objects; the scheduler does the
-rest. Who is served first is the order's affair, how much memory a request must find free the reservation's.
+A policy answers with ``StepRules``, one of a few frozen objects, whenever what its answer may depend on has changed;
+the scheduler looks at them once per step, never per row, and does the rest. Who is served first is the order's affair, how much memory a request must find free the reservation's.
 
 - ``static``: requests start together when nothing runs, and nobody joins once the first of them decodes (the baseline
   of every paper since: Yu et al., Orca, OSDI 2022, section 3, figure 3). The prompts of a batch may take several steps,
@@ -61,7 +61,7 @@ class BatchingPolicy(Protocol):
     def reservation(self) -> str: ...  # noqa: D102 - told above
 
     def rules(self, *, any_decoded: bool) -> StepRules:
-        """The rules of the next step. ``any_decoded``: a decode has run since the last time that nothing ran."""
+        """The rules of the steps to come. ``any_decoded``: a decode has run since the last time that nothing ran."""
 
 
 class SameEveryStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class SameEveryStep(msgspec.Struct, frozen=True, kw_only=True):
     reservation: str = "prompt"
 
     def rules(self, *, any_decoded: bool) -> StepRules:
-        """The rules of the next step."""
+        """The rules of the steps to come."""
         del any_decoded
         return self.every_step
 
@@ -86,7 +86,7 @@ class BatchByBatch(msgspec.Struct, frozen=True, kw_only=True):
     reservation: str = "prompt"
 
     def rules(self, *, any_decoded: bool) -> StepRules:
-        """The rules of the next step."""
+        """The rules of the steps to come."""
         return self.running if any_decoded else self.gathering
 
 

@@ -10,7 +10,7 @@ can be scheduled before the first has returned.
 Two passes. Running requests first: every decoding row runs one token; rows that need something (a block, a chunk of
 their prompt) are served in service order. Then waiting requests take what is left of the budget, unless the first pass
 ran short of blocks. That is the batching policy ``chunked``; the others (``batching_policies``) change what shares a
-step: a policy is asked once per step, and decoding rows that it lets wait are *held back*: out of the decoding column
+step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*: out of the decoding column
 for this step, with what is due for them due one step later. What must be free before a waiting request starts is the
 reservation's affair (``reservations``).
 
@@ -104,7 +104,7 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
-        self._any_decoded = False  # since the last time that nothing ran
+        self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
         # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
@@ -141,7 +141,7 @@ class Scheduler:
     @property
     def is_admitting(self) -> bool:
         """Whether the batching policy would let a request start in the next step."""
-        return not self.num_running or self._batching.rules(any_decoded=self._any_decoded).admits
+        return not self.num_running or self._rules.admits
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
         """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
@@ -239,15 +239,16 @@ class Scheduler:
         """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
         if len(self._in_flight) >= self.limits.max_steps_in_flight:
             return None
-        if not self.rows.num_live:
-            self._any_decoded = False
+        if self._any_decoded and not self.rows.num_live:
+            self._ask_policy(any_decoded=False)
         plan = StepPlan(self.limits.max_num_batched_tokens)
-        rules = self._batching.rules(any_decoded=self._any_decoded)
+        rules = self._rules
         if not self._batching.overlaps_own_steps:
             self._choose_batch(plan)
         if not rules.prompts_run_alone:
             self._serve_decoding(plan)
-            self._serve_prompts(plan, rules, now)
+            if self._prefilling or self._waiting:
+                self._serve_prompts(plan, rules, now)
         elif not self._run_prompts_alone(plan, rules, now):
             self._serve_decoding(plan)
         total = len(self._decoding()) + plan.num_chunk_tokens
@@ -255,6 +256,11 @@ class Scheduler:
             self._let_decode(plan.held_back, in_this_step=True)
             return None
         return self._commit(plan, total)
+
+    def _ask_policy(self, *, any_decoded: bool) -> None:
+        """Note whether a decode has run since the last time that nothing ran, and the rules that follow from it."""
+        self._any_decoded = any_decoded
+        self._rules = self._batching.rules(any_decoded=any_decoded)
 
     def _choose_batch(self, plan: StepPlan) -> None:
         """Leave out what is part of a step in flight, and what is beyond the size of a batch; O(running)."""
@@ -576,7 +582,8 @@ class Scheduler:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
         self.next_step += 1
-        self._any_decoded |= total > plan.num_chunk_tokens
+        if not self._any_decoded and total > plan.num_chunk_tokens:
+            self._ask_policy(any_decoded=True)
         rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
@@ -594,7 +601,8 @@ class Scheduler:
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
         # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
         self._in_flight.append(InFlightStep(step, self._decoding(), plan.chunks, digest))
-        self._let_decode(plan.held_back, in_this_step=False)
+        if plan.held_back:
+            self._let_decode(plan.held_back, in_this_step=False)
         self.counters.num_steps += 1
         return output
 
