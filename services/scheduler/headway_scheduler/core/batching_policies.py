@@ -3,7 +3,8 @@
 Owns: the policies and their registry. Must not know: rows, blocks, queues, or who is served first.
 
 A policy answers with ``StepRules``, one of a few frozen objects, whenever what its answer may depend on has changed;
-the scheduler looks at them once per step, never per row, and does the rest. Who is served first is the order's affair, how much memory a request must find free the reservation's.
+the scheduler looks at them once per step, never per row, and does the rest. Who is served first is the order's affair,
+how much memory a request must find free the reservation's.
 
 - ``static``: requests start together when nothing runs, and nobody joins once the first of them decodes (the baseline
   of every paper since: Yu et al., Orca, OSDI 2022, section 3, figure 3). The prompts of a batch may take several steps,
@@ -11,13 +12,18 @@ the scheduler looks at them once per step, never per row, and does the rest. Who
 - ``orca``: iteration-level scheduling (Orca, OSDI 2022, Algorithm 1). ``max_bs`` is ``max_num_seqs``, ``n_workers`` is
   ``max_steps_in_flight``, a K/V slot is a place in a block. A request is part of one batch in flight at a time, so
   ``n_workers`` batches of different requests alternate, as pipeline stages want them.
-- ``prefill_first``: vLLM's first generation (Kwon et al., SOSP 2023, and its scheduler until 2024): whole prompts, in
+- ``prefill_first``: vLLM's first generation (Kwon et al., SOSP 2023; the scheduler of its V0 engine): whole prompts, in
   steps of their own, before any decode.
 - ``chunked``: decodes first, prompts in chunks of what they leave (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
   stall-free batching).
 - ``split_fuse``: decodes and pieces of prompts composed to fill the budget exactly (Holmes et al., DeepSpeed-FastGen,
-  2024, section 3: Dynamic SplitFuse). A waiting prompt is cut where budget or memory ends, where ``chunked`` lets it
+  arXiv:2401.08671, 2024: Dynamic SplitFuse). A waiting prompt is cut where budget or memory ends, where ``chunked`` lets it
   wait; so by default it reserves nothing.
+
+Progress: the request that is served first among those that run can always have the next block, since it may preempt
+all others, and alone it fits; so what must never happen is that it is not asked for ever. Decodes that are held back
+for prompts are therefore served before the next prompt once one of them has found no block, and a prompt cut short by
+memory that has nothing to run leaves the step to the decodes.
 
 What no paper has to settle because its steps have no token budget: a whole prompt starts only in a step with room for
 all of it; one that is longer than any step starts in a step of its own and goes on in the following ones.
@@ -35,6 +41,16 @@ class PromptCut(Enum):
     NOWHERE = "nowhere"
     AT_BUDGET = "at the end of the token budget"
     AT_BUDGET_OR_MEMORY = "at the end of the token budget or of the free blocks"
+
+    def first_chunk(self, num_left: int, *, budget: int, step_budget: int, room: int) -> int:
+        """How many of the ``num_left`` tokens of a waiting prompt may run in a step; 0 or less: it has to wait.
+
+        ``budget`` is what is left of ``step_budget``, in tokens; ``room`` the tokens that blocks are free for.
+        """
+        chunk = min(num_left, budget)
+        if self is PromptCut.NOWHERE:
+            return chunk if chunk == min(num_left, step_budget) else 0
+        return min(chunk, room) if self is PromptCut.AT_BUDGET_OR_MEMORY else chunk
 
 
 class StepRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -448,7 +448,7 @@ class Scheduler:
     def _admit(
         self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, owed_blocks: int, now: float
     ) -> int | None:
-        """Give ``request`` a row, its cached blocks and a first chunk, if what it must find free is beside ``owed_blocks``.
+        """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation.
 
         Returns the blocks that running requests have then been promised and do not hold, or None if it does not fit.
         """
@@ -460,11 +460,12 @@ class Scheduler:
         available = pool.num_free - owed_blocks
         if len(shared):
             available -= pool.num_free_among(shared)
-        chunk = min(num_tokens - num_cached_tokens, budget)
-        if cut is PromptCut.NOWHERE and chunk < min(num_tokens - num_cached_tokens, plan.budget):
-            return None
-        if cut is PromptCut.AT_BUDGET_OR_MEMORY:
-            chunk = min(chunk, available * rows.block_size)
+        chunk = cut.first_chunk(
+            num_tokens - num_cached_tokens,
+            budget=budget,
+            step_budget=plan.budget,
+            room=available * rows.block_size,
+        )
         wanted_tokens = self._reservation.wanted_tokens(request, num_cached_tokens + chunk)
         if chunk <= 0 or -(-wanted_tokens // rows.block_size) - len(shared) > available:
             return None
