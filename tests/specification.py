@@ -27,6 +27,8 @@ class SpecRequest:
     blocks: list[int] = field(default_factory=list)
     stay: int = 0
     unreturned: int = 0
+    stalled: bool = False
+    """It decodes and found no block the last time it was served."""
     confirmed: int = 0
     """Tokens of this stay whose KV is known to be in the blocks."""
     chain: list[int] = field(default_factory=list)
@@ -157,6 +159,8 @@ class Specification:
         self.arrivals = 0
         self.step = 0
         self.num_preemptions = 0
+        self.batch_is_closed = False
+        """static: somebody has decoded since the last time that nothing ran."""
 
     # -- requests
 
@@ -184,17 +188,38 @@ class Specification:
         if len(self.in_flight) >= self.limits.max_steps_in_flight:
             return None
         self.running.sort(key=lambda request: request.key)
+        if not self.running:
+            self.batch_is_closed = False
+        self.may_run = self._who_may_run()
         self.short = False
         self.promised = 0
         self.tokens: dict[int, int] = {}  # row -> tokens in this step
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
-        self._serve_decoding()
-        self._serve_prompts()
-        if not self.short:
+        if self.limits.batching in {"static", "prefill_first"}:
+            if not any(request.stalled for request in self.running):
+                self._serve_prompts()
+                self._admit()
+            if not self.tokens:  # decodes run only in a step without a prompt
+                self._serve_decoding()
+        else:
+            self._serve_decoding()
+            self._serve_prompts()
             self._admit()
         total = sum(self.tokens.values())
         return self._commit(total) if total else None
+
+    @property
+    def max_batch(self) -> int:
+        return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    def _is_in_flight(self, request: SpecRequest) -> bool:
+        return any(ran is request and stay == request.stay for step in self.in_flight for ran, stay, *_ in step.ran)
+
+    def _who_may_run(self) -> list[SpecRequest]:
+        if self.limits.batching == "orca":  # a request is in one batch at a time, and a batch has a size
+            return [r for r in self.running if not self._is_in_flight(r)][: self.max_batch]
+        return list(self.running)
 
     def _budget(self) -> int:
         return self.limits.max_num_batched_tokens - sum(self.tokens.values())
@@ -202,7 +227,7 @@ class Specification:
     def _serve_decoding(self) -> None:
         size = self.capacity.block_size
         in_need = []
-        for request in [r for r in self.running if r.computed >= r.prompt_end]:
+        for request in [r for r in self.may_run if r.row is not None and r.computed >= r.prompt_end]:
             if request.computed == request.limit - 1:
                 continue  # only its last token is missing, which a step in flight will bring
             if len(request.blocks) * size > request.computed:
@@ -212,14 +237,19 @@ class Specification:
         if len(in_need) <= self.pool.num_free:
             in_need.sort(key=lambda request: request.row)  # there is a block for everyone
         for request in in_need:
-            if request.row is not None and self._obtain_block(request):
+            if request.row is None:
+                continue  # preempted for a request before it
+            if self._obtain_block(request):
                 self._extend(request, 1)
                 self.tokens[request.row] = 1
+                request.stalled = False
+            elif request.row is not None:
+                request.stalled = True
 
     def _serve_prompts(self) -> None:
-        for request in [r for r in self.running if r.computed < r.prompt_end]:
+        for request in [r for r in self.may_run if r.computed < r.prompt_end]:
             if request.row is None:
-                continue
+                continue  # preempted for a request before it
             wanted = min(request.prompt_end - request.computed, self._budget())
             room = len(request.blocks) * self.capacity.block_size - request.computed
             if wanted <= 0 or (room == 0 and not self._obtain_block(request)):
@@ -262,24 +292,63 @@ class Specification:
         self.running.remove(request)
         if cache and self.limits.enable_prefix_caching:
             self.pool.register(request, request.confirmed, self.capacity.block_size)
-        self.pool.release(request.blocks, self.in_flight[-1].number if self.in_flight else None)
+        # Under orca, what is not in flight is written by nobody; otherwise nearly everything is in flight.
+        is_written = bool(self.in_flight) and (self.limits.batching != "orca" or self._is_in_flight(request))
+        self.pool.release(request.blocks, self.in_flight[-1].number if is_written else None)
         self.finished_rows.append(request.row)
         request.row, request.blocks, request.computed, request.chain = None, [], 0, []
+        request.stalled = False
 
     def _admit(self) -> None:
-        size = self.capacity.block_size
-        max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens, self.capacity.max_num_rows)
+        if self.short or (self.limits.batching == "static" and self.batch_is_closed):
+            return
+        num_batches = self.limits.max_steps_in_flight if self.limits.batching == "orca" else 1
+        max_running = min(self.max_batch * num_batches, self.capacity.max_num_rows)
+        num_places = self.max_batch - len(self.may_run) if self.limits.batching == "orca" else max_running
         for request in sorted(self.waiting, key=lambda r: r.key):
-            if len(self.running) >= max_running or self._budget() <= 0 or request.unreturned:
+            if len(self.running) >= max_running or len(self.new_requests) >= num_places:
                 return
-            shared, chain = self.pool.find(request.tokens, size) if self.limits.enable_prefix_caching else ([], [])
-            owed = sum(-(-r.prompt_end // size) - len(r.blocks) for r in self.running if r.computed < r.prompt_end)
-            wanted = -(-min(len(request.tokens) + 1, request.limit - 1) // size) - len(shared)
-            if wanted > self.pool.num_free - sum(block in self.pool.evictable for block in shared) - owed:
+            if self._budget() <= 0 or request.unreturned or not self._start(request):
                 return
-            self._take_row(request, shared, chain)
 
-    def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int]) -> None:
+    def _start(self, request: SpecRequest) -> bool:
+        """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
+        size = self.capacity.block_size
+        shared, chain = self.pool.find(request.tokens, size) if self.limits.enable_prefix_caching else ([], [])
+        free = self.pool.num_free - sum(block in self.pool.evictable for block in shared) - self._owed()
+        left = len(request.tokens) - len(shared) * size
+        chunk = min(left, self._budget())
+        if self.limits.batching in {"static", "orca", "prefill_first"}:
+            if chunk < min(left, self.limits.max_num_batched_tokens):
+                return False  # the prompt is whole, or as much of it as a step can have
+        elif self.limits.batching == "split_fuse":
+            chunk = min(chunk, free * size)
+        wanted = {
+            "none": len(shared) * size + chunk,
+            "prompt": min(len(request.tokens) + 1, request.limit - 1),
+            "full": request.limit - 1,
+        }[self.reserve]
+        if chunk <= 0 or -(-wanted // size) - len(shared) > free:
+            return False
+        self._take_row(request, shared, chain, chunk)
+        return True
+
+    @property
+    def reserve(self) -> str:
+        if self.limits.reserve != "auto":
+            return self.limits.reserve
+        return {"static": "full", "orca": "full", "split_fuse": "none"}.get(self.limits.batching, "prompt")
+
+    def _owed(self) -> int:
+        """Blocks that running requests have been promised and do not hold."""
+        size = self.capacity.block_size
+        if self.reserve == "full":
+            return sum(-(-(r.limit - 1) // size) - len(r.blocks) for r in self.running)
+        if self.reserve == "prompt":
+            return sum(-(-r.prompt_end // size) - len(r.blocks) for r in self.running if r.computed < r.prompt_end)
+        return 0
+
+    def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int], count: int) -> None:
         taken = {r.row for r in self.running}
         self.waiting.remove(request)
         self.pool.share(shared)
@@ -288,7 +357,6 @@ class Specification:
         request.computed = request.confirmed = len(shared) * self.capacity.block_size
         request.prompt_end = len(request.tokens)
         self.running.append(request)
-        count = min(request.prompt_end - request.computed, self._budget())
         start = request.computed
         before = list(self.new_blocks)
         self._extend(request, count)
@@ -309,6 +377,7 @@ class Specification:
         by_row = {request.row: request for request in self.running}
         for row, count in self.tokens.items():  # in the order of service
             request = by_row[row]
+            self.batch_is_closed |= request.computed >= request.prompt_end
             request.computed += count
             samples = request.computed == request.expected
             request.sampled_ahead += samples

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from headway_proto.columns import decode_column, decode_columns, encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from specification import Specification
 
@@ -118,6 +120,8 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         max_num_seqs=draw(st.integers(min_value=1, max_value=12)),
         max_steps_in_flight=draw(st.integers(min_value=1, max_value=4)),
         order=draw(st.sampled_from(["fcfs", "priority"])),
+        batching=draw(st.sampled_from(["chunked", *BATCHING_POLICIES])),
+        reserve=draw(st.sampled_from(["auto", *RESERVATIONS])),
         enable_prefix_caching=draw(st.booleans()),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
@@ -140,7 +144,7 @@ def random_request(rng: np.random.Generator, number: int, max_model_len: int) ->
     )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapacity, int, int]) -> None:
     limits, capacity, seed, num_actions = workload

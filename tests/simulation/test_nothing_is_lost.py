@@ -9,7 +9,9 @@ from headway_gateway.ingress_link import LiveSequence
 from headway_proto.columns import decode_column
 from headway_proto.ingress import FINISH_LENGTH, Finished
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.reservations import RESERVATIONS
 from simulation.world import SimulatedGateway, Trouble, World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=12, max_steps_in_flight=2)
@@ -79,9 +81,26 @@ def test_undisturbed(depth: int, num_blocks: int) -> None:
     assert core.counters.num_prefix_hit_tokens > 0
 
 
+@pytest.mark.parametrize("reserve", sorted(RESERVATIONS))
+@pytest.mark.parametrize("batching", sorted(BATCHING_POLICIES))
+def test_no_policy_changes_a_token(batching: str, reserve: str) -> None:
+    limits = msgspec.structs.replace(LIMITS, batching=batching, reserve=reserve, max_num_seqs=6)
+    config = msgspec.structs.replace(CONFIG, num_kv_blocks=36)
+    world = World(limits, config, num_gateways=2, seed=1)
+    submit_some(world, 30)
+    world.run_until(world.all_ended, 60)
+    for gateway in world.gateways:
+        assert_undisturbed(world, gateway)
+    assert_quiet(world)
+    core = world.engine.core
+    assert core is not None
+    assert (core.counters.num_preemptions == 0) == (reserve == "full")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_executor_and_scheduler_die_on_bad_wires(seed: int) -> None:
-    world = World(LIMITS, CONFIG, num_gateways=2, seed=seed)
+    batching = sorted(BATCHING_POLICIES)[seed % len(BATCHING_POLICIES)]
+    world = World(msgspec.structs.replace(LIMITS, batching=batching), CONFIG, num_gateways=2, seed=seed)
     submit_some(world, 30)
     for _ in range(6):
         world.trouble = Trouble(

@@ -58,6 +58,15 @@ def test_a_shared_block_outlives_its_first_holder(pool: BlockPool, cache: Prefix
     assert pool.num_free == 6
 
 
+def test_the_last_holder_decides_when_a_shared_block_is_free(pool: BlockPool, cache: PrefixCache) -> None:
+    blocks = pool.allocate(1)
+    register(cache, column(9), blocks)
+    pool.share(blocks)
+    pool.release(blocks, fence_step=7)
+    pool.release(blocks, None)
+    assert (pool.num_free, pool.num_fenced) == (6, 0)
+
+
 def test_blocks_without_content_go_before_cached_ones_and_tails_before_heads(
     pool: BlockPool, cache: PrefixCache
 ) -> None:

@@ -34,12 +34,16 @@ GOOD = Submit(
 )
 
 
-@pytest.fixture
-def world() -> World:
-    world = World(LIMITS, CONFIG, num_gateways=1, seed=1)
+def ready_world(limits: SchedulerLimits) -> World:
+    world = World(limits, CONFIG, num_gateways=1, seed=1)
     world.run_until(lambda: world.engine.info is not None, 2)
     world.run_until(lambda: world.gateways[0].link.model is not None, 2)
     return world
+
+
+@pytest.fixture
+def world() -> World:
+    return ready_world(LIMITS)
 
 
 def submit(world: World, submission: Submit) -> LiveSequence:
@@ -140,6 +144,22 @@ def test_status_list_and_explain(world: World) -> None:
     assert "waits behind 1 others: max_num_seqs = 4 requests are running" in waiting.explanation
     assert "and runs:" in call(world, "explain", "r0").explanation
     assert call(world, "explain", "nobody").error == "not found"
+
+
+@pytest.mark.parametrize(
+    ("batching", "why"),
+    [
+        ("static", "batching is static, and the batch that runs has to end first"),
+        ("orca", "its 3 tokens of at most 93 must find 23 blocks, and 17 are free and not promised"),
+    ],
+)
+def test_explain_tells_what_the_policy_waits_for(batching: str, why: str) -> None:
+    world = ready_world(msgspec.structs.replace(LIMITS, batching=batching))
+    first = submit(world, msgspec.structs.replace(GOOD, max_tokens=90))
+    world.run_until(lambda: len(first.tokens) > 2, 5)
+    submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b", max_tokens=90))
+    world.run_until(lambda: world.engine.num_unfinished == 2, 5)
+    assert f"waits behind 0 others: {why}." in call(world, "explain", "b").explanation
 
 
 def test_cancel_ends_the_request_and_may_be_repeated(world: World) -> None:

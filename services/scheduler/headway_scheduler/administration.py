@@ -118,9 +118,12 @@ class Administration:
             if core.max_running == core.limits.max_num_seqs:
                 return f"max_num_seqs = {core.max_running} requests are running"
             return f"{core.max_running} requests are running, as many as the token budget or the executor's rows allow"
-        needed = -(-len(request.token_ids) // core.capacity.block_size)
-        if needed > core.pool.num_free:
-            return f"its {len(request.token_ids)} tokens need {needed} blocks and {core.pool.num_free} are free"
+        if not core.is_admitting:
+            return f"batching is {core.limits.batching}, and the batch that runs has to end first"
+        needed, free = core.blocks_for_start(request)
+        if needed > free:
+            tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
+            return f"{tokens} must find {needed} blocks, and {free} are free and not promised"
         return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
 
     def _cancel(self, call: AdminCall, now: float) -> AdminReply:

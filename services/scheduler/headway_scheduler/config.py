@@ -29,6 +29,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     order: Annotated[
         Literal["fcfs", "priority"], Meta(description="who is served first: by arrival, or by priority, then arrival")
     ] = "fcfs"
+    batching: Annotated[
+        Literal["static", "orca", "prefill_first", "chunked", "split_fuse"],
+        Meta(description="which prompts and decodes share a step: see Policies in the README"),
+    ] = "chunked"
+    reserve: Annotated[
+        Literal["auto", "none", "prompt", "full"],
+        Meta(
+            description="what must be free before a request starts: its first chunk, its prompt, or all up to max_tokens; "
+            "auto: what the batching policy was published with"
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     curve_keys: Annotated[
         str,
@@ -75,5 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_steps_in_flight=self.max_steps_in_flight,
             max_num_waiting=self.max_num_waiting,
             order=self.order,
+            batching=self.batching,
+            reserve=self.reserve,
             enable_prefix_caching=self.enable_prefix_caching,
         )

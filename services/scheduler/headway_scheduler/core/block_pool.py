@@ -78,6 +78,7 @@ class BlockPool:
         The last blocks of a chain are evicted before the first, because nobody can use them without the first.
         """
         if fence_step is None:
+            self._count_released()
             self._make_free(self._drop_references(blocks)[::-1])
             return
         if fence_step != self._uncounted_fence:

@@ -10,7 +10,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings.
 
     ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
-    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDER_POLICIES``.
+    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDER_POLICIES``; ``batching``
+    a name in ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own.
     """
 
     max_num_batched_tokens: int = 2048
@@ -18,6 +19,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 2
     max_num_waiting: int = 4096
     order: str = "fcfs"
+    batching: str = "chunked"
+    reserve: str = "auto"
     enable_prefix_caching: bool = True
 
 

@@ -92,6 +92,17 @@ class RowTable:
         assert request is not None
         return request
 
+    def hold_back(self, rows: list[int]) -> None:
+        """Let decoding rows sit out the step to come: what is due for them is due one step later."""
+        self.decoding[rows] = 0
+        self.due_tick[rows] += 1
+
+    def let_decode(self, rows: list[int], *, in_this_step: bool) -> None:
+        """The inverse of ``hold_back``, ``in_this_step`` after all or from the one after it."""
+        self.decoding[rows] = 1
+        if in_this_step:
+            self.due_tick[rows] -= 1
+
     def live_rows(self) -> RowIndices:
         """All live rows, ascending."""
         return (self.order_key[: self.end] >= 0).nonzero()[0]

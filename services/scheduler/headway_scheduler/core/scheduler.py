@@ -9,7 +9,10 @@ can be scheduled before the first has returned.
 
 Two passes. Running requests first: every decoding row runs one token; rows that need something (a block, a chunk of
 their prompt) are served in service order. Then waiting requests take what is left of the budget, unless the first pass
-ran short of blocks.
+ran short of blocks. That is the batching policy ``chunked``; the others (``batching_policies``) change what shares a
+step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*: out of the decoding column
+for this step, with what is due for them due one step later. What must be free before a waiting request starts is the
+reservation's affair (``reservations``).
 
 Cost follows change, not size. A row that only decodes is touched by array operations over all rows and by nothing
 else, until its *due tick*, the number of the step in which it needs a block or has nothing left to compute.
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
@@ -38,6 +42,7 @@ from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, Row
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
+from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
 from headway_scheduler.core.stop_tokens import StopTokens
@@ -73,6 +78,9 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.paused = False
         self._order = ORDER_POLICIES[limits.order]
+        self._batching = BATCHING_POLICIES[limits.batching]
+        reservation = self._batching.reservation if limits.reserve == "auto" else limits.reserve
+        self._reservation = RESERVATIONS[reservation]
         self._requests: dict[Origin, Request] = {}
         self._waiting = WaitingQueue()
         self._num_arrivals = 0
@@ -82,7 +90,9 @@ class Scheduler:
         self.capacity = capacity
         self._max_request_tokens = capacity.max_request_tokens
         # More requests than tokens in the budget could not all decode in one step.
-        self.max_running = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens, capacity.max_num_rows)
+        self._max_rows_per_step = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        num_batches = 1 if self._batching.overlaps_own_steps else self.limits.max_steps_in_flight
+        self.max_running = min(self._max_rows_per_step * num_batches, capacity.max_num_rows)
         self.epoch = epoch
         self.next_step = 0
         self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
@@ -94,6 +104,7 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
+        self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
         # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
@@ -126,6 +137,17 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All live requests by arrival, for operators; O(n log n)."""
         return sorted(self._requests.values(), key=lambda request: request.arrival)
+
+    @property
+    def is_admitting(self) -> bool:
+        """Whether the batching policy would let a request start in the next step."""
+        return not self.num_running or self._rules.admits
+
+    def blocks_for_start(self, request: Request) -> tuple[int, int]:
+        """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
+        first_chunk = min(len(request.token_ids), self.limits.max_num_batched_tokens)
+        wanted = -(-self._reservation.wanted_tokens(request, first_chunk) // self.rows.block_size)
+        return wanted, self.pool.num_free - self._reservation.owed_blocks(self.rows, self._prefilling)
 
     def find(self, origin: Origin) -> Request | None:
         """The live request of this origin."""
@@ -217,14 +239,76 @@ class Scheduler:
         """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
         if len(self._in_flight) >= self.limits.max_steps_in_flight:
             return None
+        if self._any_decoded and not self.rows.num_live:
+            self._ask_policy(any_decoded=False)
         plan = StepPlan(self.limits.max_num_batched_tokens)
-        self._serve_decoding(plan)
+        rules = self._rules
+        if not self._batching.overlaps_own_steps:
+            self._choose_batch(plan)
+        if not rules.prompts_run_alone:
+            self._serve_decoding(plan)
+            if self._prefilling or self._waiting:
+                self._serve_prompts(plan, rules, now)
+        elif not self._run_prompts_alone(plan, rules, now):
+            self._serve_decoding(plan)
+        total = len(self._decoding()) + plan.num_chunk_tokens
+        if not total:
+            self._let_decode(plan.held_back, in_this_step=True)
+            return None
+        return self._commit(plan, total)
+
+    def _ask_policy(self, *, any_decoded: bool) -> None:
+        """Note whether a decode has run since the last time that nothing ran, and the rules that follow from it."""
+        self._any_decoded = any_decoded
+        self._rules = self._batching.rules(any_decoded=any_decoded)
+
+    def _choose_batch(self, plan: StepPlan) -> None:
+        """Leave out what is part of a step in flight, and what is beyond the size of a batch; O(running)."""
+        rows = self.rows
+        in_flight = set[int]().union(*(step.ran_rows() for step in self._in_flight))
+        ready = [row for row in rows.live_rows().tolist() if row not in in_flight]
+        ready.sort(key=rows.order_key.__getitem__)
+        batch = ready[: self._max_rows_per_step]
+        plan.max_new_requests = self._max_rows_per_step - len(batch)
+        plan.sits_out = in_flight.union(ready[len(batch) :])
+        self._hold_back(plan, [row for row in self._decoding().tolist() if row in plan.sits_out])
+
+    def _run_prompts_alone(self, plan: StepPlan, rules: StepRules, now: float) -> bool:
+        """Fill the step with prompts while decodes sit out; whether there was one to run.
+
+        Not while a decode waits for a block: prompts would take every block that comes free, fill the pool, be
+        preempted, and start again, for ever.
+        """
+        if self._stalled:
+            plan.exceptions += [(row, 0) for row in sorted(self._prefilling)]
+            return False
+        if not self._prefilling and not (rules.admits and self.num_waiting and self.rows.num_live < self.max_running):
+            return False
+        self._hold_back(plan, self._decoding().tolist())
+        self._serve_prompts(plan, rules, now)
+        if not plan.chunks:
+            self._let_decode([row for row in plan.held_back if row not in plan.sits_out], in_this_step=True)
+            plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
+        return bool(plan.chunks)
+
+    def _hold_back(self, plan: StepPlan, decoding: list[int]) -> None:
+        """Take rows out of the decoding column until the step is made."""
+        if decoding:
+            self.rows.hold_back(decoding)
+            plan.held_back = plan.held_back + decoding
+            self._decoding_changed = True
+
+    def _let_decode(self, held_back: list[int], *, in_this_step: bool) -> None:
+        if held_back:
+            self.rows.let_decode(held_back, in_this_step=in_this_step)
+            self._decoding_changed = True
+
+    def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
+        """Prompts under way first, then waiting ones with what is left."""
         if self._prefilling:
             self._serve_prefilling(plan)
-        if not plan.short_of_blocks and not self.paused:
-            self._admit_waiting(plan, now)
-        total = len(self._decoding()) + plan.num_chunk_tokens
-        return self._commit(plan, total) if total else None
+        if rules.admits and not plan.short_of_blocks and not self.paused:
+            self._admit_waiting(plan, rules.cut, now)
 
     def _decoding(self) -> RowIndices:
         """The rows that run one token in this step, ascending: the same array for as long as they are the same."""
@@ -239,7 +323,8 @@ class Scheduler:
         rows = self.rows
         due = (rows.due_tick[: rows.end] == self.next_step).nonzero()[0]
         if self._stalled:
-            due = np.sort(np.concatenate((due, np.asarray(sorted(self._stalled)))))
+            stalled = sorted(self._stalled.difference(plan.sits_out))
+            due = np.sort(np.concatenate((due, np.asarray(stalled, dtype=np.intp))))
         if not len(due):
             return
         num_left = rows.last_position[due] - rows.num_computed_tokens[due]
@@ -261,9 +346,9 @@ class Scheduler:
         plan.add_blocks(due, blocks)
         rows.due_tick[due] = np.minimum(num_left, rows.block_size) + np.int64(self.next_step)
         if self._stalled:
-            rows.decoding[sorted(self._stalled)] = 1
+            rows.decoding[due] = 1
             self._decoding_changed = True
-            self._stalled.clear()
+            self._stalled.difference_update(due.tolist())
 
     def _extend_decoding_one_by_one(self, plan: StepPlan, due: list[int]) -> None:
         for row in due:
@@ -298,7 +383,7 @@ class Scheduler:
         """First pass, part two: the next chunk of each prompt under way."""
         for row in sorted(self._prefilling, key=self.rows.order_key.__getitem__):
             if row in self._prefilling:  # not preempted for a row before it
-                num_tokens = self._next_chunk(plan, row)
+                num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
                 if num_tokens:
                     self._run_chunk(plan, row, num_tokens)
                 elif row in self._prefilling:
@@ -341,45 +426,50 @@ class Scheduler:
         else:
             self._prefilling.add(row)
 
-    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float) -> None:
         """Second pass: waiting requests, in service order, until the first that does not fit."""
         request = self._waiting.first()
-        if request is None:
-            return
         rows = self.rows
-        owed_blocks = sum(
-            -(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in self._prefilling
-        )
+        most_running = min(self.max_running, rows.num_live + plan.max_new_requests)
+        if request is None or rows.num_live >= most_running:
+            return
+        owed_blocks = self._reservation.owed_blocks(rows, self._prefilling)
         budget_for_chunks = plan.budget - len(self._decoding())
-        while request is not None and rows.num_live < self.max_running and not request.num_unreturned:
+        while request is not None and rows.num_live < most_running and not request.num_unreturned:
             budget = budget_for_chunks - plan.num_chunk_tokens
             if budget <= 0:
                 return
-            owed = self._admit(plan, request, budget, owed_blocks, now)
+            owed = self._admit(plan, request, cut, budget, owed_blocks, now)
             if owed is None:
                 return
             owed_blocks = owed
             request = self._waiting.first()
 
-    def _admit(self, plan: StepPlan, request: Request, budget: int, owed_blocks: int, now: float) -> int | None:
-        """Give ``request`` a row, its cached blocks and a first chunk, if its whole prompt fits beside ``owed_blocks``.
+    def _admit(
+        self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, owed_blocks: int, now: float
+    ) -> int | None:
+        """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation.
 
-        Returns the blocks that prompts under way will still need, or None if it does not fit.
+        Returns the blocks that running requests have then been promised and do not hold, or None if it does not fit.
         """
         rows, pool = self.rows, self.pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._find_cached(token_bytes, num_tokens)
-        # One token beyond the prompt, so that a request does not stall at once; the very last token needs no place.
-        wanted_blocks = -(-min(num_tokens + 1, request.limit - 1) // rows.block_size) - len(shared)
+        num_cached_tokens = len(shared) * rows.block_size
         available = pool.num_free - owed_blocks
         if len(shared):
             available -= pool.num_free_among(shared)
-        if wanted_blocks > available:
+        chunk = cut.first_chunk(
+            num_tokens - num_cached_tokens,
+            budget=budget,
+            step_budget=plan.budget,
+            room=available * rows.block_size,
+        )
+        wanted_tokens = self._reservation.wanted_tokens(request, num_cached_tokens + chunk)
+        if chunk <= 0 or -(-wanted_tokens // rows.block_size) - len(shared) > available:
             return None
         self._waiting.remove(request)
-        num_cached_tokens = len(shared) * rows.block_size
-        chunk = min(num_tokens - num_cached_tokens, budget)
         num_blocks = -(-(num_cached_tokens + chunk) // rows.block_size)
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
         row = rows.take(request, table)
@@ -399,7 +489,8 @@ class Scheduler:
         )
         self._advance_prompt(plan, request, num_cached_tokens + chunk, chunk)
         self._note_admission(request, num_tokens, num_cached_tokens, now)
-        return owed_blocks + -(-num_tokens // rows.block_size) - len(table)
+        promised_tokens = self._reservation.promised_tokens(request, num_cached_tokens + chunk)
+        return owed_blocks + -(-promised_tokens // rows.block_size) - len(table)
 
     def _behind_shared(self, shared: BlockIndices, count: int) -> BlockIndices:
         """A table of ``count`` blocks, the first of which are shared with others."""
@@ -454,12 +545,12 @@ class Scheduler:
         if cache and num_tokens > request.num_admitted_tokens:
             # Every token sampled in this stay has returned from a step that had computed all before it.
             self._cache_blocks(request, row, num_tokens - 1)
+        fence = self._fence_of(row)
         for step in self._in_flight:
             if row not in step.leavers:
                 owes = owed_tokens and step.samples(row)
                 step.leavers[row] = request if owes else None
                 request.num_unreturned += owes
-        fence = self._in_flight[-1].step if self._in_flight else None
         self.pool.release(rows.blocks_of(row), fence)
         self._decoding_changed = True
         rows.give_back(row)
@@ -468,6 +559,14 @@ class Scheduler:
         self._idle.discard(row)
         self._finished_rows.append(row)
         self._stop_tokens.remove(request.new.stop_token_ids)
+
+    def _fence_of(self, row: int) -> int | None:
+        """The step that must return before the blocks of ``row`` can be used again; None if no step may write them."""
+        if not self._in_flight:
+            return None
+        if not self._batching.overlaps_own_steps and not any(row in step.ran_rows() for step in self._in_flight):
+            return None
+        return self._in_flight[-1].step
 
     def _cache_blocks(self, request: Request, row: int, num_computed_tokens: int) -> None:
         """Register the full blocks of a row's first ``num_computed_tokens`` tokens in the prefix cache."""
@@ -484,6 +583,8 @@ class Scheduler:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
         self.next_step += 1
+        if not self._any_decoded and total > plan.num_chunk_tokens:
+            self._ask_policy(any_decoded=True)
         rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
@@ -494,13 +595,15 @@ class Scheduler:
             scheduled_new_reqs=tuple(plan.new_requests),
             finished_rows=encode_column(sorted(self._finished_rows)) if self._finished_rows else b"",
             new_blocks=plan.new_blocks(),
-            num_scheduled_tokens=plan.scheduled_tokens(self._idle, self._stalled),
+            num_scheduled_tokens=plan.scheduled_tokens(self._idle, self._stalled, plan.held_back),
             total_num_scheduled_tokens=total,
         )
         self._finished_rows.clear()
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
         # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
         self._in_flight.append(InFlightStep(step, self._decoding(), plan.chunks, digest))
+        if plan.held_back:
+            self._let_decode(plan.held_back, in_this_step=False)
         self.counters.num_steps += 1
         return output
 

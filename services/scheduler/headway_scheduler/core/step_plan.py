@@ -39,10 +39,13 @@ class StepPlan:
         "budget",
         "chunks",
         "exceptions",
+        "held_back",
+        "max_new_requests",
         "new_requests",
         "num_chunk_tokens",
         "num_promised_blocks",
         "short_of_blocks",
+        "sits_out",
     )
 
     def __init__(self, budget: int) -> None:
@@ -55,6 +58,11 @@ class StepPlan:
         self.num_promised_blocks = 0
         """Fenced blocks that rows already sit out for."""
         self.short_of_blocks = False
+        self.sits_out: Collection[int] = ()
+        """Live rows that may not be part of this step, whatever they are doing."""
+        self.held_back: list[int] = []
+        """Rows that would decode in this step, and do in the next."""
+        self.max_new_requests = budget
         self._block_rows: list[RowIndices] = []
         self._block_ids: list[BlockIndices] = []
 
@@ -71,7 +79,10 @@ class StepPlan:
             self.exceptions.append((row, num_tokens))
 
     def drop_row(self, row: int) -> None:
-        """Forget the blocks planned for a row that is preempted after all."""
+        """Forget what was planned for a row that is preempted after all."""
+        self.exceptions = [exception for exception in self.exceptions if exception[0] != row]
+        if row in self.held_back:
+            self.held_back.remove(row)
         for index, rows in enumerate(self._block_rows):
             stays = rows != row
             self._block_rows[index] = rows[stays]
@@ -113,6 +124,11 @@ class InFlightStep:
         self.chunks = chunks
         self.digest = digest
         self.leavers: dict[int, Request | None] = {}
+
+    def ran_rows(self) -> set[int]:
+        """The rows that run in this step for the requests that still own them."""
+        rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks)}
+        return rows.difference(self.leavers)
 
     def samples(self, row: int) -> bool:
         """Whether this step brings a token for ``row``."""

@@ -1,0 +1,112 @@
+"""The scheduler's core against the executor's own mirror of its rows: what runs in each step, by request.
+
+Owns: requests by number, steps by what they run, answers with made-up tokens. Must not know: any policy.
+"""
+
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+
+from headway_executor.batch_state import BatchState
+from headway_proto.columns import encode_column
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.scheduler import Scheduler
+
+STOP_TOKEN = 0
+OTHER_TOKEN = 1
+
+
+class CoreDriver:
+    """A core whose requests are known by their handles and whose steps are dictionaries from handle to tokens."""
+
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+        self.core = Scheduler(limits, capacity)
+        self.num_output_tokens: dict[int, int] = {}
+        self.finished: list[int] = []
+        self._mirror = BatchState(
+            BackendInfo(
+                backend="test",
+                device="test",
+                dtype="test",
+                model_name="test",
+                model_fingerprint="test",
+                num_blocks=capacity.num_blocks,
+                block_size=capacity.block_size,
+                max_model_len=capacity.max_model_len,
+                vocab_size=capacity.vocab_size,
+                eos_token_ids=(STOP_TOKEN,),
+                max_num_rows=capacity.max_num_rows,
+            )
+        )
+        self._mirror.begin_epoch()
+        self._in_flight: deque[tuple[int, list[int], int | None]] = deque()
+
+    def add(self, handle: int, num_prompt_tokens: int, max_tokens: int, *, priority: int = 3) -> None:
+        """A request whose prompt nobody shares."""
+        self.num_output_tokens[handle] = 0
+        self.core.add_request(
+            NewRequestEvent(
+                origin=Origin(0, handle),
+                request_id=str(handle),
+                token_ids=np.full(num_prompt_tokens, OTHER_TOKEN, dtype=np.int32),
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+                sampling=SamplingParams(),
+                stop_token_ids=frozenset({STOP_TOKEN}),
+                priority=priority,
+            ),
+            now=0.0,
+        )
+
+    def abort(self, handle: int) -> None:
+        self.core.abort(Origin(0, handle))
+
+    def schedule(self) -> dict[int, int] | None:
+        """The next step as the executor understands it: tokens by request."""
+        output = self.core.schedule(now=0.0)
+        if output is None:
+            return None
+        batch = self._mirror.apply(output).batch
+        digest = self._mirror.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        handles = [self.core.rows.request_in(row).new.origin.handle for row in batch.rows.tolist()]
+        sampling = [handle for handle, samples in zip(handles, batch.samples.tolist(), strict=True) if samples]
+        self._in_flight.append((output.step, sampling, digest))
+        return dict(zip(handles, batch.num_scheduled_tokens.tolist(), strict=True))
+
+    def update(self, stopping: Collection[int] = ()) -> list[int]:
+        """Answer the oldest step, with a stop token for those ``stopping``; return who ended, ascending."""
+        step, sampling, digest = self._in_flight.popleft()
+        tokens = [STOP_TOKEN if handle in stopping else OTHER_TOKEN for handle in sampling]
+        answer = ExecutorOutput(epoch=0, step=step, sampled_token_ids=encode_column(tokens), state_digest=digest)
+        events = self.core.update(answer, now=0.0)
+        for handle, index in zip(events.handles.tolist(), events.indices.tolist(), strict=True):
+            assert index == self.num_output_tokens[handle]
+            self.num_output_tokens[handle] += 1
+        ended = sorted(end.origin.handle for end in events.finished)
+        self.finished += ended
+        return ended
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def next_steps(self, count: int) -> list[dict[int, int]]:
+        """``count`` steps, each answered before the next."""
+        steps = []
+        for _ in range(count):
+            step = self.schedule()
+            assert step is not None
+            steps.append(step)
+            self.update()
+        return steps
+
+    def all_steps(self) -> list[dict[int, int]]:
+        """The steps until everything has ended, each answered before the next."""
+        steps = []
+        while self.core.num_unfinished:
+            steps += self.next_steps(1)
+        return steps
