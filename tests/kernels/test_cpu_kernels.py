@@ -27,6 +27,8 @@ from headway_executor.models.families import read_model_config
 from headway_kernels.cpu import build
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 TESTS = Path(__file__).resolve().parents[1]
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
@@ -46,15 +48,6 @@ def library(request):
 @pytest.fixture(scope="module")
 def team(library):
     return Team(library, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Torch's own threads would spin beside the kernels'."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- products ---------------------------------------------------------------------------------------------------------

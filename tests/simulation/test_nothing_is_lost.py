@@ -12,6 +12,7 @@ from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.scheduler import Scheduler
 from simulation.world import SimulatedGateway, Trouble, World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=12, max_steps_in_flight=2)
@@ -62,6 +63,18 @@ def assert_quiet(world: World) -> None:
     assert world.engine._origin_of == {}
 
 
+def run_undisturbed(world: World, count: int) -> Scheduler:
+    """Run ``count`` requests to their ends and check every stream; returns the core they ran in."""
+    submit_some(world, count)
+    world.run_until(world.all_ended, 60)
+    for gateway in world.gateways:
+        assert_undisturbed(world, gateway)
+    assert_quiet(world)
+    core = world.engine.core
+    assert core is not None
+    return core
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("num_blocks", [32, 60, 400])
 def test_undisturbed(depth: int, num_blocks: int) -> None:
@@ -70,13 +83,7 @@ def test_undisturbed(depth: int, num_blocks: int) -> None:
         **{name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__} | {"num_kv_blocks": num_blocks}
     )
     world = World(limits, config, num_gateways=2, seed=depth)
-    submit_some(world, 40)
-    world.run_until(world.all_ended, 60)
-    for gateway in world.gateways:
-        assert_undisturbed(world, gateway)
-    assert_quiet(world)
-    core = world.engine.core
-    assert core is not None
+    core = run_undisturbed(world, 40)
     assert (core.counters.num_preemptions > 0) == (num_blocks < 400)
     assert core.counters.num_prefix_hit_tokens > 0
 
@@ -87,13 +94,7 @@ def test_no_policy_changes_a_token(batching: str, reserve: str) -> None:
     limits = msgspec.structs.replace(LIMITS, batching=batching, reserve=reserve, max_num_seqs=6)
     config = msgspec.structs.replace(CONFIG, num_kv_blocks=36)
     world = World(limits, config, num_gateways=2, seed=1)
-    submit_some(world, 30)
-    world.run_until(world.all_ended, 60)
-    for gateway in world.gateways:
-        assert_undisturbed(world, gateway)
-    assert_quiet(world)
-    core = world.engine.core
-    assert core is not None
+    core = run_undisturbed(world, 30)
     assert (core.counters.num_preemptions == 0) == (reserve == "full")
 
 

@@ -14,6 +14,8 @@ from headway_executor.backend import BackendConfig, BackendConfigError, Executor
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 LENGTHS = (1, 5, 16, 17, 40, 63)
 NUM_OUTPUT = 32
 GREEDY = SamplingParams(temperature=0.0)
@@ -58,15 +60,6 @@ def round_to_8_bits(model: PreTrainedModel):
         if isinstance(module, torch.nn.Linear):
             module.weight = torch.nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
             module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny products gain nothing from a second thread, and lose a lot where another process holds its core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

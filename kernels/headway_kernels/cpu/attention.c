@@ -73,13 +73,22 @@ static int64_t start_group(const tile *of) {
     return first_seen / of->shape->block_size * groups_per_block(of->shape) / CHUNK_GROUPS * CHUNK_GROUPS;
 }
 
+/* The groups that a tile sees, worked out once: it takes divisions. */
+typedef struct {
+    const tile *by;
+    int64_t start;
+    int64_t end;
+} seen_groups;
+
+static seen_groups groups_seen(const tile *by) { return (seen_groups){by, start_group(by), end_group(by)}; }
+
 /* The group CHUNK_GROUPS behind group `index`, counting on into the next tile if there is one: what is fetched into the
  * cache while group `index` is worked on. The group itself where there is nothing to fetch. */
-static group group_ahead(const tile *of, const tile *next, int64_t index) {
-    int64_t ahead = index + CHUNK_GROUPS, end = end_group(of);
-    if (ahead < end) return group_at(of, ahead);
-    if (next == NULL || ahead - end + start_group(next) >= end_group(next)) return group_at(of, index);
-    return group_at(next, ahead - end + start_group(next));
+static group group_ahead(const seen_groups *of, const seen_groups *next, int64_t index) {
+    int64_t ahead = index + CHUNK_GROUPS;
+    if (ahead < of->end) return group_at(of->by, ahead);
+    if (next == NULL || ahead - of->end + next->start >= next->end) return group_at(of->by, index);
+    return group_at(next->by, ahead - of->end + next->start);
 }
 
 /* Which of a group's positions the token at `position` sees. */
@@ -197,7 +206,8 @@ INLINE void attend_rows(const int rows, const tile *of, const tile *next, float 
                         float *totals) {
     /* Of few rows, more at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
-    const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1, last_group = end_group(of);
+    const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
+    const seen_groups own = groups_seen(of), following = next == NULL ? own : groups_seen(next);
     float largest[TILE_ROWS], decays[TILE_ROWS];
     _Alignas(64) float scores[TILE_ROWS * CHUNK];
     UNROLLED
@@ -205,12 +215,12 @@ INLINE void attend_rows(const int rows, const tile *of, const tile *next, float 
         largest[i] = NOTHING_YET;
         totals[i] = 0.0f;
     }
-    for (int64_t g = start_group(of); g < last_group; g += CHUNK_GROUPS) {
-        int64_t num_groups = last_group - g < CHUNK_GROUPS ? last_group - g : CHUNK_GROUPS;
+    for (int64_t g = own.start; g < own.end; g += CHUNK_GROUPS) {
+        int64_t num_groups = own.end - g < CHUNK_GROUPS ? own.end - g : CHUNK_GROUPS;
         group groups[CHUNK_GROUPS], ahead[CHUNK_GROUPS];
         for (int64_t i = 0; i < CHUNK_GROUPS; i++) {
             groups[i] = i < num_groups ? group_at(of, g + i) : groups[i - 1];
-            ahead[i] = i < num_groups ? group_ahead(of, next, g + i) : groups[i - 1];
+            ahead[i] = i < num_groups ? group_ahead(&own, next == NULL ? NULL : &following, g + i) : groups[i - 1];
         }
         for (int64_t i = 0; i < num_groups; i += width) {
             score(rows, width, queries, groups + i, ahead + i, head_dim, scores + i * LANES);

@@ -6,6 +6,14 @@
 #define PHASES_PER_LAYER 10 /* four products of two phases, placing, attending */
 #define OTHER_PHASES 4      /* embedding, gathering, the head's product */
 
+/* Some consecutive tokens of one row. */
+typedef struct {
+    int64_t row;
+    int64_t token;
+    int64_t position;
+    int64_t num_tokens;
+} attention_tile;
+
 /* Working memory for a number of tokens; kept from step to step, grown when a step needs more. */
 typedef struct {
     int64_t num_tokens;
@@ -17,17 +25,9 @@ typedef struct {
     void *tiles;
     float *factors;
     int32_t *offsets;
-    struct attention_tile *attention_tiles;
-    struct attention_tile *sampled_tiles; /* one for each sampled token */
+    attention_tile *attention_tiles;
+    attention_tile *sampled_tiles; /* one for each sampled token */
 } workspace;
-
-/* Some consecutive tokens of one row. */
-typedef struct attention_tile {
-    int64_t row;
-    int64_t token;
-    int64_t position;
-    int64_t num_tokens;
-} attention_tile;
 
 struct decoder {
     decoder_shape shape;

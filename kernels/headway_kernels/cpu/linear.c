@@ -294,7 +294,7 @@ INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
 }
 
 /* The sums of one tile with one panel, kept between one range of steps and the next. */
-typedef struct {
+typedef union {
     vec floats[TILE_ROWS][2];
     ivec integers[TILE_ROWS][2];
 } tile_sums;
