@@ -268,6 +268,8 @@ class SchedulerEngine:
             stop_token_ids=frozenset(stops),
             priority=submit.priority,
             tenant=submit.tenant,
+            ttft_slo_ms=submit.ttft_slo_ms,
+            itl_slo_ms=submit.itl_slo_ms,
         )
 
     def _refusal(self, submit: Submit) -> Rejected | None:

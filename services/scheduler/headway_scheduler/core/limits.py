@@ -27,7 +27,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor can hold.
 
-    ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once.
+    ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
+    ``num_host_blocks`` blocks beside the device, into which others can be swapped out.
     """
 
     num_blocks: int
@@ -35,6 +36,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     max_num_rows: int
+    num_host_blocks: int = 0
 
     @property
     def max_request_tokens(self) -> int:

@@ -41,7 +41,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request as it arrives. ``token_ids`` int32, shape ``[num_tokens]``: prompt, then output already held.
 
-    ``max_tokens`` counts output tokens, those already held included.
+    ``max_tokens`` counts output tokens, those already held included. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives in
+    milliseconds, 0 for none: the first token within the one of its arrival, every further one within the other.
     """
 
     origin: Origin
@@ -54,6 +55,8 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     priority: int = 0
     index: int = 0
     tenant: str = ""
+    ttft_slo_ms: int = 0
+    itl_slo_ms: int = 0
 
 
 class Request:
