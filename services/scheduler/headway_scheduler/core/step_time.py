@@ -1,0 +1,269 @@
+"""How long a step will take, learned from the steps that ran.
+
+Owns: the model and its coefficients. Must not know: requests, objectives, clocks, or what the device is.
+
+A step's time is taken as a sum of what its shape explains, every coefficient at least 0, so that a step with more work
+is never predicted to be shorter::
+
+    constant + rows + tokens + tokens beyond 128 + tokens beyond 256 + context + pairs of prefill attention
+
+The terms beyond 128 and 256 are there because a step is bound by reading the weights up to a knee and by arithmetic
+from there on. On data-centre accelerators the knee lies between these two (operations per byte: about 140 on A100, 180
+on H200, 260 on H100); a device without one has a slope from the first token on.
+
+Learning is recursive least squares with four changes, each for what steps do:
+
+- *Relative errors.* Both sides are divided by the prediction, since noise grows with the duration.
+- *Directional forgetting* (Kulhavy, "Restricted exponential forgetting in real-time identification", Automatica 23(5),
+  1987): old evidence fades only along the features of the step that replaces it. Exponential forgetting in all
+  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound.
+- *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964), against a running scale of them and as
+  wide as the model itself is uncertain. A single strange step moves nothing much; ``PERSISTENT_RUN`` of one sign in a
+  row are believed. The likeliest cause is a device that has become slower or faster as a whole, so the covariance is
+  widened along the coefficients themselves, which lets them all scale alike.
+- *Constraints*: a coefficient below 0 is put to 0 and the others are moved as the covariance tells (Simon and Chia,
+  "Kalman filtering with state equality constraints", IEEE Trans. AES 38(1), 2002).
+
+Everything is plain Python floats: the matrices are so small that calls into numpy cost more than the arithmetic, and
+the result does not depend on a machine's linear algebra.
+"""
+
+from math import isfinite, sqrt
+from operator import mul
+from typing import NamedTuple, TypeAlias
+
+FIRST_KNEE_TOKENS = 128
+SECOND_KNEE_TOKENS = 256
+
+# Units of the features, so that coefficients are of similar size.
+_ROWS_UNIT = 1 / 128
+_TOKENS_UNIT = 1 / 1024
+_CONTEXT_UNIT = 1 / 2**17
+_PAIRS_UNIT = 1 / 2**21
+
+WARM_UP_STEPS = 3
+"""Ignored at the start: first steps compile kernels and fill allocators."""
+_MEMORY = 0.95
+"""Share of the old evidence along a step's features that is left after it: about 20 such steps count."""
+_PRIOR_VARIANCE = 1e4
+"""Of each coefficient, in squares of the first duration and of the noise: anything is possible."""
+PERSISTENT_RUN = 4
+"""So many clipped residuals of one sign in a row are believed."""
+_SPEED_VARIANCE = 25.0
+"""Of the change of the device's speed, in squares of the noise, once it is believed that there was one."""
+_CLIP = 3.0
+"""Residuals beyond so many standard deviations are clipped."""
+_SMALLEST_NOISE = 0.01
+_FIRST_NOISE = 0.10
+_NOISE_GAIN = 0.03
+_MEAN_TO_DEVIATION = 1.2533
+"""The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
+_LARGEST_ERROR = 9.0
+"""A believed step counts as ten times its prediction at most."""
+_SHORTEST_S = 1e-7
+"""Nothing is predicted to be shorter."""
+
+_Row: TypeAlias = tuple[float, float, float, float, float, float, float]
+_NUM_FEATURES = 7
+
+
+class StepShape(NamedTuple):
+    """What the duration of a step depends on.
+
+    ``num_tokens`` and ``num_rows`` of the whole step. ``num_context_tokens``: positions computed before, over all rows.
+    ``num_prefill_pairs``: queries times keys of the chunks of prompts, see ``prefill_pairs``.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_context_tokens: int = 0
+    num_prefill_pairs: int = 0
+
+    def with_prompt(self, num_tokens: int, num_computed_tokens: int) -> "StepShape":
+        """The step with one more row, ``num_tokens`` of a prompt of which ``num_computed_tokens`` are computed."""
+        return StepShape(
+            self.num_tokens + num_tokens,
+            self.num_rows + 1,
+            self.num_context_tokens + num_computed_tokens,
+            self.num_prefill_pairs + prefill_pairs(num_tokens, num_computed_tokens),
+        )
+
+
+def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
+    """Pairs of a query and a key in a chunk: each token attends to all before it and to itself."""
+    return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2
+
+
+def _features(shape: StepShape) -> _Row:
+    num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape
+    return (
+        1.0,
+        num_rows * _ROWS_UNIT,
+        num_tokens * _TOKENS_UNIT,
+        (num_tokens - FIRST_KNEE_TOKENS) * _TOKENS_UNIT if num_tokens > FIRST_KNEE_TOKENS else 0.0,
+        (num_tokens - SECOND_KNEE_TOKENS) * _TOKENS_UNIT if num_tokens > SECOND_KNEE_TOKENS else 0.0,
+        num_context_tokens * _CONTEXT_UNIT,
+        num_prefill_pairs * _PAIRS_UNIT,
+    )
+
+
+def _diagonal(variance: float) -> list[_Row]:
+    rows = []
+    for place in range(_NUM_FEATURES):
+        row = [0.0] * _NUM_FEATURES
+        row[place] = variance
+        rows.append(tuple(row))
+    return rows  # type: ignore[return-value] # tuples of seven
+
+
+class StepTimeModel:
+    """The model of one device. ``observe`` each step that ran, in order; ``predict_s`` any step.
+
+    ``num_shifts`` counts how often the device was found to have changed its speed.
+    """
+
+    def __init__(self) -> None:
+        self.num_shifts = 0
+        self._num_observed = 0
+        self._knows_prefill = False
+        self._coefficients: _Row = (0.0,) * _NUM_FEATURES  # type: ignore[assignment] # seven
+        # In squares of the noise, whose own scale is kept apart.
+        self._covariance = _diagonal(_PRIOR_VARIANCE)
+        self._prior_variance = _PRIOR_VARIANCE
+        self._noise = _FIRST_NOISE
+        self._run = 0  # of clipped residuals: how many in a row, with their sign
+
+    def predict_s(self, shape: StepShape) -> float | None:
+        """Seconds that a step of this shape will take; None if no step has been observed."""
+        if self._num_observed <= WARM_UP_STEPS:
+            return None
+        num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape
+        constant, row, token, beyond_first, beyond_second, context, pair = self._coefficients
+        tokens = token * num_tokens
+        if num_tokens > FIRST_KNEE_TOKENS:
+            tokens += beyond_first * (num_tokens - FIRST_KNEE_TOKENS)
+            if num_tokens > SECOND_KNEE_TOKENS:
+                tokens += beyond_second * (num_tokens - SECOND_KNEE_TOKENS)
+        duration_s = (
+            constant
+            + row * _ROWS_UNIT * num_rows
+            + tokens * _TOKENS_UNIT
+            + context * _CONTEXT_UNIT * num_context_tokens
+            + pair * _PAIRS_UNIT * num_prefill_pairs
+        )
+        return duration_s if duration_s > _SHORTEST_S else _SHORTEST_S
+
+    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
+        """Seconds that ``num_tokens`` of a prompt add to steps that run anyway, ``num_computed_tokens`` behind its start.
+
+        At least 0; None if no prompt has been observed. The steps are taken to be beyond the knee already, so that every
+        token pays its arithmetic.
+        """
+        if not self._knows_prefill:
+            return None
+        _, _, token, beyond_first, beyond_second, context, pair = self._coefficients
+        return (
+            (token + beyond_first + beyond_second) * _TOKENS_UNIT * num_tokens
+            + context * _CONTEXT_UNIT * num_computed_tokens
+            + pair * _PAIRS_UNIT * prefill_pairs(num_tokens, num_computed_tokens)
+        )
+
+    def observe(self, shape: StepShape, duration_s: float) -> None:
+        """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
+        if not 0.0 < duration_s or not isfinite(duration_s) or shape.num_tokens <= 0:
+            return
+        self._num_observed += 1
+        if self._num_observed <= WARM_UP_STEPS:
+            return
+        features = _features(shape)
+        if self._num_observed == WARM_UP_STEPS + 1:
+            self._begin(duration_s)
+        if features[6]:
+            self._knows_prefill = True
+        predicted_s = max(sum(map(mul, self._coefficients, features)), _SHORTEST_S)
+        inverse = 1.0 / predicted_s
+        f0, f1, f2, f3, f4, f5, f6 = features
+        scaled = (inverse, f1 * inverse, f2 * inverse, f3 * inverse, f4 * inverse, f5 * inverse, f6 * inverse)
+        gains, variance = self._spread(scaled)
+        error = duration_s * inverse - 1.0
+        limit = _CLIP * self._noise * sqrt(1.0 + variance)
+        if -limit <= error <= limit:
+            self._run = 0
+        elif self._is_believed(error):
+            if variance < _SPEED_VARIANCE:
+                self._widen_along_coefficients()
+                gains, variance = self._spread(scaled)
+            error = min(error, _LARGEST_ERROR)
+        else:
+            error = limit if error > 0 else -limit
+        self._noise += _NOISE_GAIN * (_MEAN_TO_DEVIATION * abs(error) / sqrt(1.0 + variance) - self._noise)
+        self._noise = max(self._noise, _SMALLEST_NOISE)
+        self._update(gains, variance, error)
+
+    def _begin(self, duration_s: float) -> None:
+        self._coefficients = (duration_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._prior_variance = _PRIOR_VARIANCE * duration_s * duration_s
+        self._covariance = _diagonal(self._prior_variance)
+
+    def _is_believed(self, error: float) -> bool:
+        """Count a residual beyond the limit; whether there were enough of its sign in a row."""
+        sign = 1 if error > 0 else -1
+        self._run = self._run + sign if self._run * sign > 0 else sign
+        if abs(self._run) < PERSISTENT_RUN:
+            return False
+        if abs(self._run) == PERSISTENT_RUN:
+            self.num_shifts += 1
+        return True
+
+    def _spread(self, scaled: _Row) -> tuple[_Row, float]:
+        """The covariance times ``scaled``, and the variance of the prediction along it."""
+        a, b, c, d, e, f, g = scaled
+        gains: _Row = tuple(
+            [  # type: ignore[assignment] # seven
+                p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance
+            ]
+        )
+        variance = sum(map(mul, scaled, gains))
+        if variance > 0.0:
+            return gains, variance
+        # Rounding has cost the matrix its sign; start from the coefficients as they are.
+        self._covariance = _diagonal(self._prior_variance)
+        return self._spread(scaled)
+
+    def _widen_along_coefficients(self) -> None:
+        coefficients = self._coefficients
+        self._covariance = [
+            tuple([entry + _SPEED_VARIANCE * left * right for entry, right in zip(row, coefficients, strict=True)])
+            for row, left in zip(self._covariance, coefficients, strict=True)
+        ]  # type: ignore[assignment] # rows of seven
+
+    def _update(self, gains: _Row, variance: float, error: float) -> None:
+        step = error / (1.0 + variance)
+        h0, h1, h2, h3, h4, h5, h6 = gains
+        c0, c1, c2, c3, c4, c5, c6 = self._coefficients
+        coefficients = (
+            c0 + step * h0,
+            c1 + step * h1,
+            c2 + step * h2,
+            c3 + step * h3,
+            c4 + step * h4,
+            c5 + step * h5,
+            c6 + step * h6,
+        )
+        # Kulhavy's weight of the new evidence: 0 where it just replaces what is forgotten, below where it is weaker.
+        weight = _MEMORY - (1.0 - _MEMORY) / variance
+        if weight:
+            k = 1.0 / (1.0 / weight + variance)
+            self._covariance = [
+                (p - (w := k * h) * h0, q - w * h1, r - w * h2, s - w * h3, t - w * h4, u - w * h5, v - w * h6)
+                for (p, q, r, s, t, u, v), h in zip(self._covariance, gains, strict=True)
+            ]
+        self._coefficients = coefficients if min(coefficients) >= 0.0 else self._at_least_zero(coefficients)
+
+    def _at_least_zero(self, coefficients: _Row) -> _Row:
+        values = list(coefficients)
+        for place, row in enumerate(self._covariance):
+            if values[place] < 0.0 < row[place]:
+                share = values[place] / row[place]
+                values = [value - share * entry for value, entry in zip(values, row, strict=True)]
+        return tuple([max(value, 0.0) for value in values])  # type: ignore[return-value] # seven
