@@ -16,13 +16,28 @@ DEAD = -1
 @dataclass(eq=False)
 class SpecRequest:
     origin: Origin
-    key: int
+    arrival: int
+    arrival_time: float
+    priority: int
+    tenant: str
+    rank: int
+    latest_start: float | None
     tokens: list[int]
     num_prompt_tokens: int
     limit: int
     stops: frozenset[int]
     min_tokens: int
     row: int | None = None
+    lane: int = 2
+    """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
+    has_started: bool = False
+    charged: bool = False
+    preemptions: int = 0
+    ways_made: int = 0
+    passed_over: int = 0
+    swapped: int = 0
+    """Tokens that are on the host, in ``host_blocks``."""
+    host_blocks: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     stay: int = 0
@@ -35,8 +50,16 @@ class SpecRequest:
     """Cache versions of the leading blocks that the cache knows."""
     prompt_end: int = 0
     """Tokens known when it took its row: all of them are prefilled before it decodes."""
+    objective_s: float = 0.0
+    danger: int = 0
+    """1: it has been told to be at risk, 2: to be too late."""
     sampled_ahead: int = 0
     """Tokens that steps in flight will bring to this stay."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place among those that run."""
+        return self.rank, self.arrival
 
     @property
     def expected(self) -> int:
@@ -161,19 +184,131 @@ class Specification:
         self.num_preemptions = 0
         self.batch_is_closed = False
         """static: somebody has decoded since the last time that nothing ran."""
+        self.starts_since_promotion = 0
+        self.served: dict[str, float] = {}
+        """fair: what each tenant has had, lifts included."""
+        self.last_to_leave: str | None = None
+        self.tenants_seen: list[str] = []
+        self.free_host_blocks = list(range(capacity.num_host_blocks))
+        self.host_blocks_to_come: list[list[int]] = []
+        self.swap_out: list[tuple[SpecRequest, list[tuple[int, int]]]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.shed: list[Origin] = []
 
     # -- requests
 
-    def add(self, new: NewRequestEvent) -> None:
-        key = self.arrivals if self.limits.order == "fcfs" else (new.priority << 48) + self.arrivals
-        self.arrivals += 1
+    def add(self, new: NewRequestEvent, now: float) -> None:
         tokens = new.token_ids.tolist()
-        limit = min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens)
-        self.waiting.append(
-            SpecRequest(
-                new.origin, key, tokens, new.num_prompt_tokens, limit, new.stop_token_ids, new.sampling.min_tokens
-            )
+        objective_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
+        has_objective = objective_ms and len(tokens) == new.num_prompt_tokens
+        request = SpecRequest(
+            origin=new.origin,
+            arrival=self.arrivals,
+            arrival_time=now,
+            priority=new.priority,
+            tenant=new.tenant,
+            rank=new.priority if self.limits.order == "priority" else 1,
+            # What a prefill takes is not known here: nothing has a duration.
+            latest_start=now + objective_ms / 1e3 if has_objective else None,
+            tokens=tokens,
+            num_prompt_tokens=new.num_prompt_tokens,
+            limit=min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens),
+            stops=new.stop_token_ids,
+            min_tokens=new.sampling.min_tokens,
         )
+        request.objective_s = objective_ms / 1e3
+        self.arrivals += 1
+        if new.tenant not in self.tenants_seen:
+            self.tenants_seen.append(new.tenant)
+        if self.limits.order == "fair" and not any(r.tenant == new.tenant for r in self._fresh()):
+            rivals = [self.served.get(r.tenant, 0.0) for r in self._fresh()]
+            left = self.last_to_leave
+            floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
+            self.served[new.tenant] = max(self.served.get(new.tenant, 0.0), floor)
+        self.waiting.append(request)
+
+    def take_shed(self) -> list[Origin]:
+        shed, self.shed = self.shed, []
+        return shed
+
+    def _fresh(self) -> list[SpecRequest]:
+        """Those that wait for the first time since they came or came back."""
+        return [r for r in self.waiting if r.lane != 0]
+
+    def _leave_queue(self, request: SpecRequest) -> None:
+        was_fresh = request.lane != 0
+        self.waiting.remove(request)
+        if was_fresh and not any(r.tenant == request.tenant for r in self._fresh()):
+            self.last_to_leave = request.tenant
+
+    # -- the queue
+
+    def queue(self) -> list[SpecRequest]:
+        """All that wait, in service order."""
+        return sorted(self.waiting, key=self._queue_key)
+
+    def _queue_key(self, request: SpecRequest) -> tuple[float, ...]:
+        if self.limits.order == "fair":
+            if request.lane == 0:
+                return (-1, 0, request.rank, request.arrival)
+            return (self.served[request.tenant], self.tenants_seen.index(request.tenant), 0, request.arrival)
+        value = {
+            "shortest": len(request.tokens) + 8 * (request.limit - len(request.tokens)),
+            "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
+        }.get(self.limits.order, 0)
+        return (request.rank, request.lane, value, request.arrival)
+
+    def first(self, now: float) -> SpecRequest | None:
+        queue = self.queue()
+        if not queue or self.limits.order == "fair" or self.starts_since_promotion < 8 or queue[0].rank == 0:
+            return queue[0] if queue else None
+        fresh = self._fresh()
+        oldest = min(fresh, key=lambda r: r.arrival) if fresh else None
+        if oldest is None or oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
+            return queue[0]
+        oldest.rank = 0
+        self.starts_since_promotion = 0
+        return oldest
+
+    def _next_to_start(self, now: float) -> tuple[list[SpecRequest], SpecRequest | None]:
+        first = self.first(now)
+        if first is None or not self.limits.prefix_aware or first.passed_over >= 16:
+            return [], first
+        queue = self.queue()
+        if self.limits.order == "fair":
+            alike = [r for r in queue if r.lane != 0 and r.tenant == first.tenant] if first.lane else [first]
+        else:
+            alike = [r for r in queue if (r.rank, r.lane) == (first.rank, first.lane)]
+        few = alike[:8]
+        best = max(few, key=lambda r: len(self._find_cached(r)[0]))
+        return few[: few.index(best)], best
+
+    def _find_cached(self, request: SpecRequest) -> tuple[list[int], list[int]]:
+        if not self.limits.enable_prefix_caching:
+            return [], []
+        return self.pool.find(request.tokens, self.capacity.block_size)
+
+    def _mind_first_tokens(self, now: float) -> None:
+        watched = [r for r in self.waiting if r.latest_start is not None and not r.has_started]
+        events = []
+        for r in watched:
+            at_risk = max(r.arrival_time, r.latest_start - 0.5 * r.objective_s)
+            if at_risk <= now and r.danger < 1:
+                events.append((at_risk, 2 * r.arrival, r))
+            if r.latest_start <= now and r.danger < 2:
+                events.append((r.latest_start, 2 * r.arrival + 1, r))
+        for _, number, r in sorted(events, key=lambda event: event[:2]):
+            r.danger = 1 + number % 2
+            if number % 2 == 0:
+                r.lane = self._lane(1)
+            elif self.limits.shed_late:
+                self.shed.append(r.origin)
+                self._end(r)
+            else:
+                r.lane = self._lane(3)
+
+    def _lane(self, lane: int) -> int:
+        return 2 if self.limits.order == "fair" else lane  # an objective gives no tenant more than its share
 
     def abort(self, origin: Origin) -> bool:
         for request in self.waiting + self.running:
@@ -184,13 +319,16 @@ class Specification:
 
     # -- schedule
 
-    def schedule(self) -> dict[str, object] | None:
+    def schedule(self, now: float) -> dict[str, object] | None:
         if len(self.in_flight) >= self.limits.max_steps_in_flight:
             return None
+        self.now = now
         self.running.sort(key=lambda request: request.key)
         if not self.running:
             self.batch_is_closed = False
+        self._mind_first_tokens(now)
         self.may_run = self._who_may_run()
+        self.num_chosen = len(self.may_run)
         self.short = False
         self.promised = 0
         self.tokens: dict[int, int] = {}  # row -> tokens in this step
@@ -206,6 +344,9 @@ class Specification:
             self._serve_decoding()
             self._serve_prompts()
             self._admit()
+        for blocks in self.host_blocks_to_come:
+            self.free_host_blocks[:0] = blocks  # the last that were given up are taken first
+        self.host_blocks_to_come = []
         total = sum(self.tokens.values())
         return self._commit(total) if total else None
 
@@ -247,8 +388,11 @@ class Specification:
                 request.stalled = True
 
     def _serve_prompts(self) -> None:
-        for request in [r for r in self.may_run if r.computed < r.prompt_end]:
-            if request.row is None:
+        under_way = [(r, r.stay) for r in self.may_run if r.computed < r.prompt_end]
+        for request, stay in under_way:
+            if self.limits.order == "priority":
+                self._admit(below_rank=request.rank)
+            if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
             wanted = min(request.prompt_end - request.computed, self._budget())
             room = len(request.blocks) * self.capacity.block_size - request.computed
@@ -272,16 +416,77 @@ class Specification:
             if len(self.pool.fenced) > self.promised:
                 self.promised += 1
                 return False
-            victim = max(self.running, key=lambda r: r.key)
+            victim = self._victim_for(request)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
+    def _victim_for(self, request: SpecRequest) -> SpecRequest:
+        later = [r for r in self.running if r.key > request.key]
+        if not later:
+            return request
+        lowest = max(r.priority for r in later)
+        candidates = sorted((r for r in later if r.priority == lowest), key=lambda r: r.key)[-16:]
+        return self._in_victim_order(candidates)[0]
+
+    def _in_victim_order(self, candidates: list[SpecRequest]) -> list[SpecRequest]:
+        def place(r: SpecRequest) -> tuple[int, int, tuple[int, ...]]:
+            freed = self._num_freed(r)
+            lost = 4 * r.computed // (freed * self.capacity.block_size) if freed else 1 << 63
+            return (-r.priority, lost, tuple(-part for part in r.key))
+
+        return sorted(candidates, key=place)
+
+    def _num_freed(self, request: SpecRequest) -> int:
+        return sum(self.pool.references[block] == 1 for block in request.blocks)
+
+    def _make_room(self, request: SpecRequest, num_blocks: int) -> bool:
+        """Preempt running requests of lower classes, if all that is missing comes free by that."""
+        if self.short or not (self.limits.order == "priority" or request.lane == 1):
+            return False
+        num_blocks -= len(self.pool.fenced)
+        if num_blocks <= 0 and len(self.running) < self.max_running:
+            return False
+        own_class = 1 if request.rank == 0 else request.priority
+        victims = []
+        for r in self._in_victim_order(
+            [
+                r
+                for r in self.running
+                if r.rank > 0
+                and r.priority > own_class
+                and r.computed < r.limit - 1
+                and not (r.computed < r.prompt_end and r.row in self.tokens)
+            ]
+        ):
+            victims.append(r)
+            num_blocks -= self._num_freed(r)
+            if num_blocks <= 0:
+                break
+        else:
+            return False
+        for victim in victims:
+            victim.ways_made += 1
+            if victim.ways_made >= 4:
+                victim.rank = 0
+            self._preempt(victim)
+        return bool(victims)
+
     def _preempt(self, victim: SpecRequest) -> None:
         self.tokens.pop(victim.row, None)
         self.new_blocks = [(row, block) for row, block in self.new_blocks if row != victim.row]
+        num_blocks = -(-victim.computed // self.capacity.block_size)
+        is_idle = victim.computed >= victim.limit - 1
+        if self.limits.preemption == "swap" and not is_idle and 0 < num_blocks <= len(self.free_host_blocks):
+            victim.host_blocks = self.free_host_blocks[:num_blocks]
+            del self.free_host_blocks[:num_blocks]
+            victim.swapped = victim.computed
+            self.swap_out.append((victim, list(zip(victim.blocks, victim.host_blocks, strict=False))))
         self._leave(victim, cache=True)
+        victim.lane = 0
+        victim.preemptions += 1
+        self.short = True
         victim.unreturned = victim.sampled_ahead
         victim.sampled_ahead = 0
         victim.stay += 1
@@ -299,39 +504,58 @@ class Specification:
         request.row, request.blocks, request.computed, request.chain = None, [], 0, []
         request.stalled = False
 
-    def _admit(self) -> None:
-        if self.short or (self.limits.batching == "static" and self.batch_is_closed):
-            return
+    @property
+    def max_running(self) -> int:
         num_batches = self.limits.max_steps_in_flight if self.limits.batching == "orca" else 1
-        max_running = min(self.max_batch * num_batches, self.capacity.max_num_rows)
-        num_places = self.max_batch - len(self.may_run) if self.limits.batching == "orca" else max_running
-        for request in sorted(self.waiting, key=lambda r: r.key):
-            if len(self.running) >= max_running or len(self.new_requests) >= num_places:
+        return min(self.max_batch * num_batches, self.capacity.max_num_rows)
+
+    def _admit(self, below_rank: int = 256) -> None:
+        if self.limits.batching == "static" and self.batch_is_closed:
+            return
+        most_new = self.limits.max_num_batched_tokens
+        if self.limits.batching == "orca":
+            most_new = self.max_batch - self.num_chosen
+        while not self.short and len(self.new_requests) < most_new:
+            passed_over, request = self._next_to_start(self.now)
+            if request is None or request.rank >= below_rank or request.unreturned or self._budget() <= 0:
                 return
-            if self._budget() <= 0 or request.unreturned or not self._start(request):
+            if len(self.running) >= self.max_running and not self._make_room(request, 0):
                 return
+            if not self._start(request):
+                return
+            for other in passed_over:
+                other.passed_over += 1
 
     def _start(self, request: SpecRequest) -> bool:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
         size = self.capacity.block_size
-        shared, chain = self.pool.find(request.tokens, size) if self.limits.enable_prefix_caching else ([], [])
+        shared, chain = self._find_cached(request)
         free = self.pool.num_free - sum(block in self.pool.evictable for block in shared) - self._owed()
-        left = len(request.tokens) - len(shared) * size
+        start = max(len(shared) * size, request.swapped)
+        left = len(request.tokens) - start
         chunk = min(left, self._budget())
         if self.limits.batching in {"static", "orca", "prefill_first"}:
             if chunk < min(left, self.limits.max_num_batched_tokens):
-                return False  # the prompt is whole, or as much of it as a step can have
+                chunk = 0  # the prompt is whole, or as much of it as a step can have
         elif self.limits.batching == "split_fuse":
-            chunk = min(chunk, free * size)
+            chunk = min(chunk, (len(shared) + free) * size - start)
         wanted = {
-            "none": len(shared) * size + chunk,
+            "none": start + max(chunk, 1),
             "prompt": min(len(request.tokens) + 1, request.limit - 1),
             "full": request.limit - 1,
         }[self.reserve]
-        if chunk <= 0 or -(-wanted // size) - len(shared) > free:
+        missing = -(-wanted // size) + self._headroom(request) - len(shared) - free
+        if missing > 0:
+            return self._make_room(request, missing) and not self.in_flight and self._start(request)
+        if chunk <= 0:
             return False
-        self._take_row(request, shared, chain, chunk)
+        self._take_row(request, shared, chain, start, chunk)
         return True
+
+    def _headroom(self, request: SpecRequest) -> int:
+        if not request.preemptions or not self.running:
+            return 0
+        return min(len(self.running) << min(request.preemptions - 1, 16), len(self.pool.references) // 8)
 
     @property
     def reserve(self) -> str:
@@ -348,19 +572,27 @@ class Specification:
             return sum(-(-r.prompt_end // size) - len(r.blocks) for r in self.running if r.computed < r.prompt_end)
         return 0
 
-    def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int], count: int) -> None:
+    def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int], start: int, count: int) -> None:
         taken = {r.row for r in self.running}
-        self.waiting.remove(request)
+        self._leave_queue(request)
+        self.starts_since_promotion += 1
+        if self.limits.order == "fair" and not request.has_started:
+            self.served[request.tenant] += len(request.tokens)
+        request.has_started = True
         self.pool.share(shared)
         request.row = min(set(range(len(taken) + 1)) - taken)
         request.blocks, request.chain = list(shared), chain
-        request.computed = request.confirmed = len(shared) * self.capacity.block_size
+        request.computed = start
+        request.confirmed = len(shared) * self.capacity.block_size  # what is swapped in is there when the step has run
         request.prompt_end = len(request.tokens)
         self.running.append(request)
-        start = request.computed
         before = list(self.new_blocks)
         self._extend(request, count)
         self.new_blocks = before  # a new request carries its blocks itself
+        if request.host_blocks:
+            pairs = list(zip(request.host_blocks, request.blocks, strict=False))
+            self.swap_in += pairs[len(shared) :]
+            self._give_up_host_blocks(request)
         self.tokens[request.row] = count
         self.new_requests.append(
             {
@@ -371,6 +603,11 @@ class Specification:
                 "scheduled": count,
             }
         )
+
+    def _give_up_host_blocks(self, request: SpecRequest) -> None:
+        if request.host_blocks:
+            self.host_blocks_to_come.append(request.host_blocks)
+        request.host_blocks, request.swapped = [], 0
 
     def _commit(self, total: int) -> dict[str, object]:
         ran = []
@@ -390,8 +627,11 @@ class Specification:
             "exceptions": sorted(
                 (r.row, self.tokens.get(r.row, 0)) for r in self.running if self.tokens.get(r.row, 0) != 1
             ),
+            "swap_out": [pair for _, pairs in self.swap_out for pair in pairs],
+            "swap_in": self.swap_in,
             "total": total,
         }
+        self.swap_out, self.swap_in = [], []
         self.in_flight.append(SpecStep(self.step, ran, message))
         self.finished_rows = []
         self.step += 1
@@ -434,6 +674,8 @@ class Specification:
             self.pool.register(request, request.confirmed, self.capacity.block_size)
 
     def _deliver(self, request: SpecRequest, token: int, delivered: list[tuple[Origin, int, int]]) -> None:
+        if self.limits.order == "fair":
+            self.served[request.tenant] += 2.0
         delivered.append((request.origin, len(request.tokens) - request.num_prompt_tokens, token))
         request.tokens.append(token)
 
@@ -449,6 +691,8 @@ class Specification:
 
     def _end(self, request: SpecRequest) -> None:
         if request.row is None:
-            self.waiting.remove(request)
+            self._leave_queue(request)
+            self.swap_out = [entry for entry in self.swap_out if entry[0] is not request]
+            self._give_up_host_blocks(request)
         else:
             self._leave(request, cache=True)

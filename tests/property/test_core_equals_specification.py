@@ -1,7 +1,5 @@
 """The fast core makes exactly the decisions of the readable specification, over random workloads."""
 
-from collections import Counter
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from specification import Specification
@@ -40,6 +39,8 @@ def readable(output: SchedulerOutput) -> dict[str, object]:
             (tuple(pair) for pair in decode_columns(output.new_blocks, 2).T.tolist()), key=lambda entry: entry[0]
         ),
         "exceptions": sorted(scheduled.items()),
+        "swap_out": [tuple(pair) for pair in decode_columns(output.swap_out, 2).T.tolist()],
+        "swap_in": [tuple(pair) for pair in decode_columns(output.swap_in, 2).T.tolist()],
         "total": output.total_num_scheduled_tokens,
     }
 
@@ -57,19 +58,20 @@ class Pair:
         self.core = Scheduler(limits, capacity)
         self.specification = Specification(limits, capacity)
         self.output_tokens: dict[Origin, list[int]] = {}
-        self.seen: Counter[str] = Counter()
+        self.now = 0.0
 
     def add(self, new: NewRequestEvent) -> None:
-        self.core.add_request(new, now=0.0)
-        self.specification.add(new)
+        self.core.add_request(new, now=self.now)
+        self.specification.add(new, now=self.now)
         self.output_tokens[new.origin] = []
 
     def abort(self, origin: Origin) -> None:
         assert (self.core.abort(origin) is not None) == self.specification.abort(origin)
 
     def schedule(self) -> bool:
-        output = self.core.schedule(now=0.0)
-        expected = self.specification.schedule()
+        output = self.core.schedule(now=self.now)
+        expected = self.specification.schedule(now=self.now)
+        assert [end.origin for end in self.core.take_shed()] == self.specification.take_shed()
         assert (output is None) == (expected is None)
         if output is not None:
             assert readable(output) == expected
@@ -114,15 +116,21 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         max_num_rows=draw(st.integers(min_value=1, max_value=12)),
+        num_host_blocks=draw(st.sampled_from([0, 3, 100])),
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),
         max_num_seqs=draw(st.integers(min_value=1, max_value=12)),
         max_steps_in_flight=draw(st.integers(min_value=1, max_value=4)),
-        order=draw(st.sampled_from(["fcfs", "priority"])),
+        order=draw(st.sampled_from(["fcfs", "priority", *ORDERS])),
         batching=draw(st.sampled_from(["chunked", *BATCHING_POLICIES])),
         reserve=draw(st.sampled_from(["auto", *RESERVATIONS])),
+        preemption=draw(st.sampled_from(["recompute", "swap"])),
+        aging_s=draw(st.sampled_from([0.0, 5.0, 1e9])),
+        default_ttft_slo_ms=draw(st.sampled_from([0, 4000])),
+        shed_late=draw(st.booleans()),
         enable_prefix_caching=draw(st.booleans()),
+        prefix_aware=draw(st.booleans()),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
@@ -141,6 +149,8 @@ def random_request(rng: np.random.Generator, number: int, max_model_len: int) ->
         sampling=SamplingParams(min_tokens=int(rng.integers(0, 4))),
         stop_token_ids=frozenset({0} if rng.integers(0, 2) else ()),
         priority=int(rng.integers(1, 5)),
+        tenant="abc"[int(rng.integers(0, 3))],
+        ttft_slo_ms=int(rng.choice([0, 0, 2000, 20000])),
     )
 
 
@@ -153,6 +163,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
     origins: list[Origin] = []
     for _ in range(num_actions):
         action = rng.random()
+        pair.now += float(rng.random())
         if action < 0.25:
             new = random_request(rng, len(origins), capacity.max_model_len)
             pair.add(new)

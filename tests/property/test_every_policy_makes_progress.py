@@ -10,7 +10,7 @@ from core_driver import CoreDriver
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.reservations import RESERVATIONS
-from headway_scheduler.core.waiting_queue import ORDER_POLICIES
+from headway_scheduler.core.orders import ORDERS
 
 MAX_MODEL_LEN = 24
 NUM_REQUESTS = 16
@@ -32,7 +32,7 @@ WORKLOADS: dict[str, Lengths] = {
         SchedulerLimits,
         batching=st.sampled_from(sorted(BATCHING_POLICIES)),
         reserve=st.sampled_from(sorted(RESERVATIONS)),
-        order=st.sampled_from(sorted(ORDER_POLICIES)),
+        order=st.sampled_from(sorted(ORDERS)),
         max_num_batched_tokens=st.integers(1, 40),
         max_num_seqs=st.integers(1, 8),
         max_steps_in_flight=st.integers(1, 4),

@@ -107,7 +107,7 @@ class Administration:
             doing = f"{computed} of {known} known tokens are computed, in {blocks} blocks"
             preempted = f" It was preempted {request.num_preemptions} times." if request.num_preemptions else ""
             return f"{age} and runs: {doing}.{preempted}"
-        ahead = sum(other.order_key < request.order_key for other in core.requests() if other.row < 0)
+        ahead = core.num_ahead_of(request)
         lost = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
         return f"{age}{lost} and waits behind {ahead} others: {self._bottleneck(core, request)}."
 

@@ -114,6 +114,10 @@ class BlockPool:
         """How many of these cached blocks count towards ``num_free``."""
         return int(np.count_nonzero(self._queue_place[blocks] != _NOT_QUEUED))
 
+    def num_held_once(self, blocks: BlockIndices) -> int:
+        """How many of these blocks only one table has: those that become free when it is given up."""
+        return int(np.count_nonzero(self._ref_count[blocks] == 1))
+
     def check(self, held: BlockIndices) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
         self._count_released()

@@ -16,3 +16,4 @@ class SchedulerCounters(msgspec.Struct):
     num_finished: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_swapped_out_blocks: int = 0

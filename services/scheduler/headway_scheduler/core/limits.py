@@ -10,8 +10,15 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings.
 
     ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
-    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDER_POLICIES``; ``batching``
-    a name in ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own.
+    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDERS``; ``batching`` a name in
+    ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own; ``budget`` a name
+    in ``TOKEN_BUDGETS``; ``preemption`` a name in ``PREEMPTIONS``.
+
+    ``aging_s``: seconds after which a waiting request may be promoted. ``tenant_weights``: shares under the order
+    ``fair``, 1 for tenants that are not named. ``default_ttft_slo_ms`` and ``default_itl_slo_ms``: objectives of requests
+    that name none, 0 for none. ``shed_late``: requests that can no longer meet the objective on their first token are ended
+    before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
+    cached prefix starts first.
     """
 
     max_num_batched_tokens: int = 2048
@@ -21,14 +28,22 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     order: str = "fcfs"
     batching: str = "chunked"
     reserve: str = "auto"
+    budget: str = "fixed"
+    preemption: str = "recompute"
+    aging_s: float = 30.0
+    tenant_weights: dict[str, float] = {}
+    default_ttft_slo_ms: int = 0
+    default_itl_slo_ms: int = 0
+    shed_late: bool = False
     enable_prefix_caching: bool = True
+    prefix_aware: bool = False
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor can hold.
 
     ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
-    ``num_host_blocks`` blocks beside the device, into which others can be swapped out.
+    ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown.
     """
 
     num_blocks: int
@@ -37,6 +52,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_num_rows: int
     num_host_blocks: int = 0
+    swap_us_per_block: float = 0.0
 
     @property
     def max_request_tokens(self) -> int:

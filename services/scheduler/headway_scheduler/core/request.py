@@ -11,6 +11,10 @@ import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.indices import NO_BLOCKS
+
+ARRIVAL_BITS = 48
+NORMAL_LANE = 2
 
 
 class RequestStatus(Enum):
@@ -29,6 +33,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    SHED = "shed"
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -66,34 +71,58 @@ class Request:
         "arrival",
         "arrival_time",
         "cache_node",
+        "curve",
         "first_token_time",
+        "host_blocks",
+        "lane",
+        "latest_start",
         "limit",
         "new",
         "num_admitted_tokens",
         "num_cached_blocks",
+        "num_passed_over",
         "num_preemptions",
+        "num_queued_tokens",
+        "num_swapped_tokens",
         "num_unreturned",
-        "order_key",
+        "num_ways_made",
+        "rank",
         "row",
         "scheduled_time",
         "status",
         "token_ids",
     )
 
-    def __init__(self, new: NewRequestEvent, *, arrival: int, order_key: int, limit: int, now: float) -> None:
+    def __init__(self, new: NewRequestEvent, *, arrival: int, rank: int, limit: int, now: float) -> None:
         self.new = new
         self.arrival = arrival
-        self.order_key = order_key
+        self.rank = rank
+        """Its class, where the order ranks classes; 0 when it has been promoted for its age."""
+        self.lane = NORMAL_LANE
+        """Where it stands among those of its rank while it waits."""
         self.limit = limit
         """Most tokens (prompt and output) this request may come to."""
         self.arrival_time = now
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.latest_start: float | None = None
+        """When its prompt has to start at the latest for its first token to be in time."""
+        self.curve = -1
+        """Its curve of output lengths."""
         self.status = RequestStatus.WAITING
         self.row = -1
         self.token_ids = new.token_ids
         """All tokens known while not running."""
         self.num_preemptions = 0
+        self.num_ways_made = 0
+        """Preemptions for the sake of a request of a higher class."""
+        self.num_queued_tokens = 0
+        """Tokens known when it last began to wait."""
+        self.num_passed_over = 0
+        """Requests that started before it although they come after it in the order."""
+        self.host_blocks = NO_BLOCKS
+        """Where its first ``num_swapped_tokens`` tokens are while it is swapped out."""
+        self.num_swapped_tokens = 0
         self.num_admitted_tokens = 0
         """Tokens known when it last took a row."""
         self.num_unreturned = 0
@@ -102,6 +131,11 @@ class Request:
         """Leading blocks of its table that the prefix cache knows."""
         self.cache_node = 0
         """The prefix-cache node of the last of them."""
+
+    @property
+    def order_key(self) -> int:
+        """Its place among those that run, lower is served first: by rank, then by arrival."""
+        return self.rank << ARRIVAL_BITS | self.arrival
 
     def append_token(self, token_id: int) -> None:
         """Take a token that arrived after the request lost its row."""

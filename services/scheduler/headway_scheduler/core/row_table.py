@@ -22,7 +22,8 @@ class RowTable:
     steps scheduled so far; ``num_blocks`` in the block table; ``last_position`` the position of
     the last token allowed; ``num_prompt_tokens``;
     ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
-    ``due_tick``; ``order_key`` the place in the service order (lower is served first).
+    ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
+    less urgent; ``tenant`` the place of the tenant in the books of the order.
     ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
     """
 
@@ -44,6 +45,8 @@ class RowTable:
         self.decoding = np.zeros(max_rows, dtype=np.int32)
         self.due_tick = np.full(max_rows, NEVER, dtype=np.int64)
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
+        self.priority = np.zeros(max_rows, dtype=np.int32)
+        self.tenant = np.zeros(max_rows, dtype=np.intp)
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these two cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
@@ -72,6 +75,7 @@ class RowTable:
         self.owner[row] = new.origin.owner
         self.handle[row] = new.origin.handle
         self.order_key[row] = request.order_key
+        self.priority[row] = new.priority
         request.row = row
         request.num_admitted_tokens = num_tokens
         return row
@@ -106,10 +110,6 @@ class RowTable:
     def live_rows(self) -> RowIndices:
         """All live rows, ascending."""
         return (self.order_key[: self.end] >= 0).nonzero()[0]
-
-    def last_in_service_order(self) -> int:
-        """The live row that is served last: the first to be preempted."""
-        return int(self.order_key[: self.end].argmax())
 
     def append_blocks(self, row: int, blocks: BlockIndices) -> None:
         """Extend one row's block table."""

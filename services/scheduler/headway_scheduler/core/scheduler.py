@@ -38,15 +38,41 @@ from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCu
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.host_pool import HostPool
 from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
+from headway_scheduler.core.orders import ORDERS, QueueSettings
+from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
-from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
+from headway_scheduler.core.request import (
+    ARRIVAL_BITS,
+    FinishReason,
+    NewRequestEvent,
+    Origin,
+    Request,
+    RequestStatus,
+)
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.row_table import NEVER, RowTable
-from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
-from headway_scheduler.core.waiting_queue import ORDER_POLICIES, WaitingQueue
+from headway_scheduler.core.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.waiting_queue import PROMOTED_RANK, Lane
+
+ANY_RANK = 1 << 8
+"""Behind every rank."""
+UNRANKED = 1
+"""The rank of all requests where the order does not rank classes."""
+HIGHEST_CLASS = 1
+FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
+"""Order keys below it belong to promoted requests."""
+
+MAX_PASSED_OVER = 16
+NUM_COMPARED_PREFIXES = 8
+MAX_WAYS_MADE = 4
+MAX_DOUBLINGS = 16
 
 TokenColumns: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 """Owner, handle, output index and id of new tokens."""
@@ -77,12 +103,22 @@ class Scheduler:
         self.limits = limits
         self.counters = SchedulerCounters()
         self.paused = False
-        self._order = ORDER_POLICIES[limits.order]
+        self._order = ORDERS[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
         reservation = self._batching.reservation if limits.reserve == "auto" else limits.reserve
         self._reservation = RESERVATIONS[reservation]
+        self._preemption = PREEMPTIONS[limits.preemption]
+        self._step_times = StepTimeModel()
+        self._budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self._step_times)
+        # What depends on step times: the budget, the choice between kinds of preemption, and objectives on first tokens.
+        self._observes_steps = limits.budget != "fixed" or self._preemption.needs_costs
         self._requests: dict[Origin, Request] = {}
-        self._waiting = WaitingQueue()
+        self._waiting = self._order.make_queue(
+            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output)
+        )
+        self._num_waiting_tokens = 0
+        self._first_tokens = FirstTokenWatch()
+        self._shed: list[FinishedEvent] = []
         self._num_arrivals = 0
         self._begin(capacity, epoch)
 
@@ -98,8 +134,15 @@ class Scheduler:
         self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
         self.pool = BlockPool(capacity.num_blocks, self.cache)
         self.rows = RowTable(self.max_running, capacity.max_model_len, capacity.block_size)
+        self._host = HostPool(capacity.num_host_blocks)
+        self._costs = PreemptionCosts(self._step_times.prefill_s, capacity.swap_us_per_block)
+        self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
+        self._last_answer_time = 0.0
         self._finished_rows: list[int] = []
+        # Blocks to swap out with the next step, by the arrival of their request, and those to swap in.
+        self._swap_out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
+        self._swap_in: list[tuple[BlockIndices, BlockIndices]] = []
         self._prefilling: set[int] = set()
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
@@ -110,6 +153,7 @@ class Scheduler:
         # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
         self._origins_of = NO_ROWS
         self._origins = EMPTY_COLUMN, EMPTY_COLUMN, EMPTY_COLUMN
+        self._num_by_tenant = np.zeros(0, dtype=np.intp)
         self._stop_tokens = StopTokens(capacity.vocab_size)
 
     # ------------------------------------------------------------------------------------------ requests come and go
@@ -138,6 +182,10 @@ class Scheduler:
         """All live requests by arrival, for operators; O(n log n)."""
         return sorted(self._requests.values(), key=lambda request: request.arrival)
 
+    def num_ahead_of(self, request: Request) -> int:
+        """Waiting requests that are to start before this one; O(n log n)."""
+        return self._waiting.in_order().index(request)
+
     @property
     def is_admitting(self) -> bool:
         """Whether the batching policy would let a request start in the next step."""
@@ -163,9 +211,41 @@ class Scheduler:
         self._check_new(new, limit)
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        request = Request(new, arrival=arrival, order_key=self._order(new, arrival), limit=limit, now=now)
+        rank = new.priority if self._order.ranks_classes else UNRANKED
+        request = Request(new, arrival=arrival, rank=rank, limit=limit, now=now)
         self._requests[new.origin] = request
+        self._watch_first_token(request)
+        self._wait(request)
+
+    def _watch_first_token(self, request: Request) -> None:
+        """Note by when a request has to start for its first token to be in time, unless it has had that already."""
+        new = request.new
+        objective_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
+        if not objective_ms or len(new.token_ids) > new.num_prompt_tokens:
+            return
+        self._observes_steps = True
+        prefill_s = self._step_times.prefill_s(new.num_prompt_tokens, 0) or 0.0
+        request.latest_start = request.arrival_time + objective_ms / 1e3 - prefill_s
+        self._first_tokens.watch(request, objective_ms / 1e3)
+
+    def _wait(self, request: Request) -> None:
+        self._num_waiting_tokens += len(request.token_ids)
+        request.num_queued_tokens = len(request.token_ids)
         self._waiting.push(request)
+
+    def _no_longer_waits(self, request: Request) -> None:
+        self._num_waiting_tokens -= request.num_queued_tokens
+        self._waiting.remove(request)
+
+    def _predicted_output(self, request: Request) -> int:
+        """Output tokens still to come, as far as one can know."""
+        return request.limit - len(request.token_ids)
+
+    def take_shed(self) -> tuple[FinishedEvent, ...]:
+        """The requests that were ended since the last call because they could no longer meet their objective."""
+        shed = tuple(self._shed)
+        self._shed.clear()
+        return shed
 
     def abort(self, origin: Origin) -> FinishedEvent | None:
         """End a request and release its blocks; None if it is unknown (it may just have ended)."""
@@ -184,12 +264,14 @@ class Scheduler:
             request.token_ids = self.rows.tokens_of(row)
             self.rows.give_back(row)
             request.status = RequestStatus.PREEMPTED
-            self._waiting.push(request)
+            self._wait(request)
         self._begin(capacity, epoch)
         finished = []
         for request in self.requests():
             request.num_unreturned = 0
             request.num_cached_blocks = 0
+            request.host_blocks = NO_BLOCKS
+            request.num_swapped_tokens = 0
             request.limit = self._limit_of(request.new)
             largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
             if not same_model:
@@ -243,6 +325,7 @@ class Scheduler:
             self._ask_policy(any_decoded=False)
         plan = StepPlan(self.limits.max_num_batched_tokens)
         rules = self._rules
+        self._mind_first_tokens(now)
         if not self._batching.overlaps_own_steps:
             self._choose_batch(plan)
         if not rules.prompts_run_alone:
@@ -251,11 +334,24 @@ class Scheduler:
                 self._serve_prompts(plan, rules, now)
         elif not self._run_prompts_alone(plan, rules, now):
             self._serve_decoding(plan)
+        self._host.complete_plan()
         total = len(self._decoding()) + plan.num_chunk_tokens
         if not total:
             self._let_decode(plan.held_back, in_this_step=True)
             return None
-        return self._commit(plan, total)
+        return self._commit(plan, total, now)
+
+    def _mind_first_tokens(self, now: float) -> None:
+        """Let requests that are about to miss their objective go first, and those that have missed it last, or end them."""
+        for request, danger in self._first_tokens.due(now):
+            if request.status is RequestStatus.FINISHED:
+                continue  # it was too late for it before it was at risk
+            if danger is Danger.AT_RISK:
+                self._waiting.move(request, Lane.URGENT)
+            elif self.limits.shed_late:
+                self._shed.append(self._finish(request, FinishReason.SHED))
+            else:
+                self._waiting.move(request, Lane.LATE)
 
     def _ask_policy(self, *, any_decoded: bool) -> None:
         """Note whether a decode has run since the last time that nothing ran, and the rules that follow from it."""
@@ -282,7 +378,7 @@ class Scheduler:
         if self._stalled:
             plan.exceptions += [(row, 0) for row in sorted(self._prefilling)]
             return False
-        if not self._prefilling and not (rules.admits and self.num_waiting and self.rows.num_live < self.max_running):
+        if not self._prefilling and not (rules.admits and self.num_waiting):
             return False
         self._hold_back(plan, self._decoding().tolist())
         self._serve_prompts(plan, rules, now)
@@ -304,11 +400,43 @@ class Scheduler:
             self._decoding_changed = True
 
     def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
-        """Prompts under way first, then waiting ones with what is left."""
+        """Prompts under way first, then waiting ones with what is left; waiting ones of a higher rank before either."""
+        cut = rules.cut if rules.admits and not self.paused else None
+        if self.limits.budget != "fixed" and rules.cut is not PromptCut.NOWHERE:
+            self._bound_prompts(plan, now)
         if self._prefilling:
-            self._serve_prefilling(plan)
-        if rules.admits and not plan.short_of_blocks and not self.paused:
-            self._admit_waiting(plan, rules.cut, now)
+            self._serve_prefilling(plan, cut, now)
+        if cut is not None:
+            self._admit_waiting(plan, cut, now)
+
+    def _bound_prompts(self, plan: StepPlan, now: float) -> None:
+        """Let the budget say how many prompt tokens may run beside the decodes."""
+        rows, decoding = self.rows, self._decoding_shape()
+        if not decoding.num_rows:
+            return
+        under_way = sorted(self._prefilling, key=rows.order_key.__getitem__)
+        num_left = self._num_waiting_tokens
+        for row in under_way:
+            num_left += int(rows.num_tokens[row] - rows.num_computed_tokens[row])
+        first = self._waiting.first(now)
+        num_prompt_tokens = self._budget.prompt_tokens(
+            decoding=decoding,
+            objective_s=self._objective_s(),
+            num_computed_tokens=int(rows.num_computed_tokens[under_way[0]]) if under_way else 0,
+            num_left=num_left,
+            is_urgent=first is not None and first.lane == Lane.URGENT,
+        )
+        plan.budget = min(plan.budget, decoding.num_rows + num_prompt_tokens)
+
+    def _objective_s(self) -> float | None:
+        """The tightest inter-token objective of those that run."""
+        tightest_ms = self._tightest.tightest_ms
+        return None if tightest_ms is None else tightest_ms / 1e3
+
+    def _decoding_shape(self) -> StepShape:
+        decoding = self._decoding()
+        num_context_tokens = int(self.rows.num_computed_tokens[decoding].sum())
+        return StepShape(len(decoding), len(decoding), num_context_tokens, 0)
 
     def _decoding(self) -> RowIndices:
         """The rows that run one token in this step, ascending: the same array for as long as they are the same."""
@@ -373,28 +501,36 @@ class Scheduler:
             if self.pool.num_fenced > plan.num_promised_blocks:
                 plan.num_promised_blocks += 1
                 return False
-            victim = self.rows.last_in_service_order()
+            victim = choose_victim(self.rows, self.pool, row)
             self._preempt(plan, victim)
             if victim == row:
                 return False
         return True
 
-    def _serve_prefilling(self, plan: StepPlan) -> None:
-        """First pass, part two: the next chunk of each prompt under way."""
-        for row in sorted(self._prefilling, key=self.rows.order_key.__getitem__):
-            if row in self._prefilling:  # not preempted for a row before it
-                num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
-                if num_tokens:
-                    self._run_chunk(plan, row, num_tokens)
-                elif row in self._prefilling:
-                    plan.exceptions.append((row, 0))
+    def _serve_prefilling(self, plan: StepPlan, cut: PromptCut | None, now: float) -> None:
+        """First pass, part two: the next chunk of each prompt under way.
+
+        Where the order ranks classes, waiting requests start before prompts under way of lower ranks are served, if any
+        may start (``cut``).
+        """
+        rows = self.rows
+        under_way = [(row, rows.request_in(row)) for row in sorted(self._prefilling, key=rows.order_key.__getitem__)]
+        for row, request in under_way:
+            if cut is not None and self._order.ranks_classes:
+                self._admit_waiting(plan, cut, now, below_rank=request.rank)
+            if row not in self._prefilling or rows.requests[row] is not request:
+                continue  # preempted for a request before it
+            num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
+            if num_tokens:
+                self._run_chunk(plan, row, num_tokens)
+            elif row in self._prefilling:
+                plan.exceptions.append((row, 0))
 
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
         """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
         rows = self.rows
         computed = int(rows.num_computed_tokens[row])
-        budget = plan.budget - plan.num_chunk_tokens - len(self._decoding())
-        wanted = min(int(rows.num_tokens[row]) - computed, budget)
+        wanted = min(int(rows.num_tokens[row]) - computed, self._budget_left(plan))
         if wanted <= 0:
             return 0
         room = int(rows.num_blocks[row]) * rows.block_size - computed
@@ -419,35 +555,50 @@ class Scheduler:
         row = request.row
         self.rows.num_computed_tokens[row] = end
         completes = end == request.num_admitted_tokens
-        plan.add_chunk(row, num_tokens)
+        plan.add_chunk(row, num_tokens, end - num_tokens)
         plan.chunks.append(PrefillChunk(request, row, request.num_preemptions, end, completes))
         if completes:
             self._prefilling.discard(row)
         else:
             self._prefilling.add(row)
 
-    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float) -> None:
-        """Second pass: waiting requests, in service order, until the first that does not fit."""
-        request = self._waiting.first()
+    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, below_rank: int = ANY_RANK) -> None:
+        """Second pass: waiting requests of ranks before ``below_rank``, in order, until the first that does not fit."""
         rows = self.rows
-        most_running = min(self.max_running, rows.num_live + plan.max_new_requests)
-        if request is None or rows.num_live >= most_running:
-            return
-        owed_blocks = self._reservation.owed_blocks(rows, self._prefilling)
-        budget_for_chunks = plan.budget - len(self._decoding())
-        while request is not None and rows.num_live < most_running and not request.num_unreturned:
-            budget = budget_for_chunks - plan.num_chunk_tokens
-            if budget <= 0:
+        owed_blocks: int | None = None
+        while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
+            passed_over, request = self._next_to_start(now)
+            if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
                 return
-            owed = self._admit(plan, request, cut, budget, owed_blocks, now)
-            if owed is None:
+            if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
                 return
-            owed_blocks = owed
-            request = self._waiting.first()
+            if owed_blocks is None or plan.short_of_blocks:
+                owed_blocks = self._reservation.owed_blocks(rows, self._prefilling)
+            owed_blocks = self._admit(plan, request, cut, owed_blocks, now)
+            if owed_blocks is None:
+                return
+            for other in passed_over:
+                other.num_passed_over += 1
 
-    def _admit(
-        self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, owed_blocks: int, now: float
-    ) -> int | None:
+    def _next_to_start(self, now: float) -> tuple[list[Request], Request | None]:
+        """The request that should start next, and those before it in the order that it passes over.
+
+        With ``prefix_aware`` it is the one with the longest cached prefix among the first few, which the order does not
+        care to tell apart; nobody is passed over more than ``MAX_PASSED_OVER`` times.
+        """
+        first = self._waiting.first(now)
+        if first is None or not self.limits.prefix_aware or first.num_passed_over >= MAX_PASSED_OVER:
+            return [], first
+        few = self._waiting.first_few(NUM_COMPARED_PREFIXES)
+        num_cached = [len(self._find_cached(other.token_ids.tobytes(), len(other.token_ids))[0]) for other in few]
+        best = num_cached.index(max(num_cached))
+        return few[:best], few[best]
+
+    def _budget_left(self, plan: StepPlan) -> int:
+        """Tokens that may be added to the step."""
+        return plan.budget - plan.num_chunk_tokens - len(self._decoding())
+
+    def _admit(self, plan: StepPlan, request: Request, cut: PromptCut, owed_blocks: int, now: float) -> int | None:
         """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation.
 
         Returns the blocks that running requests have then been promised and do not hold, or None if it does not fit.
@@ -456,23 +607,30 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._find_cached(token_bytes, num_tokens)
-        num_cached_tokens = len(shared) * rows.block_size
+        start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
         available = pool.num_free - owed_blocks
         if len(shared):
             available -= pool.num_free_among(shared)
         chunk = cut.first_chunk(
-            num_tokens - num_cached_tokens,
-            budget=budget,
+            num_tokens - start,
+            budget=self._budget_left(plan),
             step_budget=plan.budget,
-            room=available * rows.block_size,
+            room=(len(shared) + available) * rows.block_size - start,
         )
-        wanted_tokens = self._reservation.wanted_tokens(request, num_cached_tokens + chunk)
-        if chunk <= 0 or -(-wanted_tokens // rows.block_size) - len(shared) > available:
+        wanted_tokens = self._reservation.wanted_tokens(request, start + max(chunk, 1))
+        missing = -(-wanted_tokens // rows.block_size) + self._headroom(request) - len(shared) - available
+        if missing > 0:
+            return self._admit_in_place_of_others(plan, request, cut, missing, now)
+        if chunk <= 0 or not self._keeps_objective(request):
             return None
-        self._waiting.remove(request)
-        num_blocks = -(-(num_cached_tokens + chunk) // rows.block_size)
+        self._no_longer_waits(request)
+        self._waiting.note_start(request)
+        num_blocks = -(-(start + chunk) // rows.block_size)
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
         row = rows.take(request, table)
+        rows.tenant[row] = self._waiting.place_of_tenant(request)
+        self._swap_in_behind(request, table, len(shared))
+        self._count_objective(request, 1)
         request.num_cached_blocks = len(shared)
         request.cache_node = node
         request.status = RequestStatus.RUNNING
@@ -483,14 +641,103 @@ class Scheduler:
                 token_ids=token_bytes,
                 num_prompt_tokens=request.new.num_prompt_tokens,
                 block_ids=encode_column(table),
-                num_computed_tokens=num_cached_tokens,
+                num_computed_tokens=start,
                 sampling=request.new.sampling,
             )
         )
-        self._advance_prompt(plan, request, num_cached_tokens + chunk, chunk)
-        self._note_admission(request, num_tokens, num_cached_tokens, now)
-        promised_tokens = self._reservation.promised_tokens(request, num_cached_tokens + chunk)
+        self._advance_prompt(plan, request, start + chunk, chunk)
+        self._note_admission(request, num_tokens, len(shared) * rows.block_size, now)
+        promised_tokens = self._reservation.promised_tokens(request, start + chunk)
         return owed_blocks + -(-promised_tokens // rows.block_size) - len(table)
+
+    def _headroom(self, request: Request) -> int:
+        """Blocks that must be free beside what a preempted request needs: twice as many after each preemption.
+
+        So whoever was preempted does not come back to be preempted again after a few steps. With one block for each row
+        nobody runs short for about ``block_size`` steps; an eighth of the pool is enough, because then more tokens come
+        out of those steps than preempting one request undoes. Beside nobody it needs none: it always comes back.
+        """
+        if not request.num_preemptions or not self.rows.num_live:
+            return 0
+        doubled = self.rows.num_live << min(request.num_preemptions - 1, MAX_DOUBLINGS)
+        return min(doubled, self.pool.num_blocks // 8)
+
+    def _keeps_objective(self, request: Request) -> bool:
+        """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
+        if self.limits.budget == "fixed" or not len(self._decoding()):
+            return True
+        objectives = [self._tightest.tightest_ms or 0, self._itl_objective_ms(request)]
+        tightest_ms = min((objective for objective in objectives if objective), default=None)
+        return self._budget.admits_more(
+            decoding=self._decoding_shape(),
+            objective_s=None if tightest_ms is None else tightest_ms / 1e3,
+            num_context_tokens=len(request.token_ids),
+        )
+
+    def _itl_objective_ms(self, request: Request) -> int:
+        return request.new.itl_slo_ms or self.limits.default_itl_slo_ms
+
+    def _count_objective(self, request: Request, change: int) -> None:
+        objective_ms = self._itl_objective_ms(request)
+        if objective_ms:
+            self._tightest.change(objective_ms, change)
+
+    def _swap_in_behind(self, request: Request, table: BlockIndices, num_shared: int) -> None:
+        """Bring back what was swapped out, as far as the prefix cache does not have it."""
+        host_blocks = request.host_blocks
+        if not len(host_blocks):
+            return
+        if num_shared < len(host_blocks):
+            self._swap_in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
+        self._give_up_host_blocks(request)
+
+    def _give_up_host_blocks(self, request: Request) -> None:
+        self._host.release(request.host_blocks)
+        request.host_blocks = NO_BLOCKS
+        request.num_swapped_tokens = 0
+
+    # ------------------------------------------------------------------------------------- in the place of lower classes
+
+    def _admit_in_place_of_others(
+        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
+    ) -> int | None:
+        """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
+        if not self._make_room(plan, request, num_blocks=num_missing_blocks) or self._in_flight:
+            return None
+        owed_blocks = self._reservation.owed_blocks(self.rows, self._prefilling)
+        return self._admit(plan, request, cut, owed_blocks, now)
+
+    def _make_room(self, plan: StepPlan, request: Request, *, num_blocks: int) -> bool:
+        """Preempt running requests of lower classes so that ``request`` finds a row and ``num_blocks`` more blocks.
+
+        Only if the order ranks classes, or if it is about to miss its objective; once per step; and nobody at all
+        if that would not be enough. Blocks behind a fence come free without it.
+        """
+        if plan.short_of_blocks or not (self._order.ranks_classes or request.lane == Lane.URGENT):
+            return False
+        num_blocks -= self.pool.num_fenced
+        if num_blocks <= 0 and self.rows.num_live < self.max_running:
+            return False
+        victims = self._victims_for(plan, request, num_blocks)
+        for row in victims:
+            self._preempt(plan, row, for_class=True)
+        return bool(victims)
+
+    def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
+        """The rows to preempt for ``request``, the lowest class first; none if all of them were not enough."""
+        rows = self.rows
+        own_class = HIGHEST_CLASS if request.rank == PROMOTED_RANK else request.new.priority
+        is_lower = (rows.order_key[: rows.end] >= FIRST_RANKED_KEY) & (rows.priority[: rows.end] > own_class)
+        is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
+        planned = {chunk.row for chunk in plan.chunks}
+        candidates = [row for row in is_lower.nonzero()[0].tolist() if row not in planned]
+        victims = []
+        for row in in_victim_order(rows, self.pool, candidates):
+            victims.append(row)
+            num_blocks -= self.pool.num_held_once(rows.blocks_of(row))
+            if num_blocks <= 0:
+                return victims
+        return []
 
     def _behind_shared(self, shared: BlockIndices, count: int) -> BlockIndices:
         """A table of ``count`` blocks, the first of which are shared with others."""
@@ -525,17 +772,38 @@ class Scheduler:
         self.rows.due_tick[row] = NEVER
         self._decoding_changed = True
 
-    def _preempt(self, plan: StepPlan, row: int) -> None:
-        """Take a row's blocks away; the request returns to its place in the queue and is computed again later."""
+    def _preempt(self, plan: StepPlan, row: int, *, for_class: bool = False) -> None:
+        """Take a row's blocks away; the request returns to its place in the queue and goes on later.
+
+        ``for_class``: for one of a higher class. Who has made way ``MAX_WAYS_MADE`` times does so no more.
+        """
         request = self.rows.request_in(row)
         request.token_ids = self.rows.tokens_of(row)
+        self._swap_out_blocks(request, row)
         self._release_row(row, owed_tokens=True)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
+        if for_class:
+            request.num_ways_made += 1
+            if request.num_ways_made >= MAX_WAYS_MADE:
+                request.rank = PROMOTED_RANK
         self.counters.num_preemptions += 1
-        self._waiting.push(request)
+        self._wait(request)
         plan.drop_row(row)
         plan.short_of_blocks = True
+
+    def _swap_out_blocks(self, request: Request, row: int) -> None:
+        """Let the next step copy what is computed to the host, if the policy wants that and there is room."""
+        num_tokens = int(self.rows.num_computed_tokens[row])
+        num_blocks = -(-num_tokens // self.rows.block_size)
+        is_about_to_end = num_tokens == int(self.rows.last_position[row])
+        if is_about_to_end or not 0 < num_blocks <= self._host.num_free:
+            return
+        if self._preemption.swaps(self._costs, num_tokens, num_blocks):
+            request.host_blocks = self._host.allocate(num_blocks)
+            request.num_swapped_tokens = num_tokens
+            self._swap_out[request.arrival] = (self.rows.blocks_of(row)[:num_blocks], request.host_blocks)
+            self.counters.num_swapped_out_blocks += num_blocks
 
     def _release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> None:
         """Give up a row and its blocks. ``owed_tokens``: the steps in flight still owe the request their tokens."""
@@ -552,6 +820,7 @@ class Scheduler:
                 step.leavers[row] = request if owes else None
                 request.num_unreturned += owes
         self.pool.release(rows.blocks_of(row), fence)
+        self._count_objective(request, -1)
         self._decoding_changed = True
         rows.give_back(row)
         self._prefilling.discard(row)
@@ -579,9 +848,11 @@ class Scheduler:
         request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks)
         request.num_cached_blocks = end
 
-    def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
+    def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
+        load = self._load(plan, now) if self._observes_steps else None
+        swap_out, swap_in = list(self._swap_out.values()), self._swap_in
         self.next_step += 1
         if not self._any_decoded and total > plan.num_chunk_tokens:
             self._ask_policy(any_decoded=True)
@@ -596,16 +867,36 @@ class Scheduler:
             finished_rows=encode_column(sorted(self._finished_rows)) if self._finished_rows else b"",
             new_blocks=plan.new_blocks(),
             num_scheduled_tokens=plan.scheduled_tokens(self._idle, self._stalled, plan.held_back),
+            swap_out=block_pairs(swap_out),
+            swap_in=block_pairs(swap_in),
             total_num_scheduled_tokens=total,
         )
         self._finished_rows.clear()
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
         # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
-        self._in_flight.append(InFlightStep(step, self._decoding(), plan.chunks, digest))
+        num_moved_blocks = sum(len(blocks) for blocks, _ in swap_out + swap_in)
+        self._in_flight.append(
+            InFlightStep(
+                step, self._decoding(), plan.chunks, digest=digest, load=load, num_moved_blocks=num_moved_blocks
+            )
+        )
+        if num_moved_blocks:
+            self._swap_out = {}
+            self._swap_in = []
         if plan.held_back:
             self._let_decode(plan.held_back, in_this_step=False)
         self.counters.num_steps += 1
         return output
+
+    def _load(self, plan: StepPlan, now: float) -> StepLoad:
+        decoding = self._decoding_shape()
+        shape = StepShape(
+            decoding.num_tokens + plan.num_chunk_tokens,
+            decoding.num_rows + len(plan.chunks),
+            decoding.num_context_tokens + plan.num_chunk_context_tokens,
+            plan.num_chunk_pairs,
+        )
+        return StepLoad(shape, now, self._objective_s() if decoding.num_rows else None)
 
     def _digest(self) -> int:
         rows = self.rows
@@ -622,6 +913,7 @@ class Scheduler:
         """
         step, token_ids, stops_some = self._take_answer(output)
         self.pool.complete_step(step.step)
+        self._learn_from(step, output, now)
         finished: list[FinishedEvent] = []
         failed = {error.row: error.message for error in output.errors}
         if step.chunks:
@@ -677,6 +969,16 @@ class Scheduler:
         self._in_flight.popleft()
         return step, token_ids, stops_some
 
+    def _learn_from(self, step: InFlightStep, output: ExecutorOutput, now: float) -> None:
+        """Take what a step cost: the time since it was sent, or since the answer before it, is what its rows waited."""
+        load = step.load
+        if load is not None:
+            duration_s = now - max(load.sent_time, self._last_answer_time) - output.move_time_us / 1e6
+            self._budget.observe(load.shape, duration_s, load.objective_s)
+        self._last_answer_time = now
+        if step.num_moved_blocks:
+            self._costs.observe_moves(step.num_moved_blocks, output.move_time_us)
+
     def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
         for chunk in step.chunks:
             request = chunk.request
@@ -726,6 +1028,10 @@ class Scheduler:
         if self._origins_of is not sampling_rows:
             self._origins = rows.owner[sampling_rows], rows.handle[sampling_rows], rows.num_prompt_tokens[sampling_rows]
             self._origins_of = sampling_rows
+            if self._order.charges_output:
+                self._num_by_tenant = np.bincount(rows.tenant[sampling_rows])
+        if self._order.charges_output:
+            self._waiting.charge_output(self._num_by_tenant)
         owners, handles, num_prompt_tokens = self._origins
         at_end = stops_some | (positions == rows.last_position[sampling_rows])
         for entry in at_end.nonzero()[0].tolist():
@@ -771,8 +1077,11 @@ class Scheduler:
             self._release_row(request.row, owed_tokens=False, cache=reason is not FinishReason.ERROR)
         else:
             num_tokens = len(request.token_ids)
-            self._waiting.remove(request)
+            self._no_longer_waits(request)
+            self._swap_out.pop(request.arrival, None)
+            self._give_up_host_blocks(request)
         request.status = RequestStatus.FINISHED
+        self._waiting.forget(request)
         new = request.new
         del self._requests[new.origin]
         self.counters.num_finished += 1

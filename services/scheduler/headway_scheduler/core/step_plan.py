@@ -3,7 +3,8 @@
 Owns: the parts of one step. Must not know: how rows and blocks are chosen.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.request import Request
+from headway_scheduler.core.step_time import StepShape, prefill_pairs
 
 
 class PrefillChunk:
@@ -30,6 +32,14 @@ class PrefillChunk:
         self.completes = completes
 
 
+class StepLoad(NamedTuple):
+    """What a step had to do, and by when: sent at ``sent_time``, under an objective of ``objective_s`` seconds or none."""
+
+    shape: StepShape
+    sent_time: float
+    objective_s: float | None
+
+
 class StepPlan:
     """A step being put together: what is left of the budget, and the parts of the message."""
 
@@ -42,6 +52,8 @@ class StepPlan:
         "held_back",
         "max_new_requests",
         "new_requests",
+        "num_chunk_context_tokens",
+        "num_chunk_pairs",
         "num_chunk_tokens",
         "num_promised_blocks",
         "short_of_blocks",
@@ -51,6 +63,8 @@ class StepPlan:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_chunk_tokens = 0
+        self.num_chunk_context_tokens = 0
+        self.num_chunk_pairs = 0
         self.exceptions: list[tuple[int, int]] = []
         """(row, tokens) of live rows that do not run exactly one token."""
         self.new_requests: list[NewRequest] = []
@@ -72,9 +86,11 @@ class StepPlan:
             self._block_rows.append(rows)
             self._block_ids.append(blocks)
 
-    def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Run ``num_tokens`` tokens of ``row``."""
+    def add_chunk(self, row: int, num_tokens: int, num_computed_tokens: int) -> None:
+        """Run ``num_tokens`` tokens of ``row`` behind those that are computed."""
         self.num_chunk_tokens += num_tokens
+        self.num_chunk_context_tokens += num_computed_tokens
+        self.num_chunk_pairs += prefill_pairs(num_tokens, num_computed_tokens)
         if num_tokens != 1:
             self.exceptions.append((row, num_tokens))
 
@@ -113,16 +129,27 @@ class InFlightStep:
 
     ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
     still owed the token of this step (None: there is none, or nobody wants it). ``digest`` of the mirrored state after the step, if the
-    executor reports it for this one.
+    executor reports it for this one. ``load`` is what the step's time may be judged by, ``num_moved_blocks`` how many blocks it swaps.
     """
 
-    __slots__ = ("chunks", "digest", "leavers", "sampling_rows", "step")
+    __slots__ = ("chunks", "digest", "leavers", "load", "num_moved_blocks", "sampling_rows", "step")
 
-    def __init__(self, step: int, sampling_rows: RowIndices, chunks: list[PrefillChunk], digest: int | None) -> None:
+    def __init__(
+        self,
+        step: int,
+        sampling_rows: RowIndices,
+        chunks: list[PrefillChunk],
+        *,
+        digest: int | None,
+        load: StepLoad | None,
+        num_moved_blocks: int,
+    ) -> None:
         self.step = step
         self.sampling_rows = sampling_rows
         self.chunks = chunks
         self.digest = digest
+        self.load = load
+        self.num_moved_blocks = num_moved_blocks
         self.leavers: dict[int, Request | None] = {}
 
     def ran_rows(self) -> set[int]:
@@ -140,3 +167,10 @@ class InFlightStep:
         place = int(self.sampling_rows.searchsorted(row))
         found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
         return slice(place, place + int(found))
+
+
+def block_pairs(moves: Sequence[tuple[BlockIndices, BlockIndices]]) -> bytes:
+    """The column group (from, to) of blocks that move."""
+    if not moves:
+        return b""
+    return encode_columns((np.concatenate([source for source, _ in moves]), np.concatenate([end for _, end in moves])))

@@ -151,7 +151,7 @@ class StepTimeModel:
             + context * _CONTEXT_UNIT * num_context_tokens
             + pair * _PAIRS_UNIT * num_prefill_pairs
         )
-        return duration_s if duration_s > _SHORTEST_S else _SHORTEST_S
+        return max(_SHORTEST_S, duration_s)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         """Seconds that ``num_tokens`` of a prompt add to steps that run anyway, ``num_computed_tokens`` behind its start.
@@ -170,7 +170,7 @@ class StepTimeModel:
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
         """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
-        if not 0.0 < duration_s or not isfinite(duration_s) or shape.num_tokens <= 0:
+        if not duration_s > 0.0 or not isfinite(duration_s) or shape.num_tokens <= 0:
             return
         self._num_observed += 1
         if self._num_observed <= WARM_UP_STEPS:

@@ -1,64 +1,197 @@
 """Requests that wait for a row, in service order.
 
-Owns: the order of waiting requests. Must not know: why a request waits or what it needs.
+Owns: the order of waiting requests, and that nobody waits for ever. Must not know: why a request waits or what it needs.
+
+A request's place is a key, lower first: its *rank* (its class, where the order ranks classes), its *lane* within the
+rank (``Lane``), what the order says, and its arrival. Keys change only at events, so that a queue is a heap.
+
+Nobody waits for ever, whatever the order: when the request that came first of all has waited for ``aging_s`` seconds and is not
+the next anyway, it is promoted to the head, though only once in ``STARTS_PER_PROMOTION`` starts. A promotion for every
+old request would turn each order into ``fcfs`` as soon as the load exceeds what can be served, and the highest class would
+wait as long as the lowest; so the share of the starts that age can take is bounded instead.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol, TypeAlias
 
-from headway_scheduler.core.request import NewRequestEvent, Request
+import numpy as np
+from numpy.typing import NDArray
 
-_ARRIVAL_BITS = 48
+from headway_scheduler.core.request import Request, RequestStatus
 
-OrderPolicy = Callable[[NewRequestEvent, int], int]
-"""From a request and its arrival number to its order key; lower is served first. Keys must differ."""
+PROMOTED_RANK = 0
+"""The rank of a request that has become old; classes start behind it."""
 
+STARTS_PER_PROMOTION = 8
+"""Of so many requests that start, at least all but one are those that the order wants."""
 
-def first_come_first_served(new: NewRequestEvent, arrival: int) -> int:
-    """Order by arrival. A preempted request keeps its key, so it returns ahead of all that came after it."""
-    del new
-    return arrival
+_MAX_HOLES = 64
 
+ValueOf: TypeAlias = Callable[[Request], int]
+"""What an order says of a request when it takes its place in the queue; lower is served first."""
 
-def by_priority(new: NewRequestEvent, arrival: int) -> int:
-    """Order by priority class (lower number first), then by arrival."""
-    return new.priority << _ARRIVAL_BITS | arrival
-
-
-ORDER_POLICIES: dict[str, OrderPolicy] = {"fcfs": first_come_first_served, "priority": by_priority}
+_Key: TypeAlias = tuple[int, int, int, int]
 
 
-class WaitingQueue:
-    """A heap by order key; removal is O(1) and leaves a hole that is skipped later."""
+class Lane(IntEnum):
+    """Within a rank: preempted requests first, then those about to miss their objective, those that missed it last."""
 
-    def __init__(self) -> None:
-        self._keys: list[int] = []
-        self._members: dict[int, Request] = {}
+    RESUMING = 0
+    URGENT = 1
+    NORMAL = 2
+    LATE = 3
+
+
+class WaitingQueue(Protocol):
+    """What the scheduler asks of a queue. ``now`` in seconds."""
+
+    def __len__(self) -> int: ...
+
+    def push(self, request: Request) -> None:
+        """Add a request at its place in the order."""
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+
+    def first(self, now: float) -> Request | None:
+        """The request that is served next."""
+
+    def first_few(self, count: int) -> list[Request]:
+        """Up to ``count`` requests that are served next and that the order does not care to tell apart."""
+
+    def note_start(self, request: Request) -> None:
+        """``request`` was taken out because it starts to run."""
+
+    def move(self, request: Request, lane: Lane) -> None:
+        """Give a waiting request another lane."""
+
+    def forget(self, request: Request) -> None:
+        """``request``, which is neither waiting nor running any more, has ended."""
+
+    def place_of_tenant(self, request: Request) -> int:
+        """The place of a live request's tenant in the books that ``charge_output`` keeps."""
+
+    def charge_output(self, num_tokens: NDArray[np.intp]) -> None:
+        """Output tokens have come, shape ``[n]`` by place of the tenant."""
+
+    def in_order(self) -> list[Request]:
+        """All waiting requests in service order, for operators; O(n log n)."""
+
+
+def by_arrival(request: Request) -> int:
+    """All alike: what is left is the arrival."""
+    del request
+    return 0
+
+
+class KeyedQueue:
+    """A heap by key; removal is O(1) and leaves a hole that is skipped later."""
+
+    def __init__(self, value_of: ValueOf, aging_s: float) -> None:
+        self._value_of = value_of
+        self._aging_s = aging_s
+        self._heap: list[_Key] = []
+        self._members: dict[int, tuple[_Key, Request]] = {}
+        self._arrivals: deque[int] = deque()
+        self._num_starts = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def push(self, request: Request) -> None:
         """Add a request at its place in the order."""
-        self._members[request.order_key] = request
-        heapq.heappush(self._keys, request.order_key)
+        if request.status is RequestStatus.PREEMPTED:
+            request.lane = Lane.RESUMING
+        else:
+            self._arrivals.append(request.arrival)
+        self._place(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is."""
-        del self._members[request.order_key]
+        del self._members[request.arrival]
         # Holes are bounded by the requests that really wait, or a cancelling client would grow the heap for ever.
-        if len(self._keys) > 2 * len(self._members) + 64:
-            self._keys = sorted(self._members)
+        if len(self._heap) > 2 * len(self._members) + _MAX_HOLES:
+            self._heap = [key for key, _ in self._members.values()]
+            heapq.heapify(self._heap)
+        if len(self._arrivals) > 2 * len(self._members) + _MAX_HOLES:
+            self._arrivals = deque(arrival for arrival in self._arrivals if arrival in self._members)
 
-    def first(self) -> Request | None:
+    def first(self, now: float) -> Request | None:
         """The request that is served next."""
-        while self._keys:
-            request = self._members.get(self._keys[0])
-            if request is not None:
-                return request
-            heapq.heappop(self._keys)
-        return None
+        request = self._head()
+        if request is None or self._num_starts < STARTS_PER_PROMOTION or request.rank == PROMOTED_RANK:
+            return request
+        oldest = self._oldest()
+        if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
+            return request
+        oldest.rank = PROMOTED_RANK
+        self._num_starts = 0
+        self._place(oldest)
+        return oldest
+
+    def first_few(self, count: int) -> list[Request]:
+        """Up to ``count`` requests of the rank and the lane of the first, which comes first."""
+        found: list[Request] = []
+        keys: list[_Key] = []
+        while len(found) < count:
+            request = self._head()
+            if request is None or (found and (request.rank, request.lane) != (found[0].rank, found[0].lane)):
+                break
+            found.append(request)
+            keys.append(heapq.heappop(self._heap))
+            while self._heap and self._heap[0] == keys[-1]:
+                heapq.heappop(self._heap)  # the same place, left behind by an earlier stay
+        for key in keys:
+            heapq.heappush(self._heap, key)
+        return found
+
+    def note_start(self, request: Request) -> None:
+        """``request`` was taken out because it starts to run."""
+        del request
+        self._num_starts += 1
+
+    def move(self, request: Request, lane: Lane) -> None:
+        """Give a waiting request another lane."""
+        request.lane = lane
+        self._place(request)
+
+    def forget(self, request: Request) -> None:
+        """Nothing: no books are kept."""
+
+    def place_of_tenant(self, request: Request) -> int:
+        """No books are kept."""
+        del request
+        return 0
+
+    def charge_output(self, num_tokens: NDArray[np.intp]) -> None:
+        """Nothing: no books are kept."""
 
     def in_order(self) -> list[Request]:
         """All waiting requests in service order, for operators; O(n log n)."""
-        return [self._members[key] for key in sorted(self._members)]
+        return [request for _, request in sorted(self._members.values(), key=lambda member: member[0])]
+
+    def _place(self, request: Request) -> None:
+        key = (request.rank, int(request.lane), self._value_of(request), request.arrival)
+        self._members[request.arrival] = (key, request)
+        heapq.heappush(self._heap, key)
+
+    def _head(self) -> Request | None:
+        while self._heap:
+            key = self._heap[0]
+            member = self._members.get(key[-1])
+            if member is not None and member[0] == key:
+                return member[1]
+            heapq.heappop(self._heap)
+        return None
+
+    def _oldest(self) -> Request | None:
+        """Of the requests that have not started yet, the one that came first."""
+        while self._arrivals:
+            member = self._members.get(self._arrivals[0])
+            if member is not None and member[1].lane != Lane.RESUMING:
+                return member[1]
+            self._arrivals.popleft()
+        return None
