@@ -63,12 +63,16 @@ def test_blocks_come_back_as_they_went(steps, dtype):
     check_moves(make_pool(dtype), steps)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@settings(deadline=None, max_examples=30)
-@given(st.lists(swaps, max_size=5), st.integers(1, 3))
-def test_blocks_come_back_from_pinned_memory_in_parts(steps, in_one_go):
-    pool = make_pool(device=CUDA)
-    pool._host._in_one_go = in_one_go
+@pytest.mark.parametrize(
+    "device",
+    [CPU, pytest.param(CUDA, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))],
+)
+@settings(deadline=None, max_examples=60)
+@given(st.lists(swaps, max_size=5), st.integers(1, 4))
+def test_blocks_come_back_through_staging_in_parts(device, steps, in_one_go):
+    """As beside a GPU, whose transfers need whole pieces of memory; a CPU can do it too."""
+    pool = make_pool(device=device)
+    pool._host._is_staged, pool._host._in_one_go = True, in_one_go
     check_moves(pool, steps)
 
 

@@ -47,7 +47,10 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``."""
+    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``.
+
+    The first ``num_computed_tokens`` are in its blocks when the step runs: shared, swapped in or copied.
+    """
 
     row: int
     token_ids: Int32Array

@@ -27,7 +27,7 @@ class HostPool:
 
     Block after block, shape ``[num_blocks, *block_shape]``, so that a block is one piece of memory, and those with
     neighbouring numbers are one transfer. Beside a CPU the memory is not touched before it is used; beside a GPU it is
-    pinned, which the device can read and write by itself and which is taken at once.
+    pinned, which the device can read and write by itself and which is taken at once (by torch, in powers of two).
 
     Raises:
         BackendConfigError: the memory cannot be had.
@@ -38,11 +38,12 @@ class HostPool:
     ) -> None:
         self.num_blocks = num_blocks
         self._blocks = _allocate((num_blocks, *block_shape), dtype, device)
+        self._is_staged = device.type != "cpu"
         self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
 
     def store(self, layers: Tensor, blocks: Int32Array, host_blocks: Int32Array) -> None:
         """Swap out: copy ``blocks`` of ``layers`` (``KvPool.layers``) to ``host_blocks``; both int32, shape ``[n]``."""
-        if layers.device.type == "cpu":
+        if not self._is_staged:
             # One copy per block: gathering into a temporary and scattering from it took three times as long.
             for block, host_block in zip(blocks.tolist(), host_blocks.tolist(), strict=True):
                 self._blocks[host_block].copy_(layers[:, block])
@@ -51,11 +52,11 @@ class HostPool:
             staged = layers.index_select(1, _index(blocks[part], layers)).transpose(0, 1).contiguous()
             for here, there in _runs(host_blocks[part]):
                 self._blocks[there].copy_(staged[here], non_blocking=True)
-        torch.cuda.current_stream(layers.device).synchronize()
+        _wait_for(layers.device)
 
     def load(self, layers: Tensor, host_blocks: Int32Array, blocks: Int32Array) -> None:
         """Swap in: copy ``host_blocks`` to ``blocks`` of ``layers``; both int32, shape ``[n]``."""
-        if layers.device.type == "cpu":
+        if not self._is_staged:
             for host_block, block in zip(host_blocks.tolist(), blocks.tolist(), strict=True):
                 layers[:, block].copy_(self._blocks[host_block])
             return
@@ -64,7 +65,7 @@ class HostPool:
             for here, there in _runs(host_blocks[part]):
                 staged[here].copy_(self._blocks[there], non_blocking=True)
             layers.index_copy_(1, _index(blocks[part], layers), staged.transpose(0, 1))
-        torch.cuda.current_stream(layers.device).synchronize()
+        _wait_for(layers.device)
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Cut ``count`` blocks into parts that bound the device memory taken on the way."""
@@ -112,6 +113,12 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
             f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
             "allowed: less, or 0 (no swapping)"
         ) from error
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the transfers are done: what is next may write their sources, and the time they take is measured."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _index(blocks: Int32Array, layers: Tensor) -> Tensor:
