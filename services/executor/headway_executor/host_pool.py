@@ -107,7 +107,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
             return untouched_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
     except (OSError, OverflowError, RuntimeError) as error:
-        asked = math.prod(shape) * dtype.itemsize // _MIB
+        asked = -(-math.prod(shape) * dtype.itemsize // _MIB)
         reason = " ".join(str(error).split())
         raise BackendConfigError(
             f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
