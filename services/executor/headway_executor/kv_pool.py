@@ -17,8 +17,9 @@ from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
 _DEVICE_SHARE = 0.85
-_TIMED_BLOCKS = 4
-_TIMED_ROUNDS = 3
+# Few, so that opening stays quick; but of a large model more than a processor's cache holds, or the time comes out halved.
+_TIMED_BLOCKS = 16
+_TIMED_ROUNDS = 2
 
 
 class KvPool:
