@@ -1,7 +1,8 @@
 """Drives an executor backend with scripted steps, as the executor would: a scheduler reduced to its arithmetic.
 
 Rows are admitted, prefilled in chunks under a token budget and decoded together; blocks are handed out in a shuffled
-order, so that nothing can rely on them being neighbours.
+order, so that nothing can rely on them being neighbours. A running request can be swapped out and later resumed in
+another row and other blocks.
 """
 
 import random
@@ -27,6 +28,7 @@ class Request:
     logprobs: list[RowLogprobs] = field(default_factory=list)
     errors: list[RowError] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
     row: int = -1
     num_computed: int = 0
 
@@ -51,6 +53,10 @@ class BackendDriver:
         random.Random(seed).shuffle(self._free_blocks)
         self._free_rows = list(range(info.max_num_rows))
         random.Random(seed + 1).shuffle(self._free_rows)
+        self._free_host_blocks = list(range(info.num_host_blocks))
+        random.Random(seed + 2).shuffle(self._free_host_blocks)
+        self._swap_out: list[tuple[int, int]] = []
+        self._swap_in: list[tuple[int, int]] = []
         self._finished_rows: list[int] = []
         self._step = 0
 
@@ -64,6 +70,27 @@ class BackendDriver:
                 arrivals.append(self._admit(waiting.pop(0)))
                 left -= arrivals[-1].num_tokens - arrivals[-1].num_computed
             running = self.step(running + arrivals, arrivals, budget=budget)
+
+    def swap_out(self, request: Request) -> None:
+        """With the next step, move a running request's blocks to main memory; others get its row and blocks at once."""
+        request.host_blocks = [self._free_host_blocks.pop() for _ in request.blocks]
+        self._swap_out += zip(request.blocks, request.host_blocks, strict=True)
+        self._free_blocks += request.blocks
+        request.blocks = []
+        self._release(request)
+
+    def swap_in(self, request: Request) -> Request:
+        """With the next step, of which it is an arrival, bring back a request that was swapped out."""
+        request.row = self._free_rows.pop()
+        self._grow(request, 0)
+        self._swap_in += zip(request.host_blocks, request.blocks, strict=True)
+        request.host_blocks = []
+        return request
+
+    def drop(self, request: Request) -> None:
+        """Give up a request that was swapped out: its place in main memory is free, of which the backend hears nothing."""
+        self._free_host_blocks += request.host_blocks
+        request.host_blocks = []
 
     def step(self, running: list[Request], arrivals: Sequence[Request], *, budget: int) -> list[Request]:
         """Run one step of ``running``, which includes ``arrivals``; returns those that go on."""
@@ -93,6 +120,8 @@ class BackendDriver:
             samples=columns[:, 3].astype(np.int32),
             block_table=self._table,
         )
+        if self._swap_out or self._swap_in:
+            self._move_blocks()
         result = self._backend.execute(batch)
         assert isinstance(result, StepResult)
         self._finished_rows = []
@@ -102,6 +131,13 @@ class BackendDriver:
             if request.done:
                 self._release(request)
         return [request for request in running if not request.done]
+
+    def _move_blocks(self) -> None:
+        out, back = (np.array(pairs, dtype=np.int32).reshape(-1, 2).T for pairs in (self._swap_out, self._swap_in))
+        self._backend.move_blocks(copies=np.empty((2, 0), dtype=np.int32), swap_out=out, swap_in=back)
+        # Only now: a step swaps out before it swaps in.
+        self._free_host_blocks += [host_block for host_block, _ in self._swap_in]
+        self._swap_out, self._swap_in = [], []
 
     def _admit(self, request: Request) -> Request:
         request.row = self._free_rows.pop()
@@ -114,7 +150,7 @@ class BackendDriver:
     def _new_row(request: Request) -> NewRow:
         return NewRow(
             row=request.row,
-            token_ids=np.array(request.prompt, dtype=np.int32),
+            token_ids=np.array(request.prompt + request.output, dtype=np.int32),
             num_prompt_tokens=len(request.prompt),
             num_computed_tokens=request.num_computed,
             sampling=request.sampling,

@@ -13,11 +13,24 @@ The executor keeps per row: token ids, block table, ``num_computed_tokens`` and 
    ``num_computed_tokens += n``. If it has now caught up with ``num_tokens``, the row samples one token, which is
    appended (``num_tokens += 1``); otherwise it samples nothing.
 4. ``ExecutorOutput.sampled_token_ids`` holds one id per sampling row, rows ascending.
+5. ``swap_out`` reads before anything of its step writes: a device block may be swapped out and given to another row in
+   one step. Every ``swap_out`` of a step comes before every ``swap_in``. In one step no host block is written twice and
+   no device block is swapped in twice.
+6. A host block keeps its contents, however often they are read, until it is written again or the epoch ends. It may be
+   written again unread: its request may have ended in the meantime, of which nobody tells the executor. ``swap_in``
+   reads only what a ``swap_out`` of this epoch, its own step's included, has written.
+7. The positions below a new row's ``num_computed_tokens`` are in its blocks by the time it runs: left there by earlier
+   steps, written by other rows of its first step (a shared prefix), or brought by ``swap_in`` or ``block_copies`` of
+   that step.
 
 So a decode step in which nothing changes is a message of constant size, whatever the batch.
 
 Epochs: the scheduler opens one with ``NewEpoch`` for each life of an executor, or when either side lost the thread.
-Opening an epoch empties every row; steps count from 0 within it. Anything of another epoch is ignored.
+Opening an epoch empties every row and every host block; steps count from 0 within it. Anything of another epoch is
+ignored.
+
+Messages travel as arrays: a field is added at the end of its message, with a default that means "not known" or "none",
+so that either side may be the older one.
 """
 
 import zlib
@@ -42,7 +55,9 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     ``num_blocks`` blocks of ``block_size`` tokens each; ``max_model_len`` tokens per request at most; ``vocab_size`` is
     the width of the logits; ``eos_token_ids`` end a generation; ``model_fingerprint`` names model and weights;
-    ``max_num_rows`` is how many rows it can hold.
+    ``max_num_rows`` is how many rows it can hold. ``num_host_blocks`` blocks can be swapped out to main memory (0: it
+    cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
+    opened (0.0: not known).
     """
 
     backend: str
@@ -56,13 +71,16 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_num_rows: int
+    num_host_blocks: int = 0
+    swap_us_per_block: float = 0.0
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request that takes a row: the only time its payload travels.
 
     ``token_ids`` (int32 column) holds prompt and, after a preemption, the output so far; the first
-    ``num_prompt_tokens`` are prompt. ``block_ids`` (int32 column) covers at least this step's tokens.
+    ``num_prompt_tokens`` are prompt. ``block_ids`` (int32 column) covers at least this step's tokens, and where
+    ``num_computed_tokens`` is above 0 those before them (rule 7).
     """
 
     row: int
@@ -78,7 +96,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
     ``num_scheduled_tokens`` (row, n), exceptions only; ``block_copies`` (source, destination); ``swap_out`` (device
-    block, host block); ``swap_in`` (host block, device block). ``total_num_scheduled_tokens`` is a check.
+    block, host block); ``swap_in`` (host block, device block), see rules 5 and 6. ``total_num_scheduled_tokens`` is a
+    check.
     """
 
     epoch: int
@@ -110,7 +129,11 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one step produced. ``device_time_us`` is the time of the forward pass and sampling."""
+    """What one step produced.
+
+    ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves
+    before them (0 where it had none); neither contains the other. Both in microseconds.
+    """
 
     epoch: int
     step: int
@@ -119,6 +142,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     errors: tuple[RowError, ...] = ()
     device_time_us: int = 0
     state_digest: int | None = None
+    move_time_us: int = 0
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,8 @@ INFO = step.BackendInfo(
     vocab_size=4096,
     eos_token_ids=(0, 2),
     max_num_rows=8,
+    num_host_blocks=32,
+    swap_us_per_block=12.5,
 )
 MODEL = ingress.ModelInfo(
     name="demo",
@@ -82,6 +84,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             errors=(step.RowError(1, "NaN"),),
             device_time_us=1234,
             state_digest=0xDEADBEEF,
+            move_time_us=321,
         ),
     ),
     (TO_SCHEDULER, step.ExecutorHello(2, INFO)),
@@ -132,9 +135,30 @@ def frame_of(pair: tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], 
 
 
 def test_bytes_are_the_pinned_ones() -> None:
-    """To change the protocol on purpose: raise PROTOCOL_VERSION, then replace the file by what this test prints."""
+    """To change the protocol on purpose: raise PROTOCOL_VERSION, then replace the file by what this test prints.
+
+    A field at the end of a message, with a default, needs no new version (the next test).
+    """
     lines = [f"{type(body).__name__} {frame_of(pair, body).hex()}" for pair, body in MESSAGES]
     assert lines == GOLDEN.read_text().splitlines(), "\n".join(lines)
+
+
+ADDED = {
+    step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0},
+    step.ExecutorOutput: {"move_time_us": 0},
+}
+
+
+@pytest.mark.parametrize("body", [INFO, *(body for _, body in MESSAGES if isinstance(body, step.ExecutorOutput))])
+def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
+    added = ADDED[type(body)]
+    older = msgspec.msgpack.encode(msgspec.to_builtins(body, builtin_types=(bytes,))[: -len(added)])
+    assert msgspec.msgpack.decode(older, type=type(body)) == msgspec.structs.replace(body, **added)
+
+
+def test_a_field_that_this_side_does_not_know_is_passed_over() -> None:
+    newer = msgspec.msgpack.encode([*msgspec.to_builtins(INFO), "news"])
+    assert msgspec.msgpack.decode(newer, type=step.BackendInfo) == INFO
 
 
 @pytest.mark.parametrize(("pair", "body"), MESSAGES)

@@ -13,7 +13,7 @@ from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
 
-ROWS, BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB = 6, 40, 4, 30, 100
+ROWS, BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB, HOST_BLOCKS = 6, 40, 4, 30, 100, 12
 
 INFO = BackendInfo(
     backend="test",
@@ -27,6 +27,7 @@ INFO = BackendInfo(
     vocab_size=VOCAB,
     eos_token_ids=(0,),
     max_num_rows=ROWS,
+    num_host_blocks=HOST_BLOCKS,
 )
 
 
@@ -123,13 +124,64 @@ def test_several_blocks_for_one_row_keep_their_order():
 def test_block_moves_are_passed_on():
     fields = {
         "block_copies": columns([(1, 2), (3, 4)]),
-        "swap_out": columns([(5, 1000)]),
-        "swap_in": columns([(1000, 6)]),
+        "swap_out": columns([(5, 11)]),
+        "swap_in": columns([(11, 6)]),
     }
     moves = admit_two().apply(step(1, 2, **fields)).moves
     assert moves.copies.tolist() == [[1, 3], [2, 4]]
-    assert moves.swap_out.tolist() == [[5], [1000]]
-    assert moves.swap_in.tolist() == [[1000], [6]]
+    assert moves.swap_out.tolist() == [[5], [11]]
+    assert moves.swap_in.tolist() == [[11], [6]]
+
+
+def test_a_host_block_can_be_written_again_unread_and_read_again():
+    state = admit_two()
+    for number, fields in enumerate(
+        (
+            {"swap_out": columns([(5, 3)])},
+            {"swap_out": columns([(6, 3)])},
+            {"swap_in": columns([(3, 7), (3, 8)])},
+            {"swap_in": columns([(3, 9)]), "swap_out": columns([(9, 4)])},
+        ),
+        start=1,
+    ):
+        quiet = columns([(1, 0), (4, 0)])
+        assert state.apply(step(number, 0, num_scheduled_tokens=quiet, **fields)).moves is not None
+
+
+def test_a_new_epoch_forgets_what_was_swapped_out():
+    state = admit_two()
+    state.apply(step(1, 2, swap_out=columns([(5, 3)])))
+    state.begin_epoch()
+    with pytest.raises(ImpossibleDiff, match="swap_in: host block 3 holds nothing that this epoch swapped out"):
+        state.apply(step(0, 0, swap_in=columns([(3, 5)])))
+
+
+def test_a_row_can_leave_and_its_blocks_and_another_row_take_its_place_in_one_step():
+    state = admit_two()
+    state.apply(step(1, 2, swap_out=columns([(3, 0), (4, 1)])))
+    back = new_request(0, 9, blocks=(1, 2, 20), num_computed_tokens=8)
+    batch, moves = state.apply(
+        step(
+            2,
+            2,
+            finished_rows=encode_column([1]),
+            scheduled_new_reqs=(back,),
+            swap_out=columns([(1, 2), (2, 3)]),
+            swap_in=columns([(0, 1), (1, 2)]),
+        )
+    )
+    assert batch.rows.tolist() == [0, 4]
+    assert (batch.num_computed_tokens[0], batch.samples[0]) == (8, 1)
+    assert (batch.new_rows[0].row, batch.new_rows[0].num_computed_tokens) == (0, 8)
+    assert moves.swap_out.tolist() == [[1, 2], [2, 3]]
+    assert moves.swap_in.tolist() == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("field", ["swap_out", "swap_in"])
+def test_an_executor_without_host_blocks_refuses_to_swap(field):
+    state = BatchState(msgspec.structs.replace(INFO, num_host_blocks=0))
+    with pytest.raises(ImpossibleDiff, match=f"{field}: this executor has no host blocks"):
+        state.apply(step(0, 0, **{field: columns([(0, 0)])}))
 
 
 def test_a_new_epoch_empties_the_rows_and_tells_the_backend_once():
@@ -197,7 +249,14 @@ IMPOSSIBLE = {
     "block_copies: block 41 is outside 0 to 39": {"block_copies": columns([(1, 41)])},
     "swap_out: device block 40 is outside 0 to 39": {"swap_out": columns([(40, 1)])},
     "swap_in: device block 40 is outside 0 to 39": {"swap_in": columns([(1, 40)])},
-    "swap_in: host block -1 is outside": {"swap_in": columns([(-1, 1)])},
+    "swap_in: host block -1 is outside 0 to 11": {"swap_in": columns([(-1, 1)])},
+    "swap_out: host block 12 is outside 0 to 11": {"swap_out": columns([(1, 12)])},
+    "swap_out: host block 3 is listed twice": {"swap_out": columns([(1, 3), (2, 4), (5, 3)])},
+    "swap_in: device block 5 is listed twice": {"swap_out": columns([(1, 3)]), "swap_in": columns([(3, 5), (3, 5)])},
+    "swap_in: host block 2 holds nothing that this epoch swapped out": {
+        "swap_out": columns([(1, 3)]),
+        "swap_in": columns([(3, 5), (2, 6)]),
+    },
 }
 
 
@@ -327,11 +386,11 @@ def test_a_damaged_diff_is_refused_or_leaves_a_consistent_batch(data):
         state.apply(output)
         reference.apply(output)
     output = draw_step(data, reference, 3)
-    name = data.draw(st.sampled_from(["finished_rows", "new_blocks", "num_scheduled_tokens", "swap_in"]))
+    name = data.draw(st.sampled_from(["finished_rows", "new_blocks", "num_scheduled_tokens", "swap_out", "swap_in"]))
     noise = data.draw(st.lists(st.one_of(st.integers(-3, 45), st.integers(-(1 << 31), (1 << 31) - 1)), max_size=6))
     damaged = msgspec.structs.replace(output, **{name: encode_column(noise)})
     try:
-        batch = state.apply(damaged).batch
+        batch, moves = state.apply(damaged)
     except ImpossibleDiff:
         return
     assert ((batch.rows >= 0) & (batch.rows < ROWS)).all()
@@ -340,3 +399,6 @@ def test_a_damaged_diff_is_refused_or_leaves_a_consistent_batch(data):
     assert (batch.num_scheduled_tokens >= 1).all()
     assert (reached <= MAX_LEN).all()
     assert (batch.block_table[batch.rows] < BLOCKS).all()
+    if moves is not None:
+        assert ((moves.swap_out >= 0) & (moves.swap_out < [[BLOCKS], [HOST_BLOCKS]])).all()
+        assert moves.swap_in.size == 0, "nothing has been swapped out before"

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -104,26 +105,27 @@ class Scheduler:
         self.next_step += 1
         return self.writer.encode(output)
 
-    def admit(self, row: int, prompt: list[int], blocks) -> bytes:
+    def admit(self, row: int, prompt: list[int], blocks, *, computed: int = 0, **fields) -> bytes:
         request = NewRequest(
             row=row,
             token_ids=encode_column(prompt),
             num_prompt_tokens=len(prompt),
             block_ids=encode_column(blocks),
-            num_computed_tokens=0,
+            num_computed_tokens=computed,
             sampling=GREEDY,
         )
-        chunk = encode_columns([np.array([row]), np.array([len(prompt)])])
+        num_tokens = len(prompt) - computed
+        chunk = encode_columns([np.array([row]), np.array([num_tokens])])
         return self.step(
-            scheduled_new_reqs=(request,), num_scheduled_tokens=chunk, total_num_scheduled_tokens=len(prompt)
+            scheduled_new_reqs=(request,), num_scheduled_tokens=chunk, total_num_scheduled_tokens=num_tokens, **fields
         )
 
     def read(self, frames: list[bytes]) -> list:
         return [self.reader.decode(frame).body for frame in frames]
 
 
-def make_cycle(backend, wake=lambda: None) -> StepCycle:
-    info = backend.open(CONFIG)
+def make_cycle(backend, wake=lambda: None, **settings) -> StepCycle:
+    info = backend.open(msgspec.structs.replace(CONFIG, **settings))
     return StepCycle(
         link=StepLink(incarnation=INCARNATION, info=info),
         state=BatchState(info),
@@ -282,19 +284,67 @@ def test_a_threaded_backend_keeps_its_own_block_tables():
     threaded.close()
 
 
-def test_moves_of_a_threaded_backend_happen_before_their_step():
+class SwaplessBackend(SimulatedBackend):
+    """Whose memory for swapped-out blocks is gone."""
+
+    def move_blocks(self, **moves):
+        raise MemoryError("the host pool is gone")
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, ThreadedBackend])
+def test_a_swapped_request_goes_on_and_its_moves_are_timed(wrap):
+    """Swapped out as another request takes its row and its blocks; back again in blocks of its own."""
     backend = SimulatedBackend()
-    threaded = ThreadedBackend(backend)
-    cycle, scheduler = make_cycle(threaded), Scheduler()
+    executor = wrap(backend)
+    cycle, scheduler = make_cycle(executor, options={"swap_us_per_block": "700"}), Scheduler()
+    expected = backend.token_hash.continuation([5, 6, 7], 4, GREEDY)
+    history = [5, 6, 7, *expected[:2]]
+    frames = (
+        scheduler.new_epoch(3),
+        scheduler.admit(0, [5, 6, 7], [0, 1]),
+        scheduler.step(),
+        scheduler.admit(0, [8, 9], [0, 1], finished_rows=encode_column([0]), swap_out=column_pair([0], [62])),
+        scheduler.admit(
+            0, history, [1, 3], computed=4, finished_rows=encode_column([0]), swap_in=column_pair([62], [1])
+        ),
+        scheduler.step(),
+    )
+    bodies = feed(cycle, scheduler, *frames)
+    collect(cycle, scheduler, bodies, lambda: len(outputs(bodies)) == 5)
+    assert tokens_of(bodies) == [*expected[:2], *backend.token_hash.continuation([8, 9], 1, GREEDY), *expected[2:]]
+    assert [output.move_time_us for output in outputs(bodies)] == [0, 0, 700, 700, 0]
+    executor.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, ThreadedBackend])
+def test_a_failed_move_is_a_failed_step(wrap):
+    executor = wrap(SwaplessBackend())
+    cycle, scheduler = make_cycle(executor), Scheduler()
+    bodies = feed(cycle, scheduler, scheduler.new_epoch(3), scheduler.admit(0, [5, 6, 7], [0, 1]))
+    bodies += feed(cycle, scheduler, scheduler.step(swap_out=column_pair([0], [1])))
+    collect(cycle, scheduler, bodies, lambda: isinstance(bodies[-1], ResyncRequest))
+    assert bodies[-1].reason == "step 1 failed: MemoryError: the host pool is gone"
+    executor.close()
+
+
+def test_swapping_in_what_an_earlier_epoch_swapped_out_asks_for_a_new_epoch():
+    cycle, scheduler = make_cycle(SimulatedBackend()), Scheduler()
     feed(cycle, scheduler, scheduler.new_epoch(3), scheduler.admit(0, [5, 6, 7], [0, 1]))
-    swap = encode_columns([np.array([60]), np.array([1])])
-    feed(cycle, scheduler, scheduler.step(swap_in=swap))
-    bodies: list = []
+    feed(cycle, scheduler, scheduler.step(swap_out=column_pair([0], [60])), scheduler.new_epoch(4))
+    back = scheduler.admit(0, [5, 6, 7, 8], [1], computed=3, swap_in=column_pair([60], [1]))
+    (request,) = feed(cycle, scheduler, back)
+    assert request.reason == "step 0: swap_in: host block 60 holds nothing that this epoch swapped out"
+
+
+def column_pair(first: list[int], second: list[int]) -> bytes:
+    return encode_columns([np.array(first), np.array(second)])
+
+
+def collect(cycle: StepCycle, scheduler: Scheduler, bodies: list, done: Callable[[], bool]) -> None:
+    """Take in what a threaded backend has finished, until there is enough of it."""
     deadline = time.monotonic() + 10
-    while not any(isinstance(body, ResyncRequest) for body in bodies) and time.monotonic() < deadline:
+    while not done() and time.monotonic() < deadline:
         bodies += scheduler.read(cycle.collect(0.0))
-    assert "CacheMismatch: host block 60" in bodies[-1].reason
-    threaded.close()
 
 
 def test_serve_answers_over_a_socket_and_stops(tmp_path):
@@ -463,6 +513,7 @@ def has_not_ended(process: psutil.Process) -> bool:
     [
         ({"block_size": 12}, 2, "block_size: 12 is not allowed; allowed: a power of two from 1 to 1024"),
         ({"backend": "nope"}, 2, "backend: 'nope' is not allowed; allowed: simulated, torch"),
+        ({"swap_space_mib": 1}, 2, "swap_space_mib: 1 is not allowed; one block takes 2097152 bytes, so allowed: 0 "),
         ({"max_model_len": 9999}, 2, "max_model_len: 9999 is over the model's context; allowed: 1 to 4096"),
         ({"model": "/no/such/model"}, 3, "model: '/no/such/model': its config.json cannot be read: "),
     ],
@@ -482,6 +533,7 @@ def test_a_refused_start_is_one_line_and_an_exit_code(settings, code, message):
         ({"block_size": 2048}, "block_size: 2048 is not allowed; allowed: a power of two"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0 is not allowed; allowed: 1 to "),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: 0 is not allowed; allowed: 1 to "),
+        ({"swap_space_mib": -2}, "swap_space_mib: -2 is not allowed; allowed: -1 to 16777216"),
         ({"num_kv_blocks": -1}, "num_kv_blocks: -1 is not allowed; allowed: 0 to "),
         ({"seed": 1 << 64}, "seed: 18446744073709551616 is not allowed; allowed: 0 to "),
         ({"device": "tpu"}, "device: 'tpu' is not allowed; allowed: cpu, cuda or cuda:N"),

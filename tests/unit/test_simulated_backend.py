@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from backend_driver import BackendDriver, Request
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError
 from headway_executor.backends.simulated import CacheMismatch, SimulatedBackend
 from headway_executor.batch_state import BatchState
@@ -228,16 +229,78 @@ def test_verification_can_be_turned_off():
 def test_copied_and_swapped_blocks_keep_their_contents():
     driver = Driver()
     driver.run(request(0, PROMPT, [0, 1, 2, 3]), scheduled=[(0, 10)])
-    driver.run(swap_out=[(0, 900), (1, 901), (2, 902)], finish=[0])
+    driver.run(swap_out=[(0, 60), (1, 61), (2, 62)], finish=[0])
     driver.run(request(1, [9] * 12, [0, 1, 2]), scheduled=[(1, 12)])
     history = [*PROMPT, *driver.backend.token_hash.continuation(PROMPT, 1, GREEDY)]
     back = request(2, history, [20, 21, 22], computed=10, num_prompt=10)
-    driver.run(back, swap_in=[(900, 30), (901, 21), (902, 22)], block_copies=[(30, 20)], finish=[1])
+    driver.run(back, swap_in=[(60, 30), (61, 21), (62, 22)], block_copies=[(30, 20)], finish=[1])
 
 
 def test_swapping_in_what_was_never_out_is_found():
+    nothing, back = np.empty((2, 0), dtype=np.int32), np.array([[5], [1]], dtype=np.int32)
     with pytest.raises(CacheMismatch, match="host block 5"):
-        Driver().run(swap_in=[(5, 1)])
+        Driver().backend.move_blocks(copies=nothing, swap_out=nothing, swap_in=back)
+
+
+@pytest.mark.parametrize("wrong", ["overwritten", "exchanged"])
+def test_a_host_block_that_holds_something_else_is_found(wrong):
+    driver = Driver()
+    driver.run(request(0, PROMPT, [0, 1, 2, 3]), scheduled=[(0, 10)])
+    driver.run(request(1, [9] * 5, [8, 9]), finish=[0], swap_out=[(0, 5), (1, 6), (2, 7)], scheduled=[(1, 5)])
+    if wrong == "overwritten":
+        driver.run(swap_out=[(8, 6)])
+    order = [6, 5, 7] if wrong == "exchanged" else [5, 6, 7]
+    history = [*PROMPT, *driver.backend.token_hash.continuation(PROMPT, 1, GREEDY)]
+    with pytest.raises(CacheMismatch, match="row 0: block"):
+        driver.run(request(0, history, [0, 1, 2, 3], computed=10), swap_in=list(zip(order, [0, 1, 2], strict=True)))
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 6])
+def test_a_swapped_request_goes_on_as_if_nothing_had_happened(steps_before):
+    """Others take its blocks in the very step that swaps it out, and leave theirs as it comes back."""
+    backend = SimulatedBackend()
+    info = backend.open(BackendConfig(model="", block_size=4, num_kv_blocks=24, max_model_len=64, max_num_seqs=3))
+    driver = BackendDriver(backend, info)
+    victim, thief = Request(PROMPT * 2, 16), Request([7] * 30, 16)
+    running = driver.step([driver._admit(victim)], [victim], budget=12)
+    for _ in range(steps_before - 1):
+        running = driver.step(running, [], budget=12)
+    for _ in range(2):
+        driver.swap_out(victim)
+        running = driver.step([driver._admit(thief)], [thief], budget=64)
+        running = driver.step(running, [], budget=64)
+        driver.swap_out(thief)
+        running = driver.step([driver.swap_in(victim)], [victim], budget=12)
+        running = driver.step(running, [], budget=12)
+        driver.drop(thief)
+        thief = Request([8] * 40, 16)
+    while running:
+        running = driver.step(running, [], budget=12)
+    assert victim.output == backend.token_hash.continuation(victim.prompt, 16, GREEDY)
+
+
+def test_the_time_of_a_swap_is_waited_for_and_reported():
+    driver = Driver(swap_us_per_block=2500, step_base_us=100)
+    assert driver.info.swap_us_per_block == 2500
+    result = driver.run(request(0, PROMPT, [0, 1, 2, 3]), scheduled=[(0, 10)])
+    assert (result.device_time_us, result.move_time_us) == (100, 0)
+    started = time.perf_counter()
+    result = driver.run(swap_out=[(0, 5), (1, 6)], swap_in=[(5, 20)], block_copies=[(1, 30)])
+    assert time.perf_counter() - started >= 0.0075
+    assert (result.device_time_us, result.move_time_us) == (100, 7500)
+    assert driver.run().move_time_us == 0
+    virtual = Driver(swap_us_per_block=60_000_000, real_time=False)
+    started = time.perf_counter()
+    assert virtual.run(swap_out=[(0, 5)]).move_time_us == 60_000_000
+    assert time.perf_counter() - started < 30
+
+
+def test_swap_space_is_as_many_blocks_as_the_pool_has_or_what_was_asked_for():
+    assert open_with(num_kv_blocks=300).num_host_blocks == 300
+    asked = open_with(swap_space_mib=256, block_size=16)
+    assert (asked.num_host_blocks, asked.swap_us_per_block) == (128, pytest.approx(84, abs=1))
+    none = open_with(swap_space_mib=0)
+    assert (none.num_host_blocks, none.swap_us_per_block) == (0, 0.0)
 
 
 def test_the_time_model_is_waited_for_and_reported():
@@ -302,6 +365,11 @@ def test_a_checkpoint_directory_describes_the_model(tmp_path):
         ({"options": {"vocab_size": "many"}}, "backend_options: vocab_size='many' is not allowed; "),
         ({"options": {"vocab_size": "1"}}, "backend_options: vocab_size='1' is not allowed; "),
         ({"options": {"step_base_us": "-1"}}, "backend_options: step_base_us='-1' is not allowed; "),
+        ({"options": {"swap_us_per_block": "-1"}}, "backend_options: swap_us_per_block='-1' is not allowed; "),
+        (
+            {"swap_space_mib": 1},
+            "swap_space_mib: 1 is not allowed; one block takes 2097152 bytes, so allowed: 0 (no swapping), -1 (automatic), ",
+        ),
         ({"options": {"verify_kv": "perhaps"}}, "backend_options: verify_kv='perhaps' is not allowed; "),
         ({"options": {"vocab_size": "9", "eos_token_id": "9"}}, "eos_token_id=9 is not allowed; allowed: 0 to 8"),
     ],

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, make_checkpoint
 from headway_executor import kv_pool
-from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend
+from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import SamplingParams
 
@@ -144,6 +145,75 @@ def test_blocks_can_be_copied_and_swapped(llama):
     assert run((backend, info), prefix + tail, shared_blocks=back[1].tolist()).output == first.output
 
 
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.4, seed=5, logprobs=8)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("sampling", [msgspec.structs.replace(GREEDY_WITH_LOGPROBS, logprobs=8), SAMPLED])
+@pytest.mark.parametrize("steps_before", [1, 2, 9])
+def test_a_swapped_request_goes_on_with_the_same_bits(llama, kernels, sampling, steps_before):
+    """Swapped out in the middle of its prompt, at its end, or among its output; others overwrite its blocks meanwhile."""
+    backend, info = open_backend(llama[0], options={"kernels": kernels}, num_kv_blocks=32, max_num_seqs=4)
+    prompt, *others = prompts((45, 60, 33, 50))
+
+    def generate(*, swapped: bool) -> Request:
+        driver, victim = BackendDriver(backend, info, seed=int(swapped)), Request(prompt, 24, sampling)
+        running = driver.step([driver._admit(victim)], [victim], budget=24)
+        for _ in range(steps_before - 1):
+            running = driver.step(running, [], budget=24)
+        if swapped:
+            old_blocks = set(victim.blocks)
+            driver.swap_out(victim)
+            thieves = [driver._admit(Request(other, 12)) for other in others]
+            crowd = driver.step(thieves, thieves, budget=256)
+            assert old_blocks <= {block for thief in thieves for block in thief.blocks}
+            while crowd:
+                crowd = driver.step(crowd, [], budget=256)
+            driver._free_blocks += [block for thief in thieves for block in thief.blocks]
+            running = driver.step([driver.swap_in(victim)], [victim], budget=24)
+            assert set(victim.blocks) != old_blocks
+        while running:
+            running = driver.step(running, [], budget=24)
+        return victim
+
+    alone, swapped = generate(swapped=False), generate(swapped=True)
+    assert swapped.output == alone.output
+    assert [entry.logprob for entry in swapped.logprobs] == [entry.logprob for entry in alone.logprobs]
+    assert [entry.top_logprobs for entry in swapped.logprobs] == [entry.top_logprobs for entry in alone.logprobs]
+
+
+def test_the_time_of_moves_is_reported_with_their_step(llama):
+    backend, _ = open_backend(llama[0])
+    nothing = np.empty((2, 0), dtype=np.int32)
+    out = np.tile(np.arange(100, dtype=np.int32), (2, 1))
+    backend.move_blocks(copies=nothing, swap_out=out, swap_in=nothing)
+    empty = np.empty(0, dtype=np.int32)
+    batch = StepBatch(
+        step=0,
+        finished_rows=empty,
+        new_rows=(),
+        new_blocks=nothing,
+        rows=empty,
+        num_scheduled_tokens=empty,
+        num_computed_tokens=empty,
+        samples=empty,
+        block_table=np.zeros((8, 33), dtype=np.int32),
+    )
+    assert backend.execute(batch).move_time_us > 0
+    assert backend.execute(batch).move_time_us == 0
+
+
+def test_swap_space_is_automatic_none_or_what_was_asked_for(llama):
+    automatic = open_backend(llama[0])[1]
+    assert automatic.num_host_blocks == automatic.num_blocks
+    assert 0 < automatic.swap_us_per_block < 10_000
+    none = open_backend(llama[0], swap_space_mib=0)[1]
+    assert (none.num_host_blocks, none.swap_us_per_block) == (0, 0.0)
+    eager = {"kernels": "eager"}
+    block_bytes = 3 * 2 * 2 * 8 * 12 * 4
+    assert open_backend(llama[0], swap_space_mib=1, options=eager)[1].num_host_blocks == (1 << 20) // block_bytes
+
+
 def test_a_row_with_impossible_tokens_fails_alone(llama):
     backend, info = open_backend(llama[0])
     good = Request(prompts((20,))[0], 8)
@@ -175,6 +245,11 @@ def test_nan_in_one_row_stays_there(llama):
         ({"block_size": 0}, "block_size 0"),
         ({"num_kv_blocks": 31}, "num_kv_blocks 31 is not allowed; .* allowed: 32 or more"),
         ({"num_kv_blocks": -1}, "num_kv_blocks -1"),
+        (
+            {"swap_space_mib": 1, "block_size": 4096},
+            "swap_space_mib 1 is not allowed; one block takes 3145728 .* 3 or more",
+        ),
+        ({"swap_space_mib": 1 << 34}, r"swap_space_mib \d+ is not allowed; .*; allowed: less, or 0 \(no"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; .*{CONTEXT}"),
         ({"max_model_len": -1}, "max_model_len -1"),
         ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
@@ -201,7 +276,7 @@ def test_pool_is_sized_from_free_memory_and_never_beyond_use(llama, monkeypatch)
     backend, info = open_backend(llama[0], num_kv_blocks=0)
     assert info.num_blocks == 8 * CONTEXT // 8
     backend.close()
-    monkeypatch.setattr(kv_pool, "_free_host_bytes", lambda: 1 << 18)
+    monkeypatch.setattr(kv_pool, "free_host_bytes", lambda: 1 << 18)
     with pytest.raises(BackendConfigError, match=r"max_model_len 256 is not allowed; the free memory holds"):
         open_backend(llama[0], num_kv_blocks=0)
 

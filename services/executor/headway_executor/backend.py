@@ -18,11 +18,15 @@ from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs
 
+AUTOMATIC_SWAP_SPACE = -1
+"""The ``swap_space_mib`` of a backend that decides for itself."""
+
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend is opened with.
 
     ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
+    ``swap_space_mib`` is the main memory for swapped-out blocks in MiB, ``AUTOMATIC_SWAP_SPACE`` lets the backend decide.
     ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
     ``quantization`` is "none" or "int8". ``options`` are the backend's own, as text.
     """
@@ -33,6 +37,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     block_size: int = 16
     num_kv_blocks: int = 0
+    swap_space_mib: int = AUTOMATIC_SWAP_SPACE
     max_model_len: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -42,7 +47,10 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``."""
+    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``.
+
+    The first ``num_computed_tokens`` are in its blocks when the step runs: shared, swapped in or copied.
+    """
 
     row: int
     token_ids: Int32Array
@@ -80,13 +88,15 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step produced.
 
     ``sampled_token_ids`` int32, one per row with ``samples == 1``, rows ascending; ``ERRORED_ROW`` where ``errors``
-    names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` in microseconds.
+    names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` is the time of the
+    step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out.
     """
 
     sampled_token_ids: Int32Array
     logprobs: tuple[RowLogprobs, ...] = ()
     errors: tuple[RowError, ...] = ()
     device_time_us: int = 0
+    move_time_us: int = 0
 
 
 @runtime_checkable
@@ -111,7 +121,14 @@ class ExecutorBackend(Protocol):
         ...
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``."""
+        """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
+
+        Steps given before have taken effect; the next one's ``finished_rows`` and ``new_rows`` have not. Host blocks are
+        below ``BackendInfo.num_host_blocks``. The time it takes is reported with the next step's result.
+
+        Raises:
+            Exception: as of ``execute``; the next step is not given then.
+        """
         ...
 
     def close(self) -> None:

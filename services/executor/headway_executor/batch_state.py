@@ -6,7 +6,7 @@ Must not know: token values after admission, sockets, or what a backend does wit
 
 A step costs a few array operations over the live rows plus work for what changed. Everything is checked, because a diff
 that is wrong but plausible would make a backend read another request's cache: block ids, row states, coverage of the
-scheduled tokens by blocks, and the totals.
+scheduled tokens by blocks, which host blocks hold something, and the totals.
 """
 
 from typing import NamedTuple
@@ -53,6 +53,7 @@ class BatchState:
         self._num_blocks = np.zeros(info.max_num_rows, dtype=np.int32)
         self._block_table = np.zeros((info.max_num_rows, max_blocks_per_row), dtype=np.int32)
         self._shown_block_table = _read_only(self._block_table.view())
+        self._host_block_written = np.zeros(info.num_host_blocks, dtype=bool)
         self._rows = _NO_ROWS
         self._one_each = _NO_ROWS
         self._rows_given_out = _NO_ROWS
@@ -60,11 +61,12 @@ class BatchState:
         self._lost: str | None = None
 
     def begin_epoch(self) -> None:
-        """Forget every row. The next batch lists them as finished, so that the backend forgets them too."""
+        """Forget every row and what was swapped out. The next batch lists the rows as finished, for the backend."""
         self._rows_of_earlier_epochs = np.union1d(self._rows_of_earlier_epochs, self._rows_given_out)
         self._rows_given_out = _NO_ROWS
         self._live[:] = False
         self._num_blocks[:] = 0
+        self._host_block_written[:] = False
         self._set_rows(_NO_ROWS)
         self._lost = None
 
@@ -191,9 +193,23 @@ class BatchState:
         _check_range(moves.copies, self._info.num_blocks, "block_copies: block")
         _check_range(moves.swap_out[0], self._info.num_blocks, "swap_out: device block")
         _check_range(moves.swap_in[1], self._info.num_blocks, "swap_in: device block")
-        for host_blocks, field in ((moves.swap_out[1], "swap_out"), (moves.swap_in[0], "swap_in")):
-            _check_range(host_blocks, np.iinfo(np.int32).max, f"{field}: host block")
+        self._swap(moves)
         return moves
+
+    def _swap(self, moves: BlockMoves) -> None:
+        """Check the host blocks of a step and note which of them it writes; out comes before in."""
+        written, read = moves.swap_out[1], moves.swap_in[0]
+        num_host_blocks = len(self._host_block_written)
+        if not num_host_blocks and (written.size or read.size):
+            raise ImpossibleDiff(f"{'swap_out' if written.size else 'swap_in'}: this executor has no host blocks")
+        _check_range(written, num_host_blocks, "swap_out: host block")
+        _check_range(read, num_host_blocks, "swap_in: host block")
+        _check_distinct(written, "swap_out: host block")
+        _check_distinct(moves.swap_in[1], "swap_in: device block")
+        self._host_block_written[written] = True
+        if not self._host_block_written[read].all():
+            empty = read[~self._host_block_written[read]][0]
+            raise ImpossibleDiff(f"swap_in: host block {empty} holds nothing that this epoch swapped out")
 
     def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
         """Move every running row on; return (rows, scheduled, computed before this step, samples)."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway_executor.backend import BackendConfig
+from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
 from headway_proto.addresses import check_link_address
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
@@ -38,6 +38,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: by free memory")] = 0
+    swap_space_mib: Annotated[
+        int,
+        Meta(
+            description="MiB of main memory for KV blocks of preempted requests; 0: none, -1: as many blocks as the pool "
+            "has, within a quarter of the free memory and, beside a GPU, 2048 MiB"
+        ),
+    ] = AUTOMATIC_SWAP_SPACE
     max_model_len: Annotated[int, Meta(description="tokens per request at most; 0: the model's context")] = 0
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
@@ -72,6 +79,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         for field, least, most in (
             ("num_kv_blocks", 0, 1 << 30),
+            ("swap_space_mib", AUTOMATIC_SWAP_SPACE, 1 << 24),
             ("max_model_len", 0, 1 << 24),
             ("max_num_seqs", 1, 1 << 16),
             ("max_num_batched_tokens", 1, 1 << 24),
@@ -97,6 +105,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             quantization=self.quantization,
             block_size=self.block_size,
             num_kv_blocks=self.num_kv_blocks,
+            swap_space_mib=self.swap_space_mib,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

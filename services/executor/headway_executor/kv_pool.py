@@ -1,33 +1,35 @@
 """The paged store of keys and values.
 
-Owns: its memory, its size, and moving whole blocks.
+Owns: its memory, its size, moving whole blocks, and how long one takes between here and main memory.
 Must not know: rows, attention, what a block looks like inside, or which request it belongs to.
 """
 
-import contextlib
-import math
-import mmap
-from pathlib import Path
+import time
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
+from headway_executor.host_memory import free_host_bytes, untouched_zeros
+from headway_executor.host_pool import HostPool
 from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
 _DEVICE_SHARE = 0.85
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+# Few, so that opening stays quick; but of a large model more than a processor's cache holds, or the time comes out halved.
+_TIMED_BLOCKS = 16
+_TIMED_ROUNDS = 2
 
 
 class KvPool:
     """``num_blocks`` blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
     ``layers`` holds them: shape ``[num_layers, num_blocks, *block_shape]``. The memory starts as zeros and, on a CPU, is
-    not touched before it is used.
+    not touched before it is used. ``num_host_blocks`` more wait in main memory for what is swapped out.
+
+    Raises:
+        BackendConfigError: the main memory for them cannot be had.
     """
 
     def __init__(
@@ -39,45 +41,55 @@ class KvPool:
         block_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = _zeros((num_layers, num_blocks, *block_shape), dtype, device)
-        self._host_blocks: dict[int, Tensor] = {}
+        self._host = HostPool(
+            num_blocks=num_host_blocks, block_shape=(num_layers, *block_shape), dtype=dtype, device=device
+        )
+
+    @property
+    def num_host_blocks(self) -> int:
+        """How many blocks can be swapped out."""
+        return self._host.num_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks, all layers at once: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
 
-        Raises:
-            KeyError: a swapped-in host block was never swapped out.
+        A host block that was never swapped out holds zeros. When this returns, the swapped blocks have arrived.
         """
         if swap_out.shape[1]:
-            evicted = self.layers[:, self._index(swap_out[0])].cpu()
-            for i, host_block in enumerate(swap_out[1].tolist()):
-                self._host_blocks[host_block] = evicted[:, i].clone()
+            self._host.store(self.layers, *swap_out)
         if swap_in.shape[1]:
-            held = torch.stack([self._host_blocks.pop(host_block) for host_block in swap_in[0].tolist()], dim=1)
-            self.layers[:, self._index(swap_in[1])] = held.to(self.layers.device)
+            self._host.load(self.layers, *swap_in)
         if copies.shape[1]:
             self.layers[:, self._index(copies[1])] = self.layers[:, self._index(copies[0])]
+
+    def measure_swap_us(self) -> float:
+        """Microseconds that one block takes one way; 0.0 without host blocks. Leaves the blocks of the pool as they are.
+
+        The best of a few rounds over a few blocks, after one that has touched the memory.
+        """
+        blocks = np.arange(min(_TIMED_BLOCKS, self.num_blocks, self.num_host_blocks), dtype=np.int32)
+        if not len(blocks):
+            return 0.0
+        best = float("inf")
+        for round_number in range(1 + _TIMED_ROUNDS):
+            started = time.perf_counter()
+            self._host.store(self.layers, blocks, blocks)
+            self._host.load(self.layers, blocks, blocks)
+            if round_number:
+                best = min(best, time.perf_counter() - started)
+        return best * 1e6 / (2 * len(blocks))
 
     def _index(self, blocks: Int32Array) -> Tensor:
         return torch.from_numpy(blocks.astype(np.int64)).to(self.layers.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost no time: on a CPU torch would write all of them, which takes a second per gigabyte or more.
-
-    In huge pages where the system has them: blocks are scattered, and finding the small page of each takes longer than
-    reading it.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.device) -> int:
@@ -87,7 +99,7 @@ def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.d
     the most that all rows together could ever hold.
     """
     if device.type == "cpu":
-        budget = _CPU_SHARE * _free_host_bytes()
+        budget = _CPU_SHARE * free_host_bytes()
     else:
         budget = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
     return min(useful_blocks, int(budget // block_bytes))
@@ -113,27 +125,3 @@ def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_
         f"max_model_len {max_model_len} is not allowed; the free memory holds {num_blocks} blocks of {block_size} "
         f"tokens, so allowed: up to {num_blocks * block_size}"
     )
-
-
-def _free_host_bytes() -> int:
-    """Free main memory, within the limit of the container that this process may run in."""
-    free = _meminfo_available()
-    limit, used = _read_number(_CGROUP_LIMIT), _read_number(_CGROUP_USED)
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
-
-
-def _meminfo_available() -> int:
-    if _MEMINFO.exists():
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 << 30
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -125,6 +125,7 @@ def _facts(info: BackendInfo) -> dict[str, object]:
         "device": info.device,
         "dtype": info.dtype,
         "num_blocks": info.num_blocks,
+        "num_host_blocks": info.num_host_blocks,
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
     }

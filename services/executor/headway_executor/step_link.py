@@ -174,6 +174,7 @@ class StepLink:
             errors=result.errors,
             device_time_us=result.device_time_us,
             state_digest=state_digest,
+            move_time_us=result.move_time_us,
         )
         return [self._writer.encode(output)]
 

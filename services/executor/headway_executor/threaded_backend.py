@@ -55,7 +55,7 @@ class ThreadedBackend:
         return self._submit(run)
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """See ``ExecutorBackend.move_blocks``. Done, and its failure reported, with the next ``execute``."""
+        """See ``ExecutorBackend.move_blocks``. Done, and its failure and time reported, with the next ``execute``."""
         self._moves = {"copies": copies, "swap_out": swap_out, "swap_in": swap_in}
 
     def close(self) -> None:

@@ -167,6 +167,7 @@ class SchedulerEngine:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             max_num_rows=info.max_num_rows,
+            num_host_blocks=info.num_host_blocks,
         )
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)

@@ -1,6 +1,6 @@
 """The simulated backend: no model and no torch. A hash for tokens, a cost model for time, a mirror for the KV cache.
 
-Owns: the next-token hash, the simulated pool and its verification, the time model, and injected failures.
+Owns: the next-token hash, the simulated pools and their verification, the time model, and injected failures.
 Must not know: epochs, frames, or why a row runs.
 
 **Tokens.** The next token is a pure function of the row's whole history, of the model's seed and, above temperature 0,
@@ -12,7 +12,8 @@ OOPSLA 2014).
 
 **KV.** A slot of the simulated pool holds the hash of the prefix that ends with its token. The last slot that a row
 needs of each of its blocks must hold the row's own prefix, and nothing may have been written to the block from its
-start again. A wrong block table, a block reused too early and a wrong prefix hit all raise ``CacheMismatch``.
+start again. A wrong block table, a block reused too early and a wrong prefix hit all raise ``CacheMismatch``. A block that
+is swapped out takes along what it holds.
 """
 
 import json
@@ -24,7 +25,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError, NewRow, StepBatch, StepResult
+from headway_executor.backend import (
+    AUTOMATIC_SWAP_SPACE,
+    BackendConfig,
+    BackendConfigError,
+    ModelFilesError,
+    NewRow,
+    StepBatch,
+    StepResult,
+)
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
@@ -34,6 +43,10 @@ Hashes: TypeAlias = NDArray[np.uint64]
 _AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
 _SPIN_SECONDS = 100e-6
 _MAX_DEFAULT_BLOCKS = 16_384
+_MAX_HOST_BLOCKS = 1 << 24
+# Keys and values of one token in a model of 8 billion parameters: 32 layers of 8 heads of 128 numbers, 16 bits each.
+_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
+_SWAP_BYTES_PER_US = 25_000
 
 
 class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
@@ -45,9 +58,10 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model where no checkpoint directory does.
     A step takes ``step_base_us + per_token_us * scheduled tokens + per_seq_us * rows + per_context_token_us * tokens
-    attended`` microseconds; with ``real_time`` false it is reported and not waited for. ``eos_probability`` ends rows
-    at random; ``verify_kv`` checks the simulated cache. To inject failures: a row whose last token is
-    ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory.
+    attended`` microseconds, and before it ``swap_us_per_block`` for every block that is swapped out or in (None: the
+    blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
+    ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. To inject failures: a row whose last
+    token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory.
     """
 
     vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
@@ -60,6 +74,7 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     per_token_us: _AtLeast0 = 0.0
     per_seq_us: _AtLeast0 = 0.0
     per_context_token_us: _AtLeast0 = 0.0
+    swap_us_per_block: _AtLeast0 | None = None
     nan_row_token: int | None = None
     oom_over_tokens: int | None = None
 
@@ -136,6 +151,8 @@ class SimulatedBackend:
     def __init__(self) -> None:
         self._options = SimulatedOptions()
         self._pool: _SimulatedPool | None = None
+        self._swap_us_per_block = 0.0
+        self._move_time_us = 0
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
@@ -143,6 +160,7 @@ class SimulatedBackend:
         model = _describe_model(config.model, self._options)
         max_model_len = _max_model_len(config.max_model_len, model.context_length)
         num_blocks = _num_blocks(config, max_model_len)
+        num_host_blocks = _num_host_blocks(config, num_blocks)
         self._hash = TokenHash(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
@@ -155,7 +173,8 @@ class SimulatedBackend:
         self._last_tokens = np.zeros(config.max_num_seqs, dtype=np.int32)
         self._masked: dict[int, tuple[int, frozenset[int]]] = {}
         self._num_logprobs: dict[int, int] = {}
-        self._pool = _SimulatedPool(num_blocks, config.block_size)
+        self._pool = _SimulatedPool(num_blocks, num_host_blocks, config.block_size)
+        self._swap_us_per_block = _swap_us_per_block(self._options, config.block_size)
         return BackendInfo(
             backend="simulated",
             device="none",
@@ -168,6 +187,8 @@ class SimulatedBackend:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             max_num_rows=config.max_num_seqs,
+            num_host_blocks=num_host_blocks,
+            swap_us_per_block=self._swap_us_per_block if num_host_blocks else 0.0,
         )
 
     @property
@@ -184,6 +205,7 @@ class SimulatedBackend:
         """
         started = time.perf_counter()
         assert self._pool is not None
+        move_time_us, self._move_time_us = self._move_time_us, 0
         for row in batch.finished_rows.tolist():
             self._masked.pop(row, None)
             self._num_logprobs.pop(row, None)
@@ -202,12 +224,17 @@ class SimulatedBackend:
         microseconds = self._step_time_us(total, len(batch.rows), int(reached.sum()))
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
-        return msgspec.structs.replace(result, device_time_us=round(microseconds))
+        return msgspec.structs.replace(result, device_time_us=round(microseconds), move_time_us=move_time_us)
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
+        started = time.perf_counter()
         assert self._pool is not None
         self._pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        microseconds = self._swap_us_per_block * (swap_out.shape[1] + swap_in.shape[1])
+        if self._options.real_time:
+            _wait_until(started + microseconds * 1e-6)
+        self._move_time_us = round(microseconds)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -268,13 +295,18 @@ class SimulatedBackend:
 
 
 class _SimulatedPool:
-    """The KV pool: per slot the hash of the prefix that ends there, per block how many slots are written."""
+    """The KV pool: per slot the hash of the prefix that ends there, per block how many slots are written.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Host blocks are held in the same way, and whether anything was ever swapped out to them.
+    """
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._slots = np.zeros((num_blocks, block_size), dtype=np.uint64)
         self._filled = np.zeros(num_blocks, dtype=np.int32)
-        self._host: dict[int, tuple[Hashes, int]] = {}
+        self._host_slots = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+        self._host_filled = np.zeros(num_host_blocks, dtype=np.int32)
+        self._host_written = np.zeros(num_host_blocks, dtype=bool)
 
     def check_partial_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
         """Before the step writes: a block that a row goes on filling must hold that row's last computed token."""
@@ -324,12 +356,16 @@ class _SimulatedPool:
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks: out to the host, in from the host, then within the pool."""
-        for block, host_block in swap_out.T.tolist():
-            self._host[host_block] = (self._slots[block].copy(), int(self._filled[block]))
-        for host_block, block in swap_in.T.tolist():
-            if host_block not in self._host:
-                raise CacheMismatch(f"host block {host_block} is to be swapped in and holds nothing")
-            self._slots[block], self._filled[block] = self._host[host_block]
+        blocks, host_blocks = swap_out
+        self._host_slots[host_blocks] = self._slots[blocks]
+        self._host_filled[host_blocks] = self._filled[blocks]
+        self._host_written[host_blocks] = True
+        host_blocks, blocks = swap_in
+        empty = ~self._host_written[host_blocks]
+        if empty.any():
+            raise CacheMismatch(f"host block {host_blocks[empty][0]} is to be swapped in and holds nothing")
+        self._slots[blocks] = self._host_slots[host_blocks]
+        self._filled[blocks] = self._host_filled[host_blocks]
         sources, destinations = copies
         self._slots[destinations] = self._slots[sources]
         self._filled[destinations] = self._filled[sources]
@@ -419,6 +455,24 @@ def _num_blocks(config: BackendConfig, max_model_len: int) -> int:
             f"allowed: {for_one} or more"
         )
     return config.num_kv_blocks
+
+
+def _num_host_blocks(config: BackendConfig, num_blocks: int) -> int:
+    if config.swap_space_mib == AUTOMATIC_SWAP_SPACE:
+        return num_blocks
+    space, block_bytes = config.swap_space_mib << 20, config.block_size * _TOKEN_BYTES
+    if 0 < space < block_bytes:
+        raise BackendConfigError(
+            f"swap_space_mib: {config.swap_space_mib} is not allowed; one block takes {block_bytes} bytes, so allowed: "
+            f"0 (no swapping), -1 (automatic), {-(-block_bytes >> 20)} or more"
+        )
+    return min(space // block_bytes, _MAX_HOST_BLOCKS)
+
+
+def _swap_us_per_block(options: SimulatedOptions, block_size: int) -> float:
+    if options.swap_us_per_block is not None:
+        return options.swap_us_per_block
+    return block_size * _TOKEN_BYTES / _SWAP_BYTES_PER_US
 
 
 def _wait_until(deadline: float) -> None:

@@ -14,10 +14,12 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
@@ -43,6 +45,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._model: _OpenModel | None = None
+        self._move_time_us = 0
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
@@ -59,6 +62,7 @@ class TorchBackend:
             fingerprint = checkpoint.fingerprint()
             self._model = _OpenModel(config, model_config, forward, max_model_len, device)
             self._model.warm_up()
+            swap_us_per_block = forward.pool.measure_swap_us()
         pool = forward.pool
         return BackendInfo(
             backend="torch",
@@ -72,17 +76,23 @@ class TorchBackend:
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
             max_num_rows=config.max_num_seqs,
+            num_host_blocks=pool.num_host_blocks,
+            swap_us_per_block=swap_us_per_block,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
         """See ``ExecutorBackend.execute``."""
+        move_time_us, self._move_time_us = self._move_time_us, 0
         with torch.inference_mode():
-            return self._opened.execute(batch)
+            result = self._opened.execute(batch)
+        return msgspec.structs.replace(result, move_time_us=move_time_us) if move_time_us else result
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
+        started = time.perf_counter_ns()
         with torch.inference_mode():
             self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        self._move_time_us = (time.perf_counter_ns() - started) // 1000
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -292,10 +302,11 @@ def _pool(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvPool:
+    block_bytes = model_config.num_layers * math.prod(block_shape) * dtype.itemsize
     num_blocks = config.num_kv_blocks
     if num_blocks == 0:
         num_blocks = num_blocks_that_fit(
-            block_bytes=model_config.num_layers * math.prod(block_shape) * dtype.itemsize,
+            block_bytes=block_bytes,
             useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
             device=device,
         )
@@ -312,4 +323,7 @@ def _pool(
         block_shape=block_shape,
         dtype=dtype,
         device=device,
+        num_host_blocks=num_host_blocks(
+            swap_space_mib=config.swap_space_mib, block_bytes=block_bytes, num_device_blocks=num_blocks, device=device
+        ),
     )

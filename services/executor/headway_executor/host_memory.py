@@ -1,0 +1,57 @@
+"""Main memory for blocks: how much of it is free, and zeros that cost nothing before they are used.
+
+Owns: reading the free memory within the limit of a container, and allocating large tensors on the host.
+Must not know: what a block is, or who uses the memory.
+"""
+
+import contextlib
+import math
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that cost no time: torch would write all of them, which takes a second per gigabyte or more.
+
+    In huge pages where the system has them: blocks are scattered, and finding the small page of each takes longer than
+    reading it.
+
+    Raises:
+        OSError: the system has not that much address space to give.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def free_host_bytes() -> int:
+    """Free main memory, within the limit of the container that this process may run in."""
+    free = _meminfo_available()
+    limit, used = _read_number(_CGROUP_LIMIT), _read_number(_CGROUP_USED)
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _meminfo_available() -> int:
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

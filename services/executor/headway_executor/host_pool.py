@@ -1,0 +1,134 @@
+"""Swapped-out blocks in main memory.
+
+Owns: their memory, its size, and moving blocks between it and the pool of the device.
+Must not know: rows, when a block is swapped, or what a block looks like inside.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
+from headway_executor.host_memory import free_host_bytes, untouched_zeros
+from headway_proto.columns import Int32Array
+
+_SHARE = 0.25
+_MOST_PINNED_BYTES = 2 << 30
+_STAGED_BYTES = 64 << 20
+_MOST_BLOCKS = 1 << 30
+_MIB = 1 << 20
+
+
+class HostPool:
+    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device's block), for the pool of ``device``.
+
+    Block after block, shape ``[num_blocks, *block_shape]``, so that a block is one piece of memory, and those with
+    neighbouring numbers are one transfer. Beside a CPU the memory is not touched before it is used; beside a GPU it is
+    pinned, which the device can read and write by itself and which is taken at once (by torch, in powers of two).
+
+    Raises:
+        BackendConfigError: the memory cannot be had.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._blocks = _allocate((num_blocks, *block_shape), dtype, device)
+        self._is_staged = device.type != "cpu"
+        self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
+
+    def store(self, layers: Tensor, blocks: Int32Array, host_blocks: Int32Array) -> None:
+        """Swap out: copy ``blocks`` of ``layers`` (``KvPool.layers``) to ``host_blocks``; both int32, shape ``[n]``."""
+        if not self._is_staged:
+            # One copy per block: gathering into a temporary and scattering from it took three times as long.
+            for block, host_block in zip(blocks.tolist(), host_blocks.tolist(), strict=True):
+                self._blocks[host_block].copy_(layers[:, block])
+            return
+        for part in self._parts(len(blocks)):
+            staged = layers.index_select(1, _index(blocks[part], layers)).transpose(0, 1).contiguous()
+            for here, there in _runs(host_blocks[part]):
+                self._blocks[there].copy_(staged[here], non_blocking=True)
+        _wait_for(layers.device)
+
+    def load(self, layers: Tensor, host_blocks: Int32Array, blocks: Int32Array) -> None:
+        """Swap in: copy ``host_blocks`` to ``blocks`` of ``layers``; both int32, shape ``[n]``."""
+        if not self._is_staged:
+            for host_block, block in zip(host_blocks.tolist(), blocks.tolist(), strict=True):
+                layers[:, block].copy_(self._blocks[host_block])
+            return
+        for part in self._parts(len(blocks)):
+            staged = torch.empty_like(self._blocks[: part.stop - part.start], device=layers.device)
+            for here, there in _runs(host_blocks[part]):
+                staged[here].copy_(self._blocks[there], non_blocking=True)
+            layers.index_copy_(1, _index(blocks[part], layers), staged.transpose(0, 1))
+        _wait_for(layers.device)
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Cut ``count`` blocks into parts that bound the device memory taken on the way."""
+        for start in range(0, count, self._in_one_go):
+            yield slice(start, min(start + self._in_one_go, count))
+
+
+def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
+    """How many blocks the configured swap space holds.
+
+    ``AUTOMATIC_SWAP_SPACE`` is as many as the device holds: requests that are preempted together never have more (the
+    bound of W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    SOSP 2023, section 4.5); within a share of the free memory, and little where the memory is taken at once.
+
+    Raises:
+        BackendConfigError: the space does not hold a single block.
+    """
+    if swap_space_mib == 0:
+        return 0
+    if swap_space_mib == AUTOMATIC_SWAP_SPACE:
+        budget = _SHARE * free_host_bytes()
+        if device.type != "cpu":
+            budget = min(budget, _MOST_PINNED_BYTES)
+        return min(num_device_blocks, int(budget // block_bytes))
+    found = min(swap_space_mib * _MIB // block_bytes, _MOST_BLOCKS)
+    if not found:
+        raise BackendConfigError(
+            f"swap_space_mib {swap_space_mib} is not allowed; one block takes {block_bytes} bytes, so allowed: "
+            f"0 (no swapping), -1 (automatic), {-(-block_bytes // _MIB)} or more"
+        )
+    return found
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not shape[0]:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        if device.type == "cpu":
+            return untouched_zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    except (OSError, OverflowError, RuntimeError) as error:
+        asked = -(-math.prod(shape) * dtype.itemsize // _MIB)
+        reason = " ".join(str(error).split())
+        raise BackendConfigError(
+            f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
+            "allowed: less, or 0 (no swapping)"
+        ) from error
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the transfers are done: what is next may write their sources, and the time they take is measured."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _index(blocks: Int32Array, layers: Tensor) -> Tensor:
+    return torch.from_numpy(blocks.astype(np.int64)).to(layers.device)
+
+
+def _runs(host_blocks: Int32Array) -> Iterator[tuple[slice, slice]]:
+    """Cut ``host_blocks`` into runs of consecutive numbers: for each its places in the array and its numbers."""
+    starts = np.flatnonzero(np.diff(host_blocks, prepend=host_blocks[:1] - 2) != 1)
+    ends = np.append(starts[1:], len(host_blocks))
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        first = int(host_blocks[start])
+        yield slice(start, end), slice(first, first + end - start)
