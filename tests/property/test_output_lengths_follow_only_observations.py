@@ -33,23 +33,24 @@ EVENTS = st.lists(
 )
 
 
-def survival_by_age(observations: list[tuple[int, bool]], edges: list[int]) -> list[Fraction]:
-    """P(length > age) for each age up to the last edge; exact."""
-    survival = [Fraction(1)]
-    for start, end in pairwise(edges):
+def life_table(observations: list[tuple[int, bool]], edges: list[int]) -> tuple[list[Fraction], list[Fraction]]:
+    """P(length > age) for each age up to the last edge, and the requests at risk in each bin; exact."""
+    survival, at_risk = [Fraction(1)], []
+    for place, (start, end) in enumerate(pairwise(edges)):
         exposure, ended = Fraction(0), 0
         for length, is_censored in observations:
-            if not is_censored and bisect_left(edges, length) - 1 == edges.index(start):
+            if not is_censored and bisect_left(edges, length) - 1 == place:
                 ended += 1
                 exposure += 1
-            elif is_censored and bisect_right(edges, length) - 1 == edges.index(start):
+            elif is_censored and bisect_right(edges, length) - 1 == place:
                 exposure += Fraction(length - start, end - start)
             elif length > end or (length == end and is_censored):
                 exposure += 1
         at_start = survival[-1]
         lost = at_start * ended / exposure if exposure else Fraction(0)
         survival += [at_start - lost * step / (end - start) for step in range(1, end - start + 1)]
-    return survival
+        at_risk.append(exposure)
+    return survival, at_risk
 
 
 @given(OBSERVATIONS, st.integers(0, 60), st.integers(0, 60))
@@ -59,14 +60,10 @@ def test_the_curve_of_all_requests_is_a_life_table(observations: list[tuple[int,
         outputs.observe(ALL_REQUESTS, length, is_censored=is_censored)
     outputs._fold()
     edges = [int(edge) for edge in outputs._edges if edge <= 64]
-    survival = survival_by_age(observations, edges)
-    bin_start = edges[bisect_right(edges, age) - 1]
-    num_at_risk = sum(
-        length > bin_start or (length == bin_start and is_censored) for length, is_censored in observations
-    )
+    survival, at_risk = life_table(observations, edges)
     column = np.array([ALL_REQUESTS]), np.array([age]), np.array([limit])
     answer = outputs.expected_remaining(*column)[0]
-    if age >= limit or num_at_risk < 8:
+    if age >= limit or at_risk[bisect_right(edges, age) - 1] < 8:
         assert answer == max(limit - age, 0)
         return
     assert answer == pytest.approx(float(sum(survival[age:limit]) / survival[age]), rel=1e-7)

@@ -220,7 +220,7 @@ def test_weights_do_not_overflow() -> None:
         outputs.observe(ALL_REQUESTS, 4 + turn % 2, is_censored=False)
     # The weight of all observations is 2 with this half-life: never enough to be trusted.
     assert remaining(outputs, 0, 1000) == 1000
-    assert np.all(np.isfinite(outputs._counts))
+    assert np.all(np.isfinite(outputs._exposure))
     assert np.all(np.isfinite(outputs._newest_weight))
 
 
@@ -229,7 +229,7 @@ def test_an_observation_shows_after_few_others() -> None:
     for _ in range(5000):
         outputs.observe(ALL_REQUESTS, 100, is_censored=False)
     before = remaining(outputs, 0, 8192)
-    for _ in range(32):
+    for _ in range(64):
         outputs.observe(ALL_REQUESTS, 1000, is_censored=False)
     assert remaining(outputs, 0, 8192) > before
 
@@ -322,12 +322,12 @@ def test_the_name_of_a_dropped_curve_stands_for_all_requests() -> None:
     assert outputs.predicted_output(dropped, 0, 8192) == outputs.predicted_output(ALL_REQUESTS, 0, 8192)
     # What its requests tell goes to the curve of all, not to the one in its place.
     living = [outputs.curve_of(f"tenant {number}", 100) for number in (17, 18, 19)]
-    before = [outputs._counts[curve & 7].tolist() for curve in living]
-    total = outputs._counts[ALL_REQUESTS].sum()
+    before = [outputs._exposure[curve & 7].tolist() for curve in living]
+    total = outputs._exposure[ALL_REQUESTS].sum()
     outputs.observe(dropped, 10, is_censored=False)
     settle(outputs)
-    assert [outputs._counts[curve & 7].tolist() for curve in living] == before
-    assert outputs._counts[ALL_REQUESTS].sum() > total
+    assert [outputs._exposure[curve & 7].tolist() for curve in living] == before
+    assert outputs._exposure[ALL_REQUESTS].sum() > total
 
 
 def test_a_curve_in_a_reused_place_starts_anew() -> None:

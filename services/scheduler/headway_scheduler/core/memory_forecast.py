@@ -83,10 +83,10 @@ class MemoryForecast:
         first = int(self._ends.searchsorted(end))
         at_its_end = self._demand_at(end) - num_shared_blocks + int(self._blocks(num_tokens + end))
         self._demand[:first] += self._blocks(num_tokens + self._ends[:first]) - num_shared_blocks
-        self._demand = np.insert(self._demand, first, at_its_end)
-        self._ends = np.insert(self._ends, first, end)
-        self._num_tokens = np.insert(self._num_tokens, first, num_tokens)
-        self._num_shared = np.insert(self._num_shared, first, num_shared_blocks)
+        self._demand = _with_one_more(self._demand, first, at_its_end)
+        self._ends = _with_one_more(self._ends, first, end)
+        self._num_tokens = _with_one_more(self._num_tokens, first, num_tokens)
+        self._num_shared = _with_one_more(self._num_shared, first, num_shared_blocks)
 
     def steps_until(self, num_blocks: int) -> int | None:
         """After how many steps the demand is first more than ``num_blocks``: 0 if it is now, None if it never is.
@@ -136,3 +136,12 @@ class MemoryForecast:
         another = num_reaching[size + 1 - step_rest, each]
         demand: NDArray[np.int64] = own + num_going_on * step_blocks + one_more + another
         return demand
+
+
+def _with_one_more(column: NDArray[np.int64], place: int, value: int) -> NDArray[np.int64]:
+    """A copy of ``column`` with ``value`` before ``place``; ``np.insert`` takes four times as long."""
+    longer = np.empty(len(column) + 1, dtype=np.int64)
+    longer[:place] = column[:place]
+    longer[place] = value
+    longer[place + 1 :] = column[place:]
+    return longer
