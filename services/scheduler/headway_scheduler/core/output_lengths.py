@@ -1,0 +1,346 @@
+"""How many tokens a request will still produce, learned from those that ended before it.
+
+Owns: survival curves of the number of output tokens, and which curve a request belongs to.
+Must not know: rows, blocks, queues, or what a prediction is used for.
+
+One curve holds all requests, one those of a tenant, one those of a tenant whose prompts have a similar length (the same
+power of two). A curve is a life table: lengths fall into bins, six to an octave, and each bin has a hazard, the share
+of the requests that reach it and end in it. A request that was cut (at ``max_tokens``, aborted, failed) tells only that
+its length is more than it had: it counts among those at risk as far as it came, and never as an end. This is the
+product-limit estimate (Kaplan and Meier, "Nonparametric estimation from incomplete observations", JASA 53, 1958) over
+grouped ages. Where the classic life table counts a case that is lost in the middle of a bin as half a case (Cutler and
+Ederer, "Maximum utilization of the life table method in analyzing survival", J. Chronic Diseases 8, 1958), here it
+counts by the part of the bin that it came through: limits on the output are no accidents spread over the bin. Powers of
+two, the usual limits, are edges of bins. Within a bin, ends are taken as evenly spread.
+
+Shrinkage, not a switch: a curve's hazard is the mean of its own observations and ``_PARENT_WEIGHT`` imagined ones that
+follow the next wider curve (the posterior mean under a beta prior; credibility in the actuaries' word). A new tenant
+starts as the average one and becomes itself with each request that ends; no answer jumps because a count passes
+a threshold, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
+
+What is not known stays the worst case. Nothing is assumed beyond what was observed: past the longest request that is
+known to have gone on, survival stays where it is, up to the limit. A request to whose age fewer than ``_LEAST_AT_RISK``
+others are known to have come may use all that its limit leaves. So when every request was cut at 100 tokens, one with
+a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50.
+
+Old observations fade by half every ``half_life`` newer ones of the same curve. Just after the start, short outputs are
+over-represented, because long ones have not ended yet; those that are cut correct it, and so does time.
+
+Everything depends on the order of ``curve_of`` and ``observe`` alone: asking changes no later answer.
+"""
+
+from collections import OrderedDict
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.integer[Any]]
+FloatArray: TypeAlias = NDArray[np.float64]
+
+ALL_REQUESTS = 0
+"""The curve of all requests. It is never dropped."""
+
+_LONGEST = 1 << 20
+"""Lengths above are not told apart."""
+_BINS_PER_OCTAVE = 6
+_PARENT_WEIGHT = 8.0
+_LEAST_AT_RISK = 8.0
+_LARGEST_WEIGHT = 2.0**64
+_MOST_UNFOLDED = 64
+_UNFOLDED_SHARE = 16
+"""At most a sixteenth of what a prediction could know is still to be taken in."""
+_NO_BUCKET = -1
+_MADE_AT_ONCE = 64
+"""Curves whose tables are made together. Columns of more leave the processor's cache: each then takes three times as
+long."""
+
+_CONSTANT, _LINEAR, _SQUARE, _IS_KNOWN = range(4)
+
+
+def _bin_edges() -> NDArray[np.int64]:
+    """0, then every whole number that is nearest to a sixth root of a power of two, to ``_LONGEST``."""
+    octaves = _LONGEST.bit_length() - 1
+    powers = 2.0 ** (np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE)
+    return np.concatenate(([0], np.unique(np.rint(powers)))).astype(np.int64)
+
+
+class OutputLengths:
+    """At most ``max_curves`` curves (a power of two, 4 or more); the least recently used is dropped for a new one.
+
+    A curve is named by an integer, an entry of an int64 column. The name of a dropped curve stays valid: it stands for
+    ``ALL_REQUESTS`` from then on. Memory is bounded, about 8 KiB for each curve that is in use.
+
+    Ages, lengths and limits are numbers of output tokens, 0 or more.
+    """
+
+    def __init__(self, *, max_curves: int = 1024, half_life: int = 512) -> None:
+        assert max_curves >= 4
+        assert max_curves & (max_curves - 1) == 0
+        self._edges = _bin_edges()
+        self._widths = np.diff(self._edges)
+        self._num_bins = len(self._widths)
+        # Ages from _LONGEST on are in a bin of their own, of which nothing is known.
+        self._bin_of_age = np.repeat(np.arange(self._num_bins + 1, dtype=np.uint8), np.concatenate((self._widths, [1])))
+        self._growth = 2.0 ** (1 / half_life)
+        self._slot_mask = max_curves - 1
+
+        self._slot_of_key: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """(tenant, prompt bucket), least recently used first. A tenant's own curve is used after those of its prompts,
+        so none of them outlives it."""
+        self._num_slots = 1
+        self._num_dropped = 0
+        self._names = np.arange(max_curves, dtype=np.int64)
+        self._parents = np.zeros(max_curves, dtype=np.intp)
+        self._levels = np.zeros(max_curves, dtype=np.intp)
+
+        # Untouched pages of these cost no memory.
+        bins, edges = self._num_bins, self._num_bins + 1
+        self._ended = np.zeros((max_curves, bins))
+        self._exposure = np.zeros((max_curves, bins))
+        """Weight of the requests that came through each bin or ended in it; part of it for those cut in the middle."""
+        self._newest_weight = np.ones(max_curves)
+        """Weights grow instead of old ones fading, which would touch every bin at each observation."""
+        self._unfolded: list[tuple[int, int, bool]] = []
+        self._num_folded = 0
+
+        # Made of the above, when asked for.
+        self._is_stale = np.ones(max_curves, dtype=np.bool_)
+        self._hazards = np.zeros((max_curves, bins))
+        self._is_known = np.zeros((max_curves, bins), dtype=np.bool_)
+        self._survival = np.zeros((max_curves, edges))
+        self._table = np.zeros((max_curves * edges, 4))
+        """Per curve and bin: the survival function's sum from 0 to an age in that bin, as a polynomial of the age."""
+
+    @property
+    def num_curves(self) -> int:
+        """Curves in use."""
+        return len(self._slot_of_key) + 1
+
+    def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
+        """The curve that a request belongs to, for as long as it lives. Makes it if there is none."""
+        bucket = num_prompt_tokens.bit_length()
+        tenant_slot = self._use(tenant, _NO_BUCKET, parent=ALL_REQUESTS, level=1)
+        slot = self._use(tenant, bucket, parent=tenant_slot, level=2)
+        self._slot_of_key.move_to_end((tenant, _NO_BUCKET))
+        return int(self._names[slot])
+
+    def observe(self, curve: int, num_output_tokens: int, *, is_censored: bool) -> None:
+        """Take in a request that ended by itself after ``num_output_tokens``, or (``is_censored``) that was cut there.
+
+        O(1). It shows in the answers no later than ``_MOST_UNFOLDED`` observations on.
+        """
+        if num_output_tokens <= 0:
+            return
+        self._unfolded.append((curve, num_output_tokens, is_censored))
+        if len(self._unfolded) >= min(_MOST_UNFOLDED, 1 + self._num_folded // _UNFOLDED_SHARE):
+            self._fold()
+
+    def expected_remaining(self, curves: IntArray, num_generated: IntArray, limits: IntArray) -> FloatArray:
+        """The mean number of tokens still to come, float64 ``[n]``; what the limit leaves where nothing is known.
+
+        ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``. The mean is that of the
+        smaller of length and limit, given that the request has not ended so far.
+        """
+        slots = self._slots_of(curves)
+        self._bring_up_to_date(slots)
+        ages = np.empty((2, len(slots)), dtype=np.int64)
+        ages[0] = num_generated
+        np.maximum(limits, ages[0], out=ages[1])
+        cells = self._bin_of_age.take(ages, mode="clip") + slots * (self._num_bins + 1)
+        entries = self._table.take(cells, axis=0)
+        square, linear = entries[..., _SQUARE], entries[..., _LINEAR]
+        sums = entries[..., _CONSTANT] + ages * (linear + ages * square)
+        survival = linear[0] + (2 * ages[0] + 1) * square[0]
+        most = (ages[1] - ages[0]).astype(np.float64)
+        expected: FloatArray = most.copy()
+        np.divide(sums[1] - sums[0], survival, out=expected, where=entries[0, :, _IS_KNOWN] > 0)
+        np.minimum(expected, most, out=expected)
+        return expected
+
+    def remaining_quantile(
+        self, curves: IntArray, num_generated: IntArray, limits: IntArray, *, q: float
+    ) -> NDArray[np.int64]:
+        """The least number of further tokens that suffices with probability ``q`` (above 0, at most 1), int64 ``[n]``.
+
+        At most what the limit leaves, and exactly that where nothing is known. Arguments as in ``expected_remaining``.
+        """
+        slots = self._slots_of(curves)
+        self._bring_up_to_date(slots)
+        ages = np.asarray(num_generated, dtype=np.int64)
+        most = np.maximum(limits - ages, 0).astype(np.int64)
+        bins = self._bin_of_age.take(ages, mode="clip").astype(np.intp)
+        entries = self._table.take(bins + slots * (self._num_bins + 1), axis=0)
+        target = (1 - q) * (entries[:, _LINEAR] + (2 * ages + 1) * entries[:, _SQUARE])
+        ending = self._first_bin_to_end_at(slots, bins, target)
+        is_answered = (entries[:, _IS_KNOWN] > 0) & (ending < self._num_bins)
+        ending = np.minimum(ending, self._num_bins - 1)
+        start, width = self._edges[ending], self._widths[ending]
+        before, after = self._survival[slots, ending], self._survival[slots, ending + 1]
+        # The tolerance keeps a length that is exactly reached from being rounded up to the next.
+        fraction = np.ones(len(slots))
+        np.divide(before - target, before - after, out=fraction, where=before > after)
+        length = start + np.ceil(fraction * width - 1e-9).astype(np.int64)
+        remaining = np.maximum(length - ages, 1)
+        enough: NDArray[np.int64] = np.where(is_answered, np.minimum(remaining, most), most)
+        return enough
+
+    def predicted_output(self, curve: int, num_generated: int, limit: int) -> int | None:
+        """The expected number of output tokens in all, rounded up, at most ``limit``; None where nothing is known."""
+        slot = self._slot_of(curve)
+        if self._is_stale[slot]:
+            self._bring_up_to_date(np.array([slot], dtype=np.intp))
+        _, linear, square, is_known = self._entry(slot, num_generated)
+        if not is_known:
+            return None
+        end = max(limit, num_generated)
+        survival = linear + (2 * num_generated + 1) * square
+        expected = (self._survival_sum(slot, end) - self._survival_sum(slot, num_generated)) / survival
+        return min(end, num_generated + int(np.ceil(expected - 1e-9)))
+
+    # Curves by name.
+
+    def _use(self, tenant: str, bucket: int, *, parent: int, level: int) -> int:
+        """The slot of a key, which is now the most recently used."""
+        key = (tenant, bucket)
+        slot = self._slot_of_key.get(key)
+        if slot is None:
+            slot = self._free_slot()
+            self._slot_of_key[key] = slot
+            self._parents[slot] = parent
+            self._levels[slot] = level
+        else:
+            self._slot_of_key.move_to_end(key)
+        return slot
+
+    def _free_slot(self) -> int:
+        if self._num_slots <= self._slot_mask:
+            self._num_slots += 1
+            return self._num_slots - 1
+        _, slot = self._slot_of_key.popitem(last=False)
+        self._num_dropped += 1
+        self._names[slot] += self._slot_mask + 1
+        self._ended[slot] = 0
+        self._exposure[slot] = 0
+        self._newest_weight[slot] = 1
+        self._is_stale[slot] = True
+        return slot
+
+    def _slot_of(self, curve: int) -> int:
+        slot = curve & self._slot_mask
+        return slot if self._names[slot] == curve else ALL_REQUESTS
+
+    def _slots_of(self, curves: IntArray) -> NDArray[np.intp]:
+        slots = (curves & self._slot_mask).astype(np.intp, copy=False)
+        return np.where(self._names[slots] == curves, slots, ALL_REQUESTS) if self._num_dropped else slots
+
+    # From observations to weights.
+
+    def _fold(self) -> None:
+        """Add what was observed since the last time to the weights."""
+        for curve, length, is_censored in self._unfolded:
+            slot = self._slot_of(curve)
+            self._weigh_in(slot, length, is_censored=is_censored)
+            while slot != ALL_REQUESTS:
+                slot = int(self._parents[slot])
+                self._weigh_in(slot, length, is_censored=is_censored)
+        self._num_folded += len(self._unfolded)
+        self._unfolded.clear()
+        self._is_stale[: self._num_slots] = True
+
+    def _weigh_in(self, slot: int, length: int, *, is_censored: bool) -> None:
+        weight = self._newest_weight[slot] * self._growth
+        ended, exposure = self._ended[slot], self._exposure[slot]
+        if not is_censored and length <= _LONGEST:
+            last = self._bin_of_age[length - 1]
+            ended[last] += weight
+            exposure[: last + 1] += weight
+        else:
+            cut_in = self._bin_of_age[min(length, _LONGEST)]
+            exposure[:cut_in] += weight
+            if cut_in < self._num_bins:
+                exposure[cut_in] += weight * ((length - self._edges[cut_in]) / self._widths[cut_in])
+        if weight > _LARGEST_WEIGHT:  # a power of two, so that no bit is lost
+            ended /= _LARGEST_WEIGHT
+            exposure /= _LARGEST_WEIGHT
+            weight /= _LARGEST_WEIGHT
+        self._newest_weight[slot] = weight
+
+    # From weights to tables.
+
+    def _bring_up_to_date(self, slots: NDArray[np.intp]) -> None:
+        """Make the tables of ``slots`` of what is folded, wider curves first."""
+        stale = slots[self._is_stale[slots]]
+        if not len(stale):
+            return
+        is_wanted = np.zeros(len(self._is_stale), dtype=np.bool_)
+        is_wanted[ALL_REQUESTS] = True
+        is_wanted[stale] = True
+        is_wanted[self._parents[stale]] = True
+        is_wanted &= self._is_stale
+        for level in range(3):
+            chosen = (is_wanted & (self._levels == level)).nonzero()[0]
+            for start in range(0, len(chosen), _MADE_AT_ONCE):
+                self._make_hazards(chosen[start : start + _MADE_AT_ONCE])
+                self._make_tables(chosen[start : start + _MADE_AT_ONCE])
+            self._is_stale[chosen] = False
+
+    def _make_hazards(self, slots: NDArray[np.intp]) -> None:
+        exposure, parents, weight = self._exposure[slots], self._parents[slots], self._newest_weight[slots, None]
+        has_parent = (slots != ALL_REQUESTS)[:, None]
+        self._is_known[slots] = (exposure >= _LEAST_AT_RISK * weight) | (self._is_known[parents] & has_parent)
+        parent_weight = _PARENT_WEIGHT * has_parent * weight
+        hazards = self._hazards[parents]
+        hazards *= parent_weight
+        hazards += self._ended[slots]
+        exposure += parent_weight
+        # Where nobody came further, both are sums of the same numbers in the same order, and the hazard is exactly 1.
+        # Where nobody came at all, it is 0.
+        hazards /= np.maximum(exposure, np.finfo(np.float64).tiny)
+        self._hazards[slots] = hazards
+
+    def _make_tables(self, slots: NDArray[np.intp]) -> None:
+        """The survival function at whole ages is linear within a bin; its sum up to an age is quadratic."""
+        survival = np.ones((len(slots), self._num_bins + 1))
+        passing = 1 - self._hazards[slots]
+        np.maximum(passing, 0, out=passing)
+        np.cumprod(passing, axis=1, out=survival[:, 1:])
+        before, after = survival[:, :-1], survival[:, 1:]
+        sums = np.zeros_like(survival)
+        np.cumsum(before * ((self._widths + 1) / 2) + after * ((self._widths - 1) / 2), axis=1, out=sums[:, 1:])
+        slope = np.zeros_like(survival)
+        np.divide(before - after, self._widths, out=slope[:, :-1])
+        square = slope * -0.5
+        linear = survival + slope * (self._edges + 0.5)
+        table = np.empty((len(slots), self._num_bins + 1, 4))
+        table[..., _CONSTANT] = sums - self._edges * (linear + self._edges * square)
+        table[..., _LINEAR] = linear
+        table[..., _SQUARE] = square
+        table[:, :-1, _IS_KNOWN] = self._is_known[slots] & (before > 0)
+        table[:, -1, _IS_KNOWN] = 0
+        self._survival[slots] = survival
+        self._table.reshape(-1, self._num_bins + 1, 4)[slots] = table
+
+    # Single answers.
+
+    def _first_bin_to_end_at(
+        self, slots: NDArray[np.intp], bins: NDArray[np.intp], target: FloatArray
+    ) -> NDArray[np.intp]:
+        """The first bin from ``bins`` on after which survival is at most ``target``; ``_num_bins`` if there is none."""
+        low, high = bins.copy(), np.full(len(bins), self._num_bins)
+        for _ in range(self._num_bins.bit_length()):
+            middle = (low + high) >> 1
+            after = self._survival[slots, np.minimum(middle + 1, self._num_bins)]
+            is_reached = (after <= target) | (middle >= self._num_bins)
+            high = np.where(is_reached, middle, high)
+            low = np.where(is_reached, low, middle + 1)
+        return high
+
+    def _entry(self, slot: int, age: int) -> list[float]:
+        cell = slot * (self._num_bins + 1) + int(self._bin_of_age[min(age, _LONGEST)])
+        entry: list[float] = self._table[cell].tolist()
+        return entry
+
+    def _survival_sum(self, slot: int, age: int) -> float:
+        constant, linear, square, _ = self._entry(slot, age)
+        return constant + age * (linear + age * square)

@@ -1,0 +1,340 @@
+"""Predicted output lengths: known distributions, cut requests, change, fallback, bounds."""
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from headway_scheduler.core.output_lengths import ALL_REQUESTS, OutputLengths
+
+UNLIMITED = 1 << 22
+
+
+def learned(lengths: Iterable[int], *, half_life: int = 1 << 60) -> OutputLengths:
+    outputs = OutputLengths(half_life=half_life)
+    for length in lengths:
+        outputs.observe(ALL_REQUESTS, int(length), is_censored=False)
+    settle(outputs)
+    return outputs
+
+
+def settle(outputs: OutputLengths) -> None:
+    """Take in all that was observed."""
+    outputs._fold()
+
+
+def remaining(outputs: OutputLengths, age: int, limit: int, *, curve: int = ALL_REQUESTS) -> float:
+    expected = outputs.expected_remaining(np.array([curve]), np.array([age]), np.array([limit]))
+    assert expected.dtype == np.float64
+    return float(expected[0])
+
+
+def quantile(outputs: OutputLengths, age: int, limit: int, q: float, *, curve: int = ALL_REQUESTS) -> int:
+    answer = outputs.remaining_quantile(np.array([curve]), np.array([age]), np.array([limit]), q=q)
+    assert answer.dtype == np.int64
+    return int(answer[0])
+
+
+# Known distributions.
+
+
+def test_nothing_known_is_what_the_limit_leaves() -> None:
+    outputs = OutputLengths()
+    curves = np.array([ALL_REQUESTS, outputs.curve_of("a", 100), outputs.curve_of("b", 3)])
+    generated, limits = np.array([0, 7, 90]), np.array([4096, 10, 90])
+    assert outputs.expected_remaining(curves, generated, limits).tolist() == [4096, 3, 0]
+    assert outputs.remaining_quantile(curves, generated, limits, q=0.5).tolist() == [4096, 3, 0]
+    assert outputs.predicted_output(int(curves[1]), 0, 10) is None
+
+
+def test_too_few_observations_are_nothing_known() -> None:
+    outputs = OutputLengths()
+    curve = outputs.curve_of("a", 100)
+    for _ in range(7):
+        outputs.observe(curve, 20, is_censored=False)
+    assert remaining(outputs, 0, 1000, curve=curve) == 1000
+    for _ in range(13):
+        outputs.observe(curve, 20, is_censored=False)
+    assert remaining(outputs, 0, 1000, curve=curve) < 25
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_one_length_is_met_exactly_where_bins_are_single_lengths(length: int) -> None:
+    outputs = learned([length] * 50)
+    for age in range(length):
+        assert remaining(outputs, age, 1000) == length - age
+        assert quantile(outputs, age, 1000, 0.9) == length - age
+        assert outputs.predicted_output(ALL_REQUESTS, age, 1000) == length
+    assert remaining(outputs, length, 1000) == 1000 - length
+    assert outputs.predicted_output(ALL_REQUESTS, length, 1000) is None
+
+
+@pytest.mark.parametrize("length", [10, 100, 777, 30_000, 1_000_000])
+def test_one_length_is_met_within_a_bin(length: int) -> None:
+    outputs = learned([length] * 50)
+    for age in (0, length // 3, length // 2):
+        assert remaining(outputs, age, UNLIMITED) == pytest.approx(length - age, abs=0.07 * length)
+        assert abs(quantile(outputs, age, UNLIMITED, 0.5) - (length - age)) <= 0.13 * length
+
+
+def test_the_limit_caps_the_expectation() -> None:
+    outputs = learned([2] * 30 + [1024] * 30)
+    assert remaining(outputs, 0, 8) == pytest.approx((2 + 8) / 2)
+    assert remaining(outputs, 4, 8) == 4
+    assert outputs.predicted_output(ALL_REQUESTS, 0, 8) == 5
+    assert quantile(outputs, 0, 8, 0.5) == 2
+    assert quantile(outputs, 0, 8, 0.6) == 8
+
+
+def test_geometric_lengths_have_no_memory() -> None:
+    mean = 200
+    outputs = learned(np.random.default_rng(1).geometric(1 / mean, 20_000))
+    for age in (0, 50, 200, 400):
+        assert remaining(outputs, age, UNLIMITED) == pytest.approx(mean, rel=0.06)
+        assert quantile(outputs, age, UNLIMITED, 0.9) == pytest.approx(mean * math.log(10), rel=0.08)
+
+
+def test_pareto_lengths_leave_more_the_older_they_are() -> None:
+    # P(T > t) = (t0 / t)^a leaves a mean of t / (a - 1) at age t, and doubles t with probability 2^-a.
+    shape, shortest = 3.0, 100
+    lengths = np.ceil(shortest * (1 + np.random.default_rng(2).pareto(shape, 50_000)))
+    outputs = learned(lengths.astype(int))
+    answers = [remaining(outputs, age, UNLIMITED) for age in (100, 200, 400)]
+    assert answers == pytest.approx([50, 100, 200], rel=0.15)
+    assert quantile(outputs, 200, UNLIMITED, 1 - 2**-shape) == pytest.approx(200, rel=0.1)
+
+
+def test_lognormal_lengths_match_their_own_sample() -> None:
+    lengths = np.ceil(np.random.default_rng(3).lognormal(5.5, 0.8, 20_000)).astype(int)
+    outputs = learned(lengths)
+    for age in (0, 30, 200, 800):
+        for limit in (256, 1000, 16_384):
+            if age < limit:
+                truth = np.mean(np.minimum(lengths[lengths > age], limit) - age)
+                assert remaining(outputs, age, limit) == pytest.approx(truth, rel=0.03)
+        left = lengths[lengths > age] - age
+        assert quantile(outputs, age, UNLIMITED, 0.9) == pytest.approx(np.quantile(left, 0.9), rel=0.06)
+
+
+def test_rows_are_answered_as_if_alone() -> None:
+    rng = np.random.default_rng(4)
+    outputs = OutputLengths()
+    curves = [outputs.curve_of(f"tenant {tenant}", 1 << bucket) for tenant in range(5) for bucket in range(4)]
+    for curve in rng.choice(curves, 2000):
+        outputs.observe(int(curve), int(rng.geometric(0.01)), is_censored=bool(rng.random() < 0.2))
+    asked = rng.choice(curves, 300)
+    generated = rng.integers(0, 500, 300)
+    limits = generated + rng.integers(-3, 2000, 300)
+    expected = outputs.expected_remaining(asked, generated, limits)
+    sufficient = outputs.remaining_quantile(asked, generated, limits, q=0.75)
+    for row in range(300):
+        curve, age, limit = int(asked[row]), int(generated[row]), int(limits[row])
+        assert remaining(outputs, age, limit, curve=curve) == expected[row]
+        assert quantile(outputs, age, limit, 0.75, curve=curve) == sufficient[row]
+        predicted = outputs.predicted_output(curve, age, limit)
+        if predicted is None:
+            assert expected[row] == max(limit - age, 0)
+        else:
+            assert predicted == age + math.ceil(expected[row] - 1e-9)
+    assert np.all(expected <= np.maximum(limits - generated, 0))
+
+
+def test_int32_columns_are_taken() -> None:
+    outputs = learned([100] * 50)
+    columns = [np.array([value], dtype=np.int32) for value in (ALL_REQUESTS, 20, 50_000)]
+    assert outputs.expected_remaining(*columns)[0] == remaining(outputs, 20, 50_000)
+    assert outputs.remaining_quantile(*columns, q=0.5)[0] == quantile(outputs, 20, 50_000, 0.5)
+
+
+def test_no_rows() -> None:
+    nothing = np.empty(0, dtype=np.int64)
+    assert learned([3] * 20).expected_remaining(nothing, nothing, nothing).shape == (0,)
+    assert learned([3] * 20).remaining_quantile(nothing, nothing, nothing, q=0.5).shape == (0,)
+
+
+def test_lengths_beyond_the_bins_are_only_known_to_be_long() -> None:
+    outputs = learned([UNLIMITED] * 50)
+    assert remaining(outputs, 0, UNLIMITED) == UNLIMITED
+    assert remaining(outputs, UNLIMITED - 5, UNLIMITED) == 5
+    assert quantile(outputs, 0, UNLIMITED, 0.5) == UNLIMITED
+
+
+# Cut requests.
+
+
+def test_requests_cut_at_their_limit_say_nothing_of_what_comes_after() -> None:
+    outputs = OutputLengths()
+    for _ in range(500):
+        outputs.observe(ALL_REQUESTS, 100, is_censored=True)
+    assert remaining(outputs, 0, 1000) == 1000
+    assert quantile(outputs, 0, 1000, 0.5) == 1000
+    assert outputs.predicted_output(ALL_REQUESTS, 0, 1000) == 1000
+    assert remaining(outputs, 0, 50) == 50
+    assert remaining(outputs, 100, 1000) == 900
+
+
+def test_what_was_cut_does_not_shorten_the_rest() -> None:
+    mean = 200
+    rng = np.random.default_rng(5)
+    outputs = OutputLengths(half_life=1 << 60)
+    for length, limit in zip(rng.geometric(1 / mean, 30_000), rng.choice([64, 100, 128, 4096], 30_000), strict=True):
+        outputs.observe(ALL_REQUESTS, int(min(length, limit)), is_censored=bool(length > limit))
+    settle(outputs)
+    for age in (0, 90, 150, 300):
+        assert remaining(outputs, age, UNLIMITED) == pytest.approx(mean, rel=0.06)
+
+
+def test_a_request_cut_before_its_first_token_says_nothing() -> None:
+    outputs = learned([50] * 100)
+    before = remaining(outputs, 0, 1000)
+    for _ in range(100):
+        outputs.observe(ALL_REQUESTS, 0, is_censored=True)
+    settle(outputs)
+    assert remaining(outputs, 0, 1000) == before
+
+
+# Change.
+
+
+def test_old_traffic_is_forgotten() -> None:
+    outputs = OutputLengths(half_life=200)
+    for _ in range(2000):
+        outputs.observe(ALL_REQUESTS, 2000, is_censored=False)
+    assert remaining(outputs, 0, 8192) == pytest.approx(2000, rel=0.07)
+    for _ in range(200):
+        outputs.observe(ALL_REQUESTS, 100, is_censored=False)
+    settle(outputs)
+    assert remaining(outputs, 0, 8192) == pytest.approx(1050, rel=0.1)
+    for _ in range(1800):
+        outputs.observe(ALL_REQUESTS, 100, is_censored=False)
+    assert remaining(outputs, 0, 8192) == pytest.approx(100, rel=0.1)
+    # So few have come so far lately that nothing is known of the rest.
+    assert remaining(outputs, 500, 8192) == 8192 - 500
+
+
+def test_weights_do_not_overflow() -> None:
+    outputs = OutputLengths(half_life=1)
+    for turn in range(5000):
+        outputs.observe(ALL_REQUESTS, 4 + turn % 2, is_censored=False)
+    # The weight of all observations is 2 with this half-life: never enough to be trusted.
+    assert remaining(outputs, 0, 1000) == 1000
+    assert np.all(np.isfinite(outputs._exposure))
+    assert np.all(np.isfinite(outputs._newest_weight))
+
+
+def test_an_observation_shows_after_few_others() -> None:
+    outputs = OutputLengths()
+    for _ in range(5000):
+        outputs.observe(ALL_REQUESTS, 100, is_censored=False)
+    before = remaining(outputs, 0, 8192)
+    for _ in range(64):
+        outputs.observe(ALL_REQUESTS, 1000, is_censored=False)
+    assert remaining(outputs, 0, 8192) > before
+
+
+# Fallback.
+
+
+def test_a_new_tenant_is_as_the_average_one() -> None:
+    outputs = OutputLengths()
+    known = outputs.curve_of("known", 100)
+    for _ in range(100):
+        outputs.observe(known, 40, is_censored=False)
+    settle(outputs)
+    new = outputs.curve_of("new", 5)
+    assert remaining(outputs, 0, 1000, curve=new) == remaining(outputs, 0, 1000)
+    assert outputs.predicted_output(new, 0, 1000) == outputs.predicted_output(ALL_REQUESTS, 0, 1000)
+
+
+def test_a_new_prompt_length_is_as_its_tenant() -> None:
+    outputs = OutputLengths()
+    chatty, terse = outputs.curve_of("chatty", 100), outputs.curve_of("terse", 100)
+    for _ in range(200):
+        outputs.observe(chatty, 1000, is_censored=False)
+        outputs.observe(terse, 10, is_censored=False)
+    settle(outputs)
+    assert remaining(outputs, 0, 8192) == pytest.approx(505, rel=0.07)
+    for name, length in (("chatty", 1000), ("terse", 10)):
+        unseen = outputs.curve_of(name, 4000)
+        assert remaining(outputs, 0, 8192, curve=unseen) == pytest.approx(length, rel=0.1, abs=25)
+
+
+def test_a_curve_becomes_itself_bit_by_bit() -> None:
+    outputs = OutputLengths()
+    others, own = outputs.curve_of("others", 100), outputs.curve_of("own", 100)
+    for _ in range(400):
+        outputs.observe(others, 1000, is_censored=False)
+    settle(outputs)
+    answers = [remaining(outputs, 0, 8192, curve=own)]
+    for _ in range(40):
+        outputs.observe(own, 10, is_censored=False)
+        settle(outputs)
+        answers.append(remaining(outputs, 0, 8192, curve=own))
+    assert answers[0] == pytest.approx(1000, rel=0.07)
+    assert all(later < earlier for earlier, later in pairwise(answers))
+    # No single request moves the answer by more than a quarter of the way.
+    assert max(earlier - later for earlier, later in pairwise(answers)) < 250
+    assert answers[-1] < 60
+
+
+def test_prompts_of_similar_length_share_a_curve() -> None:
+    outputs = OutputLengths()
+    assert outputs.curve_of("a", 64) == outputs.curve_of("a", 127)
+    assert outputs.curve_of("a", 64) != outputs.curve_of("a", 128)
+    assert outputs.curve_of("a", 64) != outputs.curve_of("b", 64)
+
+
+# Bounds.
+
+
+def test_invented_tenants_do_not_grow_memory() -> None:
+    outputs = OutputLengths(max_curves=16)
+    for number in range(1000):
+        outputs.observe(outputs.curve_of(f"tenant {number}", number), 50, is_censored=False)
+        assert outputs.num_curves <= 16
+    assert outputs.num_curves == 16
+
+
+def test_tenants_in_use_survive_invented_ones() -> None:
+    outputs = OutputLengths(max_curves=16)
+    known = outputs.curve_of("known", 100)
+    for number in range(300):
+        outputs.observe(known, 10, is_censored=False)
+        outputs.observe(outputs.curve_of(f"tenant {number}", 100), 1000, is_censored=False)
+        assert outputs.curve_of("known", 100) == known
+    assert remaining(outputs, 0, 8192, curve=known) < 40
+
+
+def test_the_name_of_a_dropped_curve_stands_for_all_requests() -> None:
+    outputs = OutputLengths(max_curves=8)
+    dropped = outputs.curve_of("dropped", 100)
+    for _ in range(100):
+        outputs.observe(dropped, 10, is_censored=False)
+    for number in range(20):
+        curve = outputs.curve_of(f"tenant {number}", 100)
+        for _ in range(10):
+            outputs.observe(curve, 1000, is_censored=False)
+    settle(outputs)
+    assert remaining(outputs, 0, 8192, curve=dropped) == remaining(outputs, 0, 8192)
+    assert quantile(outputs, 0, 8192, 0.5, curve=dropped) == quantile(outputs, 0, 8192, 0.5)
+    assert outputs.predicted_output(dropped, 0, 8192) == outputs.predicted_output(ALL_REQUESTS, 0, 8192)
+    # What its requests tell goes to the curve of all, not to the one in its place.
+    living = [outputs.curve_of(f"tenant {number}", 100) for number in (17, 18, 19)]
+    before = [outputs._exposure[curve & 7].tolist() for curve in living]
+    total = outputs._exposure[ALL_REQUESTS].sum()
+    outputs.observe(dropped, 10, is_censored=False)
+    settle(outputs)
+    assert [outputs._exposure[curve & 7].tolist() for curve in living] == before
+    assert outputs._exposure[ALL_REQUESTS].sum() > total
+
+
+def test_a_curve_in_a_reused_place_starts_anew() -> None:
+    outputs = OutputLengths(max_curves=4)
+    for number in range(10):
+        curve = outputs.curve_of(f"tenant {number}", 100)
+        for _ in range(50):
+            outputs.observe(curve, 10, is_censored=False)
+    settle(outputs)
+    assert remaining(outputs, 0, 1000, curve=outputs.curve_of("new", 7)) == remaining(outputs, 0, 1000)
