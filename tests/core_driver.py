@@ -40,13 +40,25 @@ class CoreDriver:
                 vocab_size=capacity.vocab_size,
                 eos_token_ids=(STOP_TOKEN,),
                 max_num_rows=capacity.max_num_rows,
+                num_host_blocks=capacity.num_host_blocks,
             )
         )
+        self.now = 0.0
         self._mirror.begin_epoch()
         self._in_flight: deque[tuple[int, list[int], int | None]] = deque()
 
-    def add(self, handle: int, num_prompt_tokens: int, max_tokens: int, *, priority: int = 3) -> None:
-        """A request whose prompt nobody shares."""
+    def add(
+        self,
+        handle: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        priority: int = 3,
+        tenant: str = "",
+        ttft_slo_ms: int = 0,
+        itl_slo_ms: int = 0,
+    ) -> None:
+        """A request that may stop at ``STOP_TOKEN``. All prompts are alike."""
         self.num_output_tokens[handle] = 0
         self.core.add_request(
             NewRequestEvent(
@@ -58,8 +70,11 @@ class CoreDriver:
                 sampling=SamplingParams(),
                 stop_token_ids=frozenset({STOP_TOKEN}),
                 priority=priority,
+                tenant=tenant,
+                ttft_slo_ms=ttft_slo_ms,
+                itl_slo_ms=itl_slo_ms,
             ),
-            now=0.0,
+            now=self.now,
         )
 
     def abort(self, handle: int) -> None:
@@ -67,7 +82,8 @@ class CoreDriver:
 
     def schedule(self) -> dict[int, int] | None:
         """The next step as the executor understands it: tokens by request."""
-        output = self.core.schedule(now=0.0)
+        output = self.core.schedule(now=self.now)
+        self.finished += [end.origin.handle for end in self.core.take_shed()]
         if output is None:
             return None
         batch = self._mirror.apply(output).batch
@@ -77,12 +93,14 @@ class CoreDriver:
         self._in_flight.append((output.step, sampling, digest))
         return dict(zip(handles, batch.num_scheduled_tokens.tolist(), strict=True))
 
-    def update(self, stopping: Collection[int] = ()) -> list[int]:
+    def update(self, stopping: Collection[int] = (), *, move_time_us: int = 0) -> list[int]:
         """Answer the oldest step, with a stop token for those ``stopping``; return who ended, ascending."""
         step, sampling, digest = self._in_flight.popleft()
         tokens = [STOP_TOKEN if handle in stopping else OTHER_TOKEN for handle in sampling]
-        answer = ExecutorOutput(epoch=0, step=step, sampled_token_ids=encode_column(tokens), state_digest=digest)
-        events = self.core.update(answer, now=0.0)
+        answer = ExecutorOutput(
+            epoch=0, step=step, sampled_token_ids=encode_column(tokens), state_digest=digest, move_time_us=move_time_us
+        )
+        events = self.core.update(answer, now=self.now)
         for handle, index in zip(events.handles.tolist(), events.indices.tolist(), strict=True):
             assert index == self.num_output_tokens[handle]
             self.num_output_tokens[handle] += 1

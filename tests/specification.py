@@ -6,7 +6,11 @@ Must not know: columns, due ticks, or any other means by which the core avoids l
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.memory_forecast import MemoryForecast
+from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.request import NewRequestEvent, Origin
 
 DEAD = -1
@@ -50,6 +54,9 @@ class SpecRequest:
     """Cache versions of the leading blocks that the cache knows."""
     prompt_end: int = 0
     """Tokens known when it took its row: all of them are prefilled before it decodes."""
+    curve: int = 0
+    work: int = 0
+    """shortest: what is expected of it."""
     objective_s: float = 0.0
     danger: int = 0
     """1: it has been told to be at risk, 2: to be too late."""
@@ -194,6 +201,10 @@ class Specification:
         self.swap_out: list[tuple[SpecRequest, list[tuple[int, int]]]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.shed: list[Origin] = []
+        self.stopped: SpecRequest | None = None
+        """The last one that ended by itself."""
+        self.lengths = OutputLengths()
+        """What is to be expected of an output; what this answers is tested elsewhere."""
 
     # -- requests
 
@@ -217,6 +228,8 @@ class Specification:
             min_tokens=new.sampling.min_tokens,
         )
         request.objective_s = objective_ms / 1e3
+        if self.predicts:
+            request.curve = self.lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self.arrivals += 1
         if new.tenant not in self.tenants_seen:
             self.tenants_seen.append(new.tenant)
@@ -225,6 +238,7 @@ class Specification:
             left = self.last_to_leave
             floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
             self.served[new.tenant] = max(self.served.get(new.tenant, 0.0), floor)
+        request.work = self._expected_work(request)
         self.waiting.append(request)
 
     def take_shed(self) -> list[Origin]:
@@ -253,7 +267,7 @@ class Specification:
                 return (-1, 0, request.rank, request.arrival)
             return (self.served[request.tenant], self.tenants_seen.index(request.tenant), 0, request.arrival)
         value = {
-            "shortest": len(request.tokens) + 8 * (request.limit - len(request.tokens)),
+            "shortest": request.work,
             "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
         }.get(self.limits.order, 0)
         return (request.rank, request.lane, value, request.arrival)
@@ -491,6 +505,7 @@ class Specification:
         victim.sampled_ahead = 0
         victim.stay += 1
         self.num_preemptions += 1
+        victim.work = self._expected_work(victim)
         self.waiting.append(victim)
 
     def _leave(self, request: SpecRequest, *, cache: bool) -> None:
@@ -512,6 +527,7 @@ class Specification:
     def _admit(self, below_rank: int = 256) -> None:
         if self.limits.batching == "static" and self.batch_is_closed:
             return
+        self.forecast = None
         most_new = self.limits.max_num_batched_tokens
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
@@ -521,6 +537,8 @@ class Specification:
                 return
             if len(self.running) >= self.max_running and not self._make_room(request, 0):
                 return
+            if self.forecast is None or self.short:
+                self._look_ahead()
             if not self._start(request):
                 return
             for other in passed_over:
@@ -530,7 +548,8 @@ class Specification:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
         size = self.capacity.block_size
         shared, chain = self._find_cached(request)
-        free = self.pool.num_free - sum(block in self.pool.evictable for block in shared) - self._owed()
+        unshared = self.pool.num_free - sum(block in self.pool.evictable for block in shared)
+        free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
         left = len(request.tokens) - start
         chunk = min(left, self._budget())
@@ -539,18 +558,61 @@ class Specification:
                 chunk = 0  # the prompt is whole, or as much of it as a step can have
         elif self.limits.batching == "split_fuse":
             chunk = min(chunk, (len(shared) + free) * size - start)
-        wanted = {
-            "none": start + max(chunk, 1),
-            "prompt": min(len(request.tokens) + 1, request.limit - 1),
-            "full": request.limit - 1,
-        }[self.reserve]
-        missing = -(-wanted // size) + self._headroom(request) - len(shared) - free
+        if self.reserve == "predicted":
+            steps = self._expected_steps(request)
+            peak = self.forecast.peak_with(len(request.tokens), steps, num_shared_blocks=len(shared))
+            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - len(shared) - unshared)
+        else:
+            wanted = {
+                "none": start + max(chunk, 1),
+                "prompt": min(len(request.tokens) + 1, request.limit - 1),
+                "full": request.limit - 1,
+            }[self.reserve]
+            missing = -(-wanted // size) - len(shared) - free
+        missing += self._headroom(request)
         if missing > 0:
-            return self._make_room(request, missing) and not self.in_flight and self._start(request)
+            if not self._make_room(request, missing) or self.in_flight:
+                return False
+            self._look_ahead()
+            return self._start(request)
         if chunk <= 0:
             return False
+        if self.reserve == "predicted":
+            self.forecast.add(len(request.tokens), self._expected_steps(request))
         self._take_row(request, shared, chain, start, chunk)
         return True
+
+    def _look_ahead(self) -> None:
+        """Foresee what those that run will come to hold."""
+        running = sorted(self.running, key=lambda r: r.row)
+        curves = np.array([r.curve for r in running], dtype=np.int64)
+        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in running], dtype=np.int32)
+        limits = np.array([r.limit - r.num_prompt_tokens for r in running], dtype=np.int32)
+        expected = self.lengths.expected_remaining(curves, ages, limits)
+        most = np.array([r.limit - 1 - len(r.tokens) for r in running], dtype=np.int32)
+        steps = np.clip(np.where(self.lengths.is_known(curves, ages), expected - 1.0, 1.0), 0.0, most)
+        num_tokens = np.array([len(r.tokens) for r in running], dtype=np.int32)
+        self.forecast = MemoryForecast(num_tokens, steps, self.capacity.block_size)
+        num_used = sum(count > 0 for count in self.pool.references)
+        num_counted_again = sum(len(r.blocks) for r in running) - num_used
+        self.num_usable = len(self.pool.references) + max(num_counted_again, 0)
+
+    def _expected_steps(self, request: SpecRequest) -> int:
+        age = len(request.tokens) - request.num_prompt_tokens
+        predicted = self.lengths.predicted_output(request.curve, age, request.limit - request.num_prompt_tokens)
+        steps = 1 if predicted is None else max(predicted - age - 1, 0)
+        return min(steps, request.limit - 1 - len(request.tokens))
+
+    def _expected_work(self, request: SpecRequest) -> int:
+        """Tokens still to be computed, those of the output counted eightfold, when it takes its place in the queue."""
+        age = len(request.tokens) - request.num_prompt_tokens
+        most = request.limit - request.num_prompt_tokens
+        predicted = self.lengths.predicted_output(request.curve, age, most)
+        return len(request.tokens) + 8 * ((most if predicted is None else predicted) - age)
+
+    @property
+    def predicts(self) -> bool:
+        return self.limits.order == "shortest" or self.reserve == "predicted"
 
     def _headroom(self, request: SpecRequest) -> int:
         if not request.preemptions or not self.running:
@@ -683,6 +745,7 @@ class Specification:
         num_output = len(request.tokens) - request.num_prompt_tokens
         if token in request.stops and num_output >= request.min_tokens:
             ended.append((request.origin, "stop", token))
+            self.stopped = request
         elif len(request.tokens) == request.limit:
             ended.append((request.origin, "length", -1))
         else:
@@ -690,6 +753,9 @@ class Specification:
         self._end(request)
 
     def _end(self, request: SpecRequest) -> None:
+        num_output = len(request.tokens) - request.num_prompt_tokens
+        if self.predicts and num_output:
+            self.lengths.observe(request.curve, num_output, is_censored=request is not self.stopped)
         if request.row is None:
             self._leave_queue(request)
             self.swap_out = [entry for entry in self.swap_out if entry[0] is not request]

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from core_driver import CoreDriver
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.preemption import PREEMPTIONS
 from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.orders import ORDERS
 
 MAX_MODEL_LEN = 24
@@ -33,6 +35,11 @@ WORKLOADS: dict[str, Lengths] = {
         batching=st.sampled_from(sorted(BATCHING_POLICIES)),
         reserve=st.sampled_from(sorted(RESERVATIONS)),
         order=st.sampled_from(sorted(ORDERS)),
+        budget=st.sampled_from(sorted(TOKEN_BUDGETS)),
+        preemption=st.sampled_from(sorted(PREEMPTIONS)),
+        aging_s=st.sampled_from([0.1, 30.0]),
+        default_itl_slo_ms=st.sampled_from([0, 1, 50]),
+        prefix_aware=st.booleans(),
         max_num_batched_tokens=st.integers(1, 40),
         max_num_seqs=st.integers(1, 8),
         max_steps_in_flight=st.integers(1, 4),
@@ -41,6 +48,7 @@ WORKLOADS: dict[str, Lengths] = {
     block_size=st.sampled_from([1, 2, 4]),
     spare_blocks=st.integers(0, 8),
     workload=st.sampled_from(sorted(WORKLOADS)),
+    num_host_blocks=st.sampled_from([0, 2, 64]),
     all_top_priority=st.booleans(),
     cancel_share=st.sampled_from([0.0, 0.02]),
     seed=st.integers(0, 2**32 - 1),
@@ -50,6 +58,7 @@ def test_every_request_ends(
     block_size: int,
     spare_blocks: int,
     workload: str,
+    num_host_blocks: int,
     all_top_priority: bool,
     cancel_share: float,
     seed: int,
@@ -61,6 +70,8 @@ def test_every_request_ends(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=8,
         max_num_rows=12,
+        num_host_blocks=num_host_blocks,
+        swap_us_per_block=1.0,
     )
     run = CoreDriver(limits, capacity)
     cancelled: set[int] = set()
@@ -70,21 +81,31 @@ def test_every_request_ends(
         if beat % 3 == 0 and len(wanted) < NUM_REQUESTS:
             num_prompt_tokens, max_tokens = WORKLOADS[workload](rng)
             priority = 1 if all_top_priority else int(rng.integers(1, 5))
-            run.add(len(wanted), num_prompt_tokens, max_tokens, priority=priority)
+            run.add(
+                len(wanted),
+                num_prompt_tokens,
+                max_tokens,
+                priority=priority,
+                tenant=str(rng.integers(0, 3)),
+                ttft_slo_ms=int(rng.choice([0, 50, 5000])),
+            )
             wanted[len(wanted)] = min(max_tokens, MAX_MODEL_LEN - num_prompt_tokens)
         if rng.random() < cancel_share:
             victim = int(rng.integers(0, len(wanted)))
             cancelled.add(victim)
             run.abort(victim)
+        run.now += 0.01 * float(rng.random())
         while run.schedule() is not None:
             pass
         if run.num_in_flight:
-            run.update()
+            run.now += 0.01 * float(rng.random())
+            run.update(move_time_us=int(rng.integers(0, 3)))
         elif len(wanted) == NUM_REQUESTS:
             break
     assert run.core.num_unfinished == 0
     assert run.core.pool.num_free == capacity.num_blocks
     for handle in wanted.keys() - cancelled:
         assert run.num_output_tokens[handle] == wanted[handle]
-    if limits.reserve == "full":
+    has_class_preemption = limits.order == "priority" or any(request for request in wanted)
+    if limits.reserve == "full" and not has_class_preemption:
         assert run.core.counters.num_preemptions == 0

@@ -27,19 +27,47 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: Annotated[int, Meta(description="steps sent to the executor and not yet answered")] = 2
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
     order: Annotated[
-        Literal["fcfs", "priority"], Meta(description="who is served first: by arrival, or by priority, then arrival")
+        Literal["fcfs", "priority", "shortest", "fair", "deadline"],
+        Meta(description="who is served first: see Policies in the README"),
     ] = "fcfs"
     batching: Annotated[
         Literal["static", "orca", "prefill_first", "chunked", "split_fuse"],
         Meta(description="which prompts and decodes share a step: see Policies in the README"),
     ] = "chunked"
     reserve: Annotated[
-        Literal["auto", "none", "prompt", "full"],
+        Literal["auto", "none", "prompt", "full", "predicted"],
         Meta(
-            description="what must be free before a request starts: its first chunk, its prompt, or all up to max_tokens; "
-            "auto: what the batching policy was published with"
+            description="what must be free before a request starts: its first chunk, its prompt, all up to max_tokens, or "
+            "what is to be expected of it; auto: what the batching policy was published with"
         ),
     ] = "auto"
+    budget: Annotated[
+        Literal["fixed", "slo"],
+        Meta(description="prompt tokens beside decodes: up to max_num_batched_tokens, or what keeps itl_slo_ms"),
+    ] = "fixed"
+    preemption: Annotated[
+        Literal["recompute", "swap", "auto"],
+        Meta(description="a preempted request is computed again, swapped to the host, or whichever costs less"),
+    ] = "auto"
+    aging_s: Annotated[
+        float, Meta(description="seconds after which a waiting request may be promoted past the order")
+    ] = 30.0
+    tenant_weights: Annotated[
+        dict[str, float], Meta(description="shares of tenants under order fair, NAME=WEIGHT; others have 1")
+    ] = {}
+    default_ttft_slo_ms: Annotated[
+        int, Meta(description="objective on the first token of requests that name none; 0: none")
+    ] = 0
+    default_itl_slo_ms: Annotated[
+        int, Meta(description="objective on the gaps between tokens of requests that name none; 0: none")
+    ] = 0
+    shed_late: Annotated[
+        bool,
+        Meta(description="end requests before they start that can no longer meet ttft_slo_ms (RESOURCE_EXHAUSTED)"),
+    ] = False
+    prefix_aware: Annotated[
+        bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
+    ] = False
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     curve_keys: Annotated[
         str,
@@ -69,6 +97,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if not 1 <= value <= most:
                 raise ValueError(f"{field}: {value} is not allowed; allowed: 1 to {most}")
+        for field in ("default_ttft_slo_ms", "default_itl_slo_ms"):
+            value = getattr(self, field)
+            if not 0 <= value < 1 << 31:
+                raise ValueError(f"{field}: {value} is not allowed; allowed: 0 to {(1 << 31) - 1}")
+        if not 0 <= self.aging_s < float("inf"):
+            raise ValueError(f"aging_s: {self.aging_s} is not allowed; allowed: 0 or more seconds")
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"tenant_weights: {tenant!r:.64}={weight} is not allowed; allowed: weights above 0")
         if not 0 <= self.grace_s < float("inf"):
             raise ValueError(f"grace_s: {self.grace_s} is not allowed; allowed: 0 or more seconds")
         for field in ("step_address", "ingress_address"):
@@ -80,13 +117,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def limits(self) -> SchedulerLimits:
         """The settings that concern the core."""
-        return SchedulerLimits(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_steps_in_flight=self.max_steps_in_flight,
-            max_num_waiting=self.max_num_waiting,
-            order=self.order,
-            batching=self.batching,
-            reserve=self.reserve,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
+        return SchedulerLimits(**{name: getattr(self, name) for name in SchedulerLimits.__struct_fields__})

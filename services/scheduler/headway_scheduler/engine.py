@@ -107,6 +107,21 @@ class SchedulerEngine:
             return
         while (output := self.core.schedule(now)) is not None:
             self.step_link.send_step(output)
+        for end in self.core.take_shed():
+            self._shed(end)
+
+    def _shed(self, end: FinishedEvent) -> None:
+        """Refuse a request after all: it can no longer meet its objective, and nothing of it has run."""
+        assert self.core is not None
+        self._forget(end.origin)
+        message = "the first token can no longer come within its objective (ttft_slo_ms)"
+        rejected = Rejected(
+            handle=end.origin.handle,
+            reason=ingress.REJECT_OVERLOADED,
+            message=message,
+            retry_after_ms=max(RETRY_AFTER_MS, round(self.core.expected_prefill_s * 1e3)),
+        )
+        self.gateways.send(end.origin.owner, rejected)
 
     def run(self, now: float) -> None:
         """Do what is due: heartbeats, time-outs, steps, and the news for the gateways, in this order."""
@@ -168,6 +183,7 @@ class SchedulerEngine:
             vocab_size=info.vocab_size,
             max_num_rows=info.max_num_rows,
             num_host_blocks=info.num_host_blocks,
+            swap_us_per_block=info.swap_us_per_block,
         )
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)

@@ -14,6 +14,8 @@ the weight. A tenant's own requests are served by arrival; preempted requests, w
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -125,7 +127,7 @@ class FairQueue:
             tenant = self._tenants[request.new.tenant]
             self._counters[tenant.index] += INPUT_WEIGHT * len(request.token_ids) / tenant.weight
 
-    def charge_output(self, num_tokens: NDArray[np.intp]) -> None:
+    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Charge output tokens, shape ``[n]`` by tenant index."""
         count = len(num_tokens)
         self._counters[:count] += OUTPUT_WEIGHT * num_tokens / self._weight[:count]

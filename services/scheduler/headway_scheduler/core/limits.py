@@ -29,7 +29,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     batching: str = "chunked"
     reserve: str = "auto"
     budget: str = "fixed"
-    preemption: str = "recompute"
+    preemption: str = "auto"
     aging_s: float = 30.0
     tenant_weights: dict[str, float] = {}
     default_ttft_slo_ms: int = 0

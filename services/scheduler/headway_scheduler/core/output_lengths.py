@@ -185,6 +185,14 @@ class OutputLengths:
         enough: NDArray[np.int64] = np.where(is_answered, np.minimum(remaining, most), most)
         return enough
 
+    def is_known(self, curves: IntArray, num_generated: IntArray) -> NDArray[np.bool_]:
+        """Whether anything is known of requests that have come so far, shape ``[n]``."""
+        slots = self._slots_of(curves)
+        self._bring_up_to_date(slots)
+        cells = self._bin_of_age.take(num_generated, mode="clip") + slots * (self._num_bins + 1)
+        known: NDArray[np.bool_] = self._table[cells, _IS_KNOWN] > 0
+        return known
+
     def predicted_output(self, curve: int, num_generated: int, limit: int) -> int | None:
         """The expected number of output tokens in all, rounded up, at most ``limit``; None where nothing is known."""
         slot = self._slot_of(curve)

@@ -107,7 +107,7 @@ class Request:
         self.first_token_time: float | None = None
         self.latest_start: float | None = None
         """When its prompt has to start at the latest for its first token to be in time."""
-        self.curve = -1
+        self.curve = 0
         """Its curve of output lengths."""
         self.status = RequestStatus.WAITING
         self.row = -1

@@ -10,89 +10,195 @@ the next request asks. Numbers of tokens are places in the cache; the very last 
 - ``prompt``: the whole prompt and one token fit, beside what prompts under way still need. Output is not foreseen.
 - ``full``: everything up to ``max_tokens`` fits beside all that runs, so that nobody is ever preempted (Orca's
   Algorithm 1, lines 23 to 26; TensorRT-LLM's GUARANTEED_NO_EVICT).
+- ``predicted``: the most that all will hold at once fits, each with the output that is to be expected of it
+  (``output_lengths``, ``memory_forecast``). Of whom nothing can be expected yet, one token is, as with ``prompt``.
 """
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from headway_scheduler.core.indices import RowIndices
+from headway_scheduler.core.memory_forecast import MemoryForecast
+from headway_scheduler.core.output_lengths import FloatArray, OutputLengths
 from headway_scheduler.core.request import Request
 from headway_scheduler.core.row_table import RowTable
 
 
+class PoolState(NamedTuple):
+    """The block pool when books are opened: all its blocks, and those that can be had now or come back after a step."""
+
+    num_blocks: int
+    num_unused: int
+
+
+class Books(Protocol):
+    """What is promised while requests are let in, one after the other."""
+
+    owed_blocks: int
+    """Free blocks that nobody else may take."""
+
+    def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
+        """Blocks that are missing for ``request`` to start; 0 or less: it fits.
+
+        ``chunk_end``: its tokens that are computed after its first chunk. ``num_shared`` blocks it finds in the prefix cache;
+        ``num_free`` are free beside them.
+        """
+
+    def num_needed(self, request: Request, chunk_end: int) -> int:
+        """Blocks that it must find, without the prefix cache; for operators."""
+
+    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
+        """It has started and holds so many blocks."""
+
+
 class Reservation(Protocol):
-    """What admission asks. ``chunk_end``: the tokens of the request that are computed after its first chunk."""
+    """Opens the books. ``predicts``: it asks for expected outputs."""
 
-    def wanted_tokens(self, request: Request, chunk_end: int) -> int:
-        """Places that must be free for ``request`` to start, those it finds in the prefix cache included."""
+    @property
+    def predicts(self) -> bool: ...  # noqa: D102 - told above
 
-    def promised_tokens(self, request: Request, chunk_end: int) -> int:
-        """Places that it may claim before another request starts."""
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+        """What is promised to those that run. ``prefilling``: rows in their prompt."""
 
-    def owed_blocks(self, rows: RowTable, prefilling: Collection[int]) -> int:
-        """Blocks that the running requests have been promised and do not hold. ``prefilling``: rows in their prompt."""
+
+class PromisedBlocks:
+    """Books that add up: what each request has been promised, less what it holds."""
+
+    def __init__(self, block_size: int, owed_blocks: int, *, wants_prompt: bool, wants_all: bool) -> None:
+        self.owed_blocks = owed_blocks
+        self._block_size = block_size
+        self._wants_prompt = wants_prompt
+        self._wants_all = wants_all
+
+    def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
+        """Blocks that are missing for ``request`` to start."""
+        return self.num_needed(request, chunk_end) - num_shared - (num_free - self.owed_blocks)
+
+    def num_needed(self, request: Request, chunk_end: int) -> int:
+        """Its first chunk, its prompt and a token so that it does not stall at once, or all."""
+        if self._wants_all:
+            num_tokens = request.limit - 1
+        elif self._wants_prompt:
+            num_tokens = min(len(request.token_ids) + 1, request.limit - 1)
+        else:
+            num_tokens = chunk_end
+        return -(-num_tokens // self._block_size)
+
+    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
+        """What it may claim before another starts: its first chunk, its prompt, or all."""
+        if self._wants_all:
+            num_promised = request.limit - 1
+        elif self._wants_prompt:
+            num_promised = len(request.token_ids)
+        else:
+            num_promised = chunk_end
+        self.owed_blocks += -(-num_promised // self._block_size) - num_held
 
 
 class NoReservation:
     """The first chunk fits."""
 
-    def wanted_tokens(self, request: Request, chunk_end: int) -> int:
-        """The first chunk."""
-        del request
-        return chunk_end
+    predicts = False
 
-    def promised_tokens(self, request: Request, chunk_end: int) -> int:
-        """The first chunk."""
-        del request
-        return chunk_end
-
-    def owed_blocks(self, rows: RowTable, prefilling: Collection[int]) -> int:
-        """Nothing."""
-        del rows, prefilling
-        return 0
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+        """Nothing is owed."""
+        del prefilling, lengths, pool
+        return PromisedBlocks(rows.block_size, 0, wants_prompt=False, wants_all=False)
 
 
 class PromptReservation:
     """The prompt fits, beside the prompts under way."""
 
-    def wanted_tokens(self, request: Request, chunk_end: int) -> int:
-        """One token beyond the prompt, so that the request does not stall at once."""
-        del chunk_end
-        return min(len(request.token_ids) + 1, request.limit - 1)
+    predicts = False
 
-    def promised_tokens(self, request: Request, chunk_end: int) -> int:
-        """The prompt."""
-        del chunk_end
-        return len(request.token_ids)
-
-    def owed_blocks(self, rows: RowTable, prefilling: Collection[int]) -> int:
-        """The rest of every prompt under way."""
-        return sum(-(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in prefilling)
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+        """The rest of every prompt under way is owed."""
+        del lengths, pool
+        owed = sum(-(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in prefilling)
+        return PromisedBlocks(rows.block_size, owed, wants_prompt=True, wants_all=False)
 
 
 class FullReservation:
     """Everything the request may ever need fits, beside everything that runs."""
 
-    def wanted_tokens(self, request: Request, chunk_end: int) -> int:
-        """Prompt and longest output."""
-        del chunk_end
-        return request.limit - 1
+    predicts = False
 
-    def promised_tokens(self, request: Request, chunk_end: int) -> int:
-        """Prompt and longest output."""
-        del chunk_end
-        return request.limit - 1
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+        """The rest of every running request is owed: O(rows), only when a request wants to start."""
+        del prefilling, lengths, pool
+        live = rows.live_rows()
+        owed = int(np.sum(-(-rows.last_position[live] // rows.block_size) - rows.num_blocks[live]))
+        return PromisedBlocks(rows.block_size, owed, wants_prompt=False, wants_all=True)
 
-    def owed_blocks(self, rows: RowTable, prefilling: Collection[int]) -> int:
-        """The rest of every running request: O(rows), only when a request wants to start."""
+
+class ForeseenBlocks:
+    """Books that look ahead: the most blocks that all hold at once."""
+
+    owed_blocks = 0
+
+    def __init__(self, block_size: int, num_usable: int, forecast: MemoryForecast, lengths: OutputLengths) -> None:
+        self._block_size = block_size
+        self._num_usable = num_usable
+        self._forecast = forecast
+        self._lengths = lengths
+
+    def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
+        """Blocks by which the peak with ``request`` exceeds the pool, or that its prompt lacks now if those are more."""
+        peak = self._forecast.peak_with(
+            len(request.token_ids), _expected_steps(self._lengths, request), num_shared_blocks=num_shared
+        )
+        return max(peak - self._num_usable, -(-chunk_end // self._block_size) - num_shared - num_free)
+
+    def num_needed(self, request: Request, chunk_end: int) -> int:
+        """What it is expected to come to."""
+        num_tokens = max(chunk_end, len(request.token_ids) + _expected_steps(self._lengths, request))
+        return -(-num_tokens // self._block_size)
+
+    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
+        """It grows with the others from now on."""
+        del chunk_end, num_held
+        self._forecast.add(len(request.token_ids), _expected_steps(self._lengths, request))
+
+
+class PredictedReservation:
+    """The most that all are expected to hold at once fits."""
+
+    predicts = True
+
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+        """Look ahead: O(rows log rows), only when a request wants to start."""
         del prefilling
         live = rows.live_rows()
-        return int(np.sum(-(-rows.last_position[live] // rows.block_size) - rows.num_blocks[live]))
+        num_tokens = rows.num_tokens[live]
+        # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
+        num_counted_again = int(rows.num_blocks[live].sum()) - (pool.num_blocks - pool.num_unused)
+        forecast = MemoryForecast(num_tokens, expected_steps_of_rows(rows, live, lengths), rows.block_size)
+        return ForeseenBlocks(rows.block_size, pool.num_blocks + max(num_counted_again, 0), forecast, lengths)
+
+
+def expected_steps_of_rows(rows: RowTable, live: RowIndices, lengths: OutputLengths) -> FloatArray:
+    """Tokens that are still to come to each row and need a place, float64 ``[n]``; one where nothing is known."""
+    num_prompt_tokens = rows.num_prompt_tokens[live]
+    curves, ages = rows.curve[live], rows.num_tokens[live] - num_prompt_tokens
+    limits = rows.last_position[live] + 1 - num_prompt_tokens
+    expected = lengths.expected_remaining(curves, ages, limits)
+    # The last token of all needs no place.
+    steps = np.where(lengths.is_known(curves, ages), expected - 1.0, 1.0)
+    return np.clip(steps, 0.0, rows.last_position[live] - rows.num_tokens[live])
+
+
+def _expected_steps(lengths: OutputLengths, request: Request) -> int:
+    age = len(request.token_ids) - request.new.num_prompt_tokens
+    predicted = lengths.predicted_output(request.curve, age, request.limit - request.new.num_prompt_tokens)
+    steps = 1 if predicted is None else max(predicted - age - 1, 0)
+    return min(steps, request.limit - 1 - len(request.token_ids))
 
 
 RESERVATIONS: dict[str, Reservation] = {
     "none": NoReservation(),
     "prompt": PromptReservation(),
     "full": FullReservation(),
+    "predicted": PredictedReservation(),
 }

@@ -23,7 +23,7 @@ class RowTable:
     the last token allowed; ``num_prompt_tokens``;
     ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
     ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
-    less urgent; ``tenant`` the place of the tenant in the books of the order.
+    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths.
     ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
     """
 
@@ -47,6 +47,7 @@ class RowTable:
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.tenant = np.zeros(max_rows, dtype=np.intp)
+        self.curve = np.zeros(max_rows, dtype=np.int64)
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these two cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
@@ -76,6 +77,7 @@ class RowTable:
         self.handle[row] = new.origin.handle
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
+        self.curve[row] = request.curve
         request.row = row
         request.num_admitted_tokens = num_tokens
         return row

@@ -43,6 +43,7 @@ from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, Row
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
 from headway_scheduler.core.orders import ORDERS, QueueSettings
+from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.request import (
@@ -53,7 +54,7 @@ from headway_scheduler.core.request import (
     Request,
     RequestStatus,
 )
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.reservations import RESERVATIONS, Books, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
 from headway_scheduler.core.step_time import StepShape, StepTimeModel
@@ -68,6 +69,9 @@ UNRANKED = 1
 HIGHEST_CLASS = 1
 FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
 """Order keys below it belong to promoted requests."""
+
+OBSERVED_DECODE_STEPS = 8
+"""Of steps without a prompt, which are all alike, one in so many is worth learning from."""
 
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
@@ -107,6 +111,8 @@ class Scheduler:
         self._batching = BATCHING_POLICIES[limits.batching]
         reservation = self._batching.reservation if limits.reserve == "auto" else limits.reserve
         self._reservation = RESERVATIONS[reservation]
+        self._lengths = OutputLengths()
+        self._predicts = self._reservation.predicts or self._order.predicts
         self._preemption = PREEMPTIONS[limits.preemption]
         self._step_times = StepTimeModel()
         self._budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self._step_times)
@@ -182,6 +188,11 @@ class Scheduler:
         """All live requests by arrival, for operators; O(n log n)."""
         return sorted(self._requests.values(), key=lambda request: request.arrival)
 
+    @property
+    def expected_prefill_s(self) -> float:
+        """What computing all that waits would take, in seconds; 0 while step times are not known."""
+        return self._step_times.prefill_s(self._num_waiting_tokens, 0) or 0.0
+
     def num_ahead_of(self, request: Request) -> int:
         """Waiting requests that are to start before this one; O(n log n)."""
         return self._waiting.in_order().index(request)
@@ -194,8 +205,12 @@ class Scheduler:
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
         """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
         first_chunk = min(len(request.token_ids), self.limits.max_num_batched_tokens)
-        wanted = -(-self._reservation.wanted_tokens(request, first_chunk) // self.rows.block_size)
-        return wanted, self.pool.num_free - self._reservation.owed_blocks(self.rows, self._prefilling)
+        books = self._open_books()
+        return books.num_needed(request, first_chunk), self.pool.num_free - books.owed_blocks
+
+    def _open_books(self) -> Books:
+        pool = PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
+        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, pool)
 
     def find(self, origin: Origin) -> Request | None:
         """The live request of this origin."""
@@ -213,6 +228,8 @@ class Scheduler:
         self._num_arrivals += 1
         rank = new.priority if self._order.ranks_classes else UNRANKED
         request = Request(new, arrival=arrival, rank=rank, limit=limit, now=now)
+        if self._predicts:
+            request.curve = self._lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self._requests[new.origin] = request
         self._watch_first_token(request)
         self._wait(request)
@@ -238,8 +255,11 @@ class Scheduler:
         self._waiting.remove(request)
 
     def _predicted_output(self, request: Request) -> int:
-        """Output tokens still to come, as far as one can know."""
-        return request.limit - len(request.token_ids)
+        """Output tokens still to be expected; as many as it may have where nothing is known."""
+        age = len(request.token_ids) - request.new.num_prompt_tokens
+        most = request.limit - request.new.num_prompt_tokens
+        predicted = self._lengths.predicted_output(request.curve, age, most)
+        return (most if predicted is None else predicted) - age
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
         """The requests that were ended since the last call because they could no longer meet their objective."""
@@ -565,17 +585,16 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, below_rank: int = ANY_RANK) -> None:
         """Second pass: waiting requests of ranks before ``below_rank``, in order, until the first that does not fit."""
         rows = self.rows
-        owed_blocks: int | None = None
+        books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
             passed_over, request = self._next_to_start(now)
             if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
                 return
             if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
                 return
-            if owed_blocks is None or plan.short_of_blocks:
-                owed_blocks = self._reservation.owed_blocks(rows, self._prefilling)
-            owed_blocks = self._admit(plan, request, cut, owed_blocks, now)
-            if owed_blocks is None:
+            if books is None or plan.short_of_blocks:
+                books = self._open_books()
+            if not self._admit(plan, request, cut, books, now):
                 return
             for other in passed_over:
                 other.num_passed_over += 1
@@ -598,31 +617,25 @@ class Scheduler:
         """Tokens that may be added to the step."""
         return plan.budget - plan.num_chunk_tokens - len(self._decoding())
 
-    def _admit(self, plan: StepPlan, request: Request, cut: PromptCut, owed_blocks: int, now: float) -> int | None:
-        """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation.
-
-        Returns the blocks that running requests have then been promised and do not hold, or None if it does not fit.
-        """
+    def _admit(self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, now: float) -> bool:
+        """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation."""
         rows, pool = self.rows, self.pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._find_cached(token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
-        available = pool.num_free - owed_blocks
-        if len(shared):
-            available -= pool.num_free_among(shared)
+        num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
             num_tokens - start,
             budget=self._budget_left(plan),
             step_budget=plan.budget,
-            room=(len(shared) + available) * rows.block_size - start,
+            room=(len(shared) + num_free - books.owed_blocks) * rows.block_size - start,
         )
-        wanted_tokens = self._reservation.wanted_tokens(request, start + max(chunk, 1))
-        missing = -(-wanted_tokens // rows.block_size) + self._headroom(request) - len(shared) - available
+        missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free) + self._headroom(request)
         if missing > 0:
             return self._admit_in_place_of_others(plan, request, cut, missing, now)
         if chunk <= 0 or not self._keeps_objective(request):
-            return None
+            return False
         self._no_longer_waits(request)
         self._waiting.note_start(request)
         num_blocks = -(-(start + chunk) // rows.block_size)
@@ -647,8 +660,8 @@ class Scheduler:
         )
         self._advance_prompt(plan, request, start + chunk, chunk)
         self._note_admission(request, num_tokens, len(shared) * rows.block_size, now)
-        promised_tokens = self._reservation.promised_tokens(request, start + chunk)
-        return owed_blocks + -(-promised_tokens // rows.block_size) - len(table)
+        books.note_start(request, start + chunk, len(table))
+        return True
 
     def _headroom(self, request: Request) -> int:
         """Blocks that must be free beside what a preempted request needs: twice as many after each preemption.
@@ -700,12 +713,11 @@ class Scheduler:
 
     def _admit_in_place_of_others(
         self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
-    ) -> int | None:
+    ) -> bool:
         """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
         if not self._make_room(plan, request, num_blocks=num_missing_blocks) or self._in_flight:
-            return None
-        owed_blocks = self._reservation.owed_blocks(self.rows, self._prefilling)
-        return self._admit(plan, request, cut, owed_blocks, now)
+            return False
+        return self._admit(plan, request, cut, self._open_books(), now)
 
     def _make_room(self, plan: StepPlan, request: Request, *, num_blocks: int) -> bool:
         """Preempt running requests of lower classes so that ``request`` finds a row and ``num_blocks`` more blocks.
@@ -851,7 +863,8 @@ class Scheduler:
     def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
-        load = self._load(plan, now) if self._observes_steps else None
+        is_observed = self._observes_steps and (plan.chunks or step % OBSERVED_DECODE_STEPS == 0)
+        load = self._load(plan, now) if is_observed else None
         swap_out, swap_in = list(self._swap_out.values()), self._swap_in
         self.next_step += 1
         if not self._any_decoded and total > plan.num_chunk_tokens:
@@ -1048,6 +1061,9 @@ class Scheduler:
         for request, token_id in late:
             index = len(request.token_ids) - request.new.num_prompt_tokens
             request.append_token(token_id)
+            if self._order.charges_output:
+                place = self._waiting.place_of_tenant(request)
+                self._waiting.charge_output(np.arange(place + 1) == place)
             entries.append((request.new.origin.owner, request.new.origin.handle, index, token_id))
             end = self._end_at(request, len(request.token_ids), token_id)
             if end is not None:
@@ -1084,6 +1100,9 @@ class Scheduler:
         self._waiting.forget(request)
         new = request.new
         del self._requests[new.origin]
+        if self._predicts and num_tokens > new.num_prompt_tokens:
+            is_censored = reason is not FinishReason.STOP
+            self._lengths.observe(request.curve, num_tokens - new.num_prompt_tokens, is_censored=is_censored)
         self.counters.num_finished += 1
         return FinishedEvent(
             origin=new.origin,

@@ -15,7 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,7 @@ class WaitingQueue(Protocol):
     def place_of_tenant(self, request: Request) -> int:
         """The place of a live request's tenant in the books that ``charge_output`` keeps."""
 
-    def charge_output(self, num_tokens: NDArray[np.intp]) -> None:
+    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Output tokens have come, shape ``[n]`` by place of the tenant."""
 
     def in_order(self) -> list[Request]:
@@ -107,7 +107,7 @@ class KeyedQueue:
             request.lane = Lane.RESUMING
         else:
             self._arrivals.append(request.arrival)
-        self._place(request)
+        self._place(request, self._value_of(request))
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is."""
@@ -129,7 +129,7 @@ class KeyedQueue:
             return request
         oldest.rank = PROMOTED_RANK
         self._num_starts = 0
-        self._place(oldest)
+        self._place(oldest, self._value(oldest))
         return oldest
 
     def first_few(self, count: int) -> list[Request]:
@@ -156,7 +156,7 @@ class KeyedQueue:
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""
         request.lane = lane
-        self._place(request)
+        self._place(request, self._value(request))
 
     def forget(self, request: Request) -> None:
         """Nothing: no books are kept."""
@@ -166,15 +166,19 @@ class KeyedQueue:
         del request
         return 0
 
-    def charge_output(self, num_tokens: NDArray[np.intp]) -> None:
+    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Nothing: no books are kept."""
 
     def in_order(self) -> list[Request]:
         """All waiting requests in service order, for operators; O(n log n)."""
         return [request for _, request in sorted(self._members.values(), key=lambda member: member[0])]
 
-    def _place(self, request: Request) -> None:
-        key = (request.rank, int(request.lane), self._value_of(request), request.arrival)
+    def _value(self, request: Request) -> int:
+        """What the order said when this request took its place."""
+        return self._members[request.arrival][0][2]
+
+    def _place(self, request: Request, value: int) -> None:
+        key = (request.rank, int(request.lane), value, request.arrival)
         self._members[request.arrival] = (key, request)
         heapq.heappush(self._heap, key)
 
