@@ -21,8 +21,9 @@ Learning is recursive least squares with four changes, each for what steps do:
   wide as the model itself is uncertain. A single strange step moves nothing much; ``PERSISTENT_RUN`` of one sign in a
   row are believed. The likeliest cause is a device that has become slower or faster as a whole, so the covariance is
   widened along the coefficients themselves, which lets them all scale alike.
-- *Constraints*: a coefficient below 0 is put to 0 and the others are moved as the covariance tells (Simon and Chia,
-  "Kalman filtering with state equality constraints", IEEE Trans. AES 38(1), 2002).
+- *Constraints*: coefficients are projected to 0 or above in the metric of the covariance, where it moves those that the
+  steps have told little about (Simon and Chia, "Kalman filtering with state equality constraints", IEEE Trans. AES
+  38(1), 2002).
 
 Everything is plain Python floats: the matrices are so small that calls into numpy cost more than the arithmetic, and
 the result does not depend on a machine's linear algebra.
@@ -45,7 +46,7 @@ WARM_UP_STEPS = 3
 """Ignored at the start: first steps compile kernels and fill allocators."""
 _MEMORY = 0.95
 """Share of the old evidence along a step's features that is left after it: about 20 such steps count."""
-_PRIOR_VARIANCE = 1e4
+_PRIOR_VARIANCE = 1e3
 """Of each coefficient, in squares of the first duration and of the noise: anything is possible."""
 PERSISTENT_RUN = 4
 """So many clipped residuals of one sign in a row are believed."""
@@ -60,6 +61,7 @@ _MEAN_TO_DEVIATION = 1.2533
 """The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
 _LARGEST_ERROR = 9.0
 """A believed step counts as ten times its prediction at most."""
+_TINY = 1e-9
 _SHORTEST_S = 1e-7
 """Nothing is predicted to be shorter."""
 
@@ -151,7 +153,7 @@ class StepTimeModel:
             + context * _CONTEXT_UNIT * num_context_tokens
             + pair * _PAIRS_UNIT * num_prefill_pairs
         )
-        return duration_s if duration_s > _SHORTEST_S else _SHORTEST_S
+        return max(duration_s, _SHORTEST_S)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         """Seconds that ``num_tokens`` of a prompt add to steps that run anyway, ``num_computed_tokens`` behind its start.
@@ -170,7 +172,7 @@ class StepTimeModel:
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
         """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
-        if not 0.0 < duration_s or not isfinite(duration_s) or shape.num_tokens <= 0:
+        if not duration_s > 0.0 or not isfinite(duration_s) or shape.num_tokens <= 0:
             return
         self._num_observed += 1
         if self._num_observed <= WARM_UP_STEPS:
@@ -181,11 +183,13 @@ class StepTimeModel:
         if features[6]:
             self._knows_prefill = True
         predicted_s = max(sum(map(mul, self._coefficients, features)), _SHORTEST_S)
-        inverse = 1.0 / predicted_s
-        f0, f1, f2, f3, f4, f5, f6 = features
+        # Relative to the prediction; less so where it is far too long, or its own size would make the evidence count less.
+        unit_s = min(predicted_s, max(2.0 * duration_s, predicted_s / 8.0))
+        inverse = 1.0 / unit_s
+        _, f1, f2, f3, f4, f5, f6 = features
         scaled = (inverse, f1 * inverse, f2 * inverse, f3 * inverse, f4 * inverse, f5 * inverse, f6 * inverse)
         gains, variance = self._spread(scaled)
-        error = duration_s * inverse - 1.0
+        error = (duration_s - predicted_s) * inverse
         limit = _CLIP * self._noise * sqrt(1.0 + variance)
         if -limit <= error <= limit:
             self._run = 0
@@ -261,9 +265,23 @@ class StepTimeModel:
         self._coefficients = coefficients if min(coefficients) >= 0.0 else self._at_least_zero(coefficients)
 
     def _at_least_zero(self, coefficients: _Row) -> _Row:
+        """The coefficients that fit best while those that would be negative are 0; best is what the covariance says."""
         values = list(coefficients)
-        for place, row in enumerate(self._covariance):
-            if values[place] < 0.0 < row[place]:
-                share = values[place] / row[place]
-                values = [value - share * entry for value, entry in zip(values, row, strict=True)]
-        return tuple([max(value, 0.0) for value in values])  # type: ignore[return-value] # seven
+        # Each entry: a place held at 0, and how all coefficients move with it while those before it are held.
+        held: list[tuple[int, list[float]]] = []
+        while True:
+            lowest = min(values)
+            if lowest >= 0.0:
+                return tuple(values)  # type: ignore[return-value] # seven
+            place = values.index(lowest)
+            direction = list(self._covariance[place])
+            for other, known in held:
+                share = direction[other] / known[other]
+                direction = [entry - share * move for entry, move in zip(direction, known, strict=True)]
+            if direction[place] > _TINY * self._covariance[place][place]:
+                share = lowest / direction[place]
+                values = [value - share * move for value, move in zip(values, direction, strict=True)]
+                held.append((place, direction))
+            for other, _ in held:
+                values[other] = 0.0
+            values[place] = 0.0

@@ -183,7 +183,7 @@ class SloBudget:
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
         """Learn from a step: the tail from what was predicted for it, then the model."""
-        if not 0.0 < duration_s or not isfinite(duration_s):
+        if not duration_s > 0.0 or not isfinite(duration_s):
             return
         if objective_s is None or duration_s <= objective_s:
             self._largest_seen = max(self._largest_seen, shape.num_tokens)
