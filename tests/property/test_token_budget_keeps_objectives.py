@@ -15,7 +15,7 @@ from headway_scheduler.core.token_budget import TOKEN_BUDGETS, TokenBudget
 
 OBJECTIVE_S = 0.050
 MOST_TOKENS = 8192
-MOST_ROWS = 128
+MOST_ROWS = 192
 NUM_STEPS = 700
 NUM_WARM_UP_STEPS = 100
 

@@ -137,7 +137,7 @@ class SloBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
         self._tail = TailRatio()
-        self._largest_seen = 0  # tokens of the largest step that kept its objective
+        self._largest_learned = 0  # tokens of the largest step that the model has learned from and that kept its objective
 
     def prompt_tokens(
         self,
@@ -153,7 +153,7 @@ class SloBudget:
         if objective_s is None:
             return most
         least = min(TILE_TOKENS, most)
-        trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_seen) - decoding.num_tokens
+        trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_learned) - decoding.num_tokens
         most = max(min(most, trusted), least)
         limit_s = objective_s if is_urgent else objective_s / self._tail.value
         if num_left <= most and (num_left <= least or self._fits(decoding, num_left, num_computed_tokens, limit_s)):
@@ -185,8 +185,6 @@ class SloBudget:
         """Learn from a step: the tail from what was predicted for it, then the model."""
         if not duration_s > 0.0 or not isfinite(duration_s):
             return
-        if objective_s is None or duration_s <= objective_s:
-            self._largest_seen = max(self._largest_seen, shape.num_tokens)
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
         predicted_s = self._step_time.predict_s(shape)
         if objective_s is not None and predicted_s is not None and predicted_s >= objective_s / 2:
@@ -195,6 +193,9 @@ class SloBudget:
         self._step_time.observe(shape, duration_s)
         if self._step_time.num_shifts != num_shifts:
             self._tail.forget_run()
+        # The model ignores the first steps; they must not count as learned.
+        if self._step_time.predict_s(shape) is not None and (objective_s is None or duration_s <= objective_s):
+            self._largest_learned = max(self._largest_learned, shape.num_tokens)
 
     def _fits(self, decoding: StepShape, num_tokens: int, num_computed_tokens: int, limit_s: float) -> bool:
         predicted_s = self._step_time.predict_s(decoding.with_prompt(num_tokens, num_computed_tokens))
