@@ -17,7 +17,7 @@ OBJECTIVE_S = 0.050
 MOST_TOKENS = 8192
 MOST_ROWS = 192
 NUM_STEPS = 700
-NUM_WARM_UP_STEPS = 100
+FIXED_BUDGETS = (128, 176, 256, 352, 448, 512, 608, 720, 848, 1024, 1216, 1456, 1728, 2048, 2432)
 
 Lengths = Callable[[np.random.Generator], tuple[int, int]]
 
@@ -139,3 +139,76 @@ def device(hardware: str) -> Roofline:
 def slo_loop(hardware: str, workload: str, noise: float = 0.03) -> ClosedLoop:
     budget = TOKEN_BUDGETS["slo"](MOST_TOKENS, StepTimeModel())
     return ClosedLoop(device(hardware), WORKLOADS[workload], budget, noise)
+
+
+def best_fixed_throughput(hardware: str, workload: str) -> float:
+    """Of the fixed budgets that keep the objective."""
+    throughput = 0.0
+    for max_num_batched_tokens in FIXED_BUDGETS:
+        budget = TOKEN_BUDGETS["fixed"](max_num_batched_tokens, StepTimeModel())
+        outcome = ClosedLoop(device(hardware), WORKLOADS[workload], budget).run(NUM_STEPS)
+        if outcome.tail_s <= OBJECTIVE_S:
+            throughput = max(throughput, outcome.prompt_tokens_per_s)
+    assert throughput > 0.0
+    return throughput
+
+
+@pytest.mark.parametrize("hardware", sorted(HARDWARE))
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_the_objective_is_kept_and_little_throughput_paid_for_it(hardware: str, workload: str) -> None:
+    outcome = slo_loop(hardware, workload).run(NUM_STEPS)  # learning included
+    assert outcome.tail_s <= 1.1 * OBJECTIVE_S
+    assert outcome.prompt_tokens_per_s >= 0.95 * best_fixed_throughput(hardware, workload)
+
+
+@pytest.mark.parametrize("hardware", sorted(HARDWARE))
+@pytest.mark.parametrize("workload", ["chat", "long prompts"])
+def test_a_device_that_slows_down_is_soon_within_the_objective_again(hardware: str, workload: str) -> None:
+    loop = slo_loop(hardware, workload)
+    loop.run(300)
+    loop.slowdown = 1.5
+    late = [duration_s > 1.1 * OBJECTIVE_S for duration_s in loop.run(40).decoding_s]
+    assert sum(late) <= 10
+    assert loop.run(250).tail_s <= 1.1 * OBJECTIVE_S
+
+
+def test_a_device_that_recovers_is_soon_used_again() -> None:
+    loop = slo_loop("h200 8b", "long prompts")
+    fresh = loop.run(300, 100).prompt_tokens_per_s
+    loop.slowdown = 1.5
+    loop.run(200)
+    loop.slowdown = 1.0
+    loop.run(20)
+    recovered = loop.run(200)
+    assert recovered.prompt_tokens_per_s >= 0.95 * fresh
+    assert recovered.tail_s <= 1.1 * OBJECTIVE_S
+
+
+def test_first_steps_that_are_ten_times_slower_cost_little() -> None:
+    loop = slo_loop("h200 8b", "long prompts")
+    loop.slowdown = 10.0
+    loop.run(12)
+    loop.slowdown = 1.0
+    loop.run(40)
+    outcome = loop.run(300)
+    assert outcome.tail_s <= 1.1 * OBJECTIVE_S
+    assert (
+        outcome.prompt_tokens_per_s
+        >= 0.95 * slo_loop("h200 8b", "long prompts").run(350, num_ignored=50).prompt_tokens_per_s
+    )
+
+
+@pytest.mark.parametrize("hardware", sorted(HARDWARE))
+def test_durations_that_are_garbage_change_little(hardware: str) -> None:
+    clean = slo_loop(hardware, "long prompts").run(NUM_STEPS)
+    rng = np.random.default_rng(3)
+
+    def garbage(step: int, duration_s: float) -> float:
+        values = (0.0, -1.0, float("inf"), float("nan"), 100 * duration_s, duration_s / 100)
+        return values[int(rng.integers(len(values)))] if rng.random() < 0.05 else duration_s
+
+    loop = slo_loop(hardware, "long prompts")
+    loop.garbage = garbage
+    outcome = loop.run(NUM_STEPS)
+    assert outcome.tail_s <= 1.1 * OBJECTIVE_S
+    assert outcome.prompt_tokens_per_s >= 0.95 * clean.prompt_tokens_per_s

@@ -65,8 +65,9 @@ _TINY = 1e-9
 _SHORTEST_S = 1e-7
 """Nothing is predicted to be shorter."""
 
-_Row: TypeAlias = tuple[float, float, float, float, float, float, float]
 _NUM_FEATURES = 7
+_Row: TypeAlias = tuple[float, ...]
+"""One number per feature."""
 
 
 class StepShape(NamedTuple):
@@ -115,7 +116,7 @@ def _diagonal(variance: float) -> list[_Row]:
         row = [0.0] * _NUM_FEATURES
         row[place] = variance
         rows.append(tuple(row))
-    return rows  # type: ignore[return-value] # tuples of seven
+    return rows
 
 
 class StepTimeModel:
@@ -128,7 +129,7 @@ class StepTimeModel:
         self.num_shifts = 0
         self._num_observed = 0
         self._knows_prefill = False
-        self._coefficients: _Row = (0.0,) * _NUM_FEATURES  # type: ignore[assignment] # seven
+        self._coefficients: _Row = (0.0,) * _NUM_FEATURES
         # In squares of the noise, whose own scale is kept apart.
         self._covariance = _diagonal(_PRIOR_VARIANCE)
         self._prior_variance = _PRIOR_VARIANCE
@@ -223,9 +224,7 @@ class StepTimeModel:
         """The covariance times ``scaled``, and the variance of the prediction along it."""
         a, b, c, d, e, f, g = scaled
         gains: _Row = tuple(
-            [  # type: ignore[assignment] # seven
-                p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance
-            ]
+            [p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance]
         )
         variance = sum(map(mul, scaled, gains))
         if variance > 0.0:
@@ -239,7 +238,7 @@ class StepTimeModel:
         self._covariance = [
             tuple([entry + _SPEED_VARIANCE * left * right for entry, right in zip(row, coefficients, strict=True)])
             for row, left in zip(self._covariance, coefficients, strict=True)
-        ]  # type: ignore[assignment] # rows of seven
+        ]
 
     def _update(self, gains: _Row, variance: float, error: float) -> None:
         step = error / (1.0 + variance)
@@ -272,7 +271,7 @@ class StepTimeModel:
         while True:
             lowest = min(values)
             if lowest >= 0.0:
-                return tuple(values)  # type: ignore[return-value] # seven
+                return tuple(values)
             place = values.index(lowest)
             direction = list(self._covariance[place])
             for other, known in held:

@@ -55,9 +55,10 @@ class TokenBudget(Protocol):
         """
 
     def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``.
+        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``; if not, all were late.
 
-        ``objective_s`` is the tightest objective with its own among them. Where it may not, it would make all of them late.
+        ``decoding`` should count the rows that will decode once their prompts are computed as well, ``objective_s`` be the
+        tightest objective with the new row's own among them.
         """
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
@@ -137,7 +138,9 @@ class SloBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
         self._tail = TailRatio()
-        self._largest_learned = 0  # tokens of the largest step that the model has learned from and that kept its objective
+        self._largest_learned = (
+            0  # tokens of the largest step that the model has learned from and that kept its objective
+        )
 
     def prompt_tokens(
         self,
