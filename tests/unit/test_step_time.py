@@ -115,7 +115,7 @@ def test_it_learns_the_roofline(accelerator, name, tensor_parallel):
 
 
 @given(
-    durations=st.lists(st.floats(1e-4, 10.0), min_size=5, max_size=40),
+    durations=st.lists(st.floats(1e-6, 3600.0), min_size=5, max_size=40),
     sizes=st.lists(st.integers(0, 3000), min_size=40, max_size=40),
 )
 def test_more_work_is_never_predicted_to_be_shorter(durations, sizes):
@@ -143,7 +143,7 @@ def test_more_work_is_never_predicted_to_be_shorter(durations, sizes):
     assert prefill_s is None or prefill_s >= 0.0
 
 
-@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.inf, -math.inf, math.nan, 1e-300, 1e300])
 def test_what_is_no_duration_changes_nothing(duration_s):
     model, other = taught(), taught()
     other.observe(PROMPT, duration_s)

@@ -176,7 +176,7 @@ def test_rows_join_until_decodes_and_the_least_chunk_fill_the_objective():
     )
 
 
-@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
 def test_what_is_no_duration_changes_nothing(duration_s):
     budget = taught()
     before = granted(budget, 40)

@@ -29,7 +29,7 @@ Everything is plain Python floats: the matrices are so small that calls into num
 the result does not depend on a machine's linear algebra.
 """
 
-from math import isfinite, sqrt
+from math import sqrt
 from operator import mul
 from typing import NamedTuple, TypeAlias
 
@@ -62,8 +62,9 @@ _MEAN_TO_DEVIATION = 1.2533
 _LARGEST_ERROR = 9.0
 """A believed step counts as ten times its prediction at most."""
 _TINY = 1e-9
-_SHORTEST_S = 1e-7
-"""Nothing is predicted to be shorter."""
+_SHORTEST_S = 1e-6
+"""No step is shorter, and none is predicted to be."""
+_LONGEST_S = 3600.0
 
 _NUM_FEATURES = 7
 _Row: TypeAlias = tuple[float, ...]
@@ -95,6 +96,11 @@ class StepShape(NamedTuple):
 def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
     """Pairs of a query and a key in a chunk: each token attends to all before it and to itself."""
     return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2
+
+
+def is_step_time(duration_s: float) -> bool:
+    """Whether a step can have taken ``duration_s`` seconds; false for what is not a number as well."""
+    return _SHORTEST_S <= duration_s <= _LONGEST_S
 
 
 def _features(shape: StepShape) -> _Row:
@@ -173,7 +179,7 @@ class StepTimeModel:
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
         """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
-        if not duration_s > 0.0 or not isfinite(duration_s) or shape.num_tokens <= 0:
+        if not is_step_time(duration_s) or shape.num_tokens <= 0:
             return
         self._num_observed += 1
         if self._num_observed <= WARM_UP_STEPS:

@@ -20,10 +20,9 @@ What ``slo`` adds to the prediction:
 
 from collections import deque
 from collections.abc import Callable
-from math import isfinite
 from typing import Protocol
 
-from headway_scheduler.core.step_time import PERSISTENT_RUN, StepShape, StepTimeModel
+from headway_scheduler.core.step_time import PERSISTENT_RUN, StepShape, StepTimeModel, is_step_time
 
 TILE_TOKENS = 64
 """Tokens of a tile of a matrix product; the least allotment as well."""
@@ -186,7 +185,7 @@ class SloBudget:
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
         """Learn from a step: the tail from what was predicted for it, then the model."""
-        if not duration_s > 0.0 or not isfinite(duration_s):
+        if not is_step_time(duration_s):
             return
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
         predicted_s = self._step_time.predict_s(shape)
