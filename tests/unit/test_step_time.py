@@ -180,6 +180,14 @@ def test_a_device_that_changes_its_speed_is_believed_within_some_steps(factor):
     assert model.num_shifts >= 1
 
 
+def test_a_device_that_showed_nothing_but_noise_is_learned_afresh():
+    model = StepTimeModel()
+    teach(model, kneed_device, 500, noise=1.5)
+    teach(model, kneed_device, 400, seed=7)
+    for shape in (DECODES, PROMPT):
+        assert prediction(model, shape) == pytest.approx(kneed_device(shape), rel=0.12)
+
+
 def test_what_decodes_tell_of_a_slower_device_holds_for_prompts():
     model = taught()
     for _ in range(10):

@@ -16,7 +16,10 @@ Learning is recursive least squares with four changes, each for what steps do:
 - *Relative errors.* Both sides are divided by the prediction, since noise grows with the duration.
 - *Directional forgetting* (Kulhavy, "Restricted exponential forgetting in real-time identification", Automatica 23(5),
   1987): old evidence fades only along the features of the step that replaces it. Exponential forgetting in all
-  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound.
+  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound. So that
+  no mixture of coefficients is believed for ever, a little is added to the diagonal (Bittanti, Bolzern and Campi,
+  "Convergence and exponential convergence of identification algorithms with directional forgetting factor", Automatica
+  26(5), 1990), here up to a ceiling.
 - *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964), against a running scale of them and as
   wide as the model itself is uncertain. A single strange step moves nothing much; ``PERSISTENT_RUN`` of one sign in a
   row are believed. The likeliest cause is a device that has become slower or faster as a whole, so the covariance is
@@ -50,11 +53,17 @@ _PRIOR_VARIANCE = 1e3
 """Of each coefficient, in squares of the first duration and of the noise: anything is possible."""
 PERSISTENT_RUN = 4
 """So many clipped residuals of one sign in a row are believed."""
+_DRIFT_INTERVAL_STEPS = 32
+_DRIFT_VARIANCE = 1e-2
+"""Added to each coefficient's every interval, in squares of the step's duration and of the noise, below a ceiling."""
+_DRIFT_CEILING = 1.0
 _SPEED_VARIANCE = 25.0
 """Of the change of the device's speed, in squares of the noise, once it is believed that there was one."""
 _CLIP = 3.0
 """Residuals beyond so many standard deviations are clipped."""
 _SMALLEST_NOISE = 0.01
+_LARGEST_NOISE = 0.50
+"""With more, a model that is wrong altogether would take its own errors for noise and never count them."""
 _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
 _MEAN_TO_DEVIATION = 1.2533
@@ -208,8 +217,10 @@ class StepTimeModel:
         else:
             error = limit if error > 0 else -limit
         self._noise += _NOISE_GAIN * (_MEAN_TO_DEVIATION * abs(error) / sqrt(1.0 + variance) - self._noise)
-        self._noise = max(self._noise, _SMALLEST_NOISE)
+        self._noise = min(max(self._noise, _SMALLEST_NOISE), _LARGEST_NOISE)
         self._update(gains, variance, error)
+        if self._num_observed % _DRIFT_INTERVAL_STEPS == 0:
+            self._drift(unit_s * unit_s)
 
     def _begin(self, duration_s: float) -> None:
         self._coefficients = (duration_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -238,6 +249,12 @@ class StepTimeModel:
         # Rounding has cost the matrix its sign; start from the coefficients as they are.
         self._covariance = _diagonal(self._prior_variance)
         return self._spread(scaled)
+
+    def _drift(self, unit: float) -> None:
+        """Add to the variance of every coefficient that is known well."""
+        for place, row in enumerate(self._covariance):
+            if row[place] < _DRIFT_CEILING * unit:
+                self._covariance[place] = (*row[:place], row[place] + _DRIFT_VARIANCE * unit, *row[place + 1 :])
 
     def _widen_along_coefficients(self) -> None:
         coefficients = self._coefficients

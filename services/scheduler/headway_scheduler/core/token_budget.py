@@ -2,7 +2,7 @@
 
 Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
 
-- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2:
+- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
   a budget that the operator finds by profiling).
 - ``slo``: as many as keep the predicted step within the inter-token objective of those that decode. The paper's profile
   is taken online, by ``StepTimeModel``, and the budget follows contexts and batch as they change.
@@ -10,7 +10,7 @@ Owns: the policies, the safety margin, and their registry. Must not know: reques
 What ``slo`` adds to the prediction:
 
 - *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
-  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023, section 2.2):
+  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
   up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
   it, whatever the model's bias. A request that is about to miss its first token may spend the margin.
 - *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
@@ -150,7 +150,10 @@ class SloBudget:
         num_left: int,
         is_urgent: bool,
     ) -> int:
-        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits."""
+        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
+
+        Its tokens are taken to be of one prompt, which attention makes the most expensive case.
+        """
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
