@@ -137,9 +137,8 @@ class SloBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
         self._tail = TailRatio()
-        self._largest_learned = (
-            0  # tokens of the largest step that the model has learned from and that kept its objective
-        )
+        self._largest_learned = 0
+        """Tokens of the largest step that the model has learned from and that kept its objective."""
 
     def prompt_tokens(
         self,
