@@ -10,8 +10,8 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerO
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from specification import Specification

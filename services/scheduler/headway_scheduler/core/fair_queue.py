@@ -13,7 +13,6 @@ the weight. A tenant's own requests are served by arrival; preempted requests, w
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-
 from typing import Any
 
 import numpy as np

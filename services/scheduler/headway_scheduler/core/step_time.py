@@ -16,19 +16,23 @@ Learning is recursive least squares with four changes, each for what steps do:
 - *Relative errors.* Both sides are divided by the prediction, since noise grows with the duration.
 - *Directional forgetting* (Kulhavy, "Restricted exponential forgetting in real-time identification", Automatica 23(5),
   1987): old evidence fades only along the features of the step that replaces it. Exponential forgetting in all
-  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound.
+  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound. So that
+  no mixture of coefficients is believed for ever, a little is added to the diagonal (Bittanti, Bolzern and Campi,
+  "Convergence and exponential convergence of identification algorithms with directional forgetting factor", Automatica
+  26(5), 1990), here up to a ceiling.
 - *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964), against a running scale of them and as
   wide as the model itself is uncertain. A single strange step moves nothing much; ``PERSISTENT_RUN`` of one sign in a
   row are believed. The likeliest cause is a device that has become slower or faster as a whole, so the covariance is
   widened along the coefficients themselves, which lets them all scale alike.
-- *Constraints*: a coefficient below 0 is put to 0 and the others are moved as the covariance tells (Simon and Chia,
-  "Kalman filtering with state equality constraints", IEEE Trans. AES 38(1), 2002).
+- *Constraints*: coefficients are projected to 0 or above in the metric of the covariance, where it moves those that the
+  steps have told little about (Simon and Chia, "Kalman filtering with state equality constraints", IEEE Trans. AES
+  38(1), 2002).
 
 Everything is plain Python floats: the matrices are so small that calls into numpy cost more than the arithmetic, and
 the result does not depend on a machine's linear algebra.
 """
 
-from math import isfinite, sqrt
+from math import sqrt
 from operator import mul
 from typing import NamedTuple, TypeAlias
 
@@ -45,26 +49,35 @@ WARM_UP_STEPS = 3
 """Ignored at the start: first steps compile kernels and fill allocators."""
 _MEMORY = 0.95
 """Share of the old evidence along a step's features that is left after it: about 20 such steps count."""
-_PRIOR_VARIANCE = 1e4
+_PRIOR_VARIANCE = 1e3
 """Of each coefficient, in squares of the first duration and of the noise: anything is possible."""
 PERSISTENT_RUN = 4
 """So many clipped residuals of one sign in a row are believed."""
+_DRIFT_INTERVAL_STEPS = 32
+_DRIFT_VARIANCE = 1e-2
+"""Added to each coefficient's every interval, in squares of the step's duration and of the noise, below a ceiling."""
+_DRIFT_CEILING = 1.0
 _SPEED_VARIANCE = 25.0
 """Of the change of the device's speed, in squares of the noise, once it is believed that there was one."""
 _CLIP = 3.0
 """Residuals beyond so many standard deviations are clipped."""
 _SMALLEST_NOISE = 0.01
+_LARGEST_NOISE = 0.50
+"""With more, a model that is wrong altogether would take its own errors for noise and never count them."""
 _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
 _MEAN_TO_DEVIATION = 1.2533
 """The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
 _LARGEST_ERROR = 9.0
 """A believed step counts as ten times its prediction at most."""
-_SHORTEST_S = 1e-7
-"""Nothing is predicted to be shorter."""
+_TINY = 1e-9
+_SHORTEST_S = 1e-6
+"""No step is shorter, and none is predicted to be."""
+_LONGEST_S = 3600.0
 
-_Row: TypeAlias = tuple[float, float, float, float, float, float, float]
 _NUM_FEATURES = 7
+_Row: TypeAlias = tuple[float, ...]
+"""One number per feature."""
 
 
 class StepShape(NamedTuple):
@@ -94,6 +107,11 @@ def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
     return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2
 
 
+def is_step_time(duration_s: float) -> bool:
+    """Whether a step can have taken ``duration_s`` seconds; false for what is not a number as well."""
+    return _SHORTEST_S <= duration_s <= _LONGEST_S
+
+
 def _features(shape: StepShape) -> _Row:
     num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape
     return (
@@ -113,7 +131,7 @@ def _diagonal(variance: float) -> list[_Row]:
         row = [0.0] * _NUM_FEATURES
         row[place] = variance
         rows.append(tuple(row))
-    return rows  # type: ignore[return-value] # tuples of seven
+    return rows
 
 
 class StepTimeModel:
@@ -126,7 +144,7 @@ class StepTimeModel:
         self.num_shifts = 0
         self._num_observed = 0
         self._knows_prefill = False
-        self._coefficients: _Row = (0.0,) * _NUM_FEATURES  # type: ignore[assignment] # seven
+        self._coefficients: _Row = (0.0,) * _NUM_FEATURES
         # In squares of the noise, whose own scale is kept apart.
         self._covariance = _diagonal(_PRIOR_VARIANCE)
         self._prior_variance = _PRIOR_VARIANCE
@@ -151,7 +169,7 @@ class StepTimeModel:
             + context * _CONTEXT_UNIT * num_context_tokens
             + pair * _PAIRS_UNIT * num_prefill_pairs
         )
-        return max(_SHORTEST_S, duration_s)
+        return max(duration_s, _SHORTEST_S)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         """Seconds that ``num_tokens`` of a prompt add to steps that run anyway, ``num_computed_tokens`` behind its start.
@@ -170,7 +188,7 @@ class StepTimeModel:
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
         """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
-        if not duration_s > 0.0 or not isfinite(duration_s) or shape.num_tokens <= 0:
+        if not is_step_time(duration_s) or shape.num_tokens <= 0:
             return
         self._num_observed += 1
         if self._num_observed <= WARM_UP_STEPS:
@@ -181,11 +199,13 @@ class StepTimeModel:
         if features[6]:
             self._knows_prefill = True
         predicted_s = max(sum(map(mul, self._coefficients, features)), _SHORTEST_S)
-        inverse = 1.0 / predicted_s
-        f0, f1, f2, f3, f4, f5, f6 = features
+        # Relative to the prediction; less so where it is far too long, or its own size would make the evidence count less.
+        unit_s = min(predicted_s, max(2.0 * duration_s, predicted_s / 8.0))
+        inverse = 1.0 / unit_s
+        _, f1, f2, f3, f4, f5, f6 = features
         scaled = (inverse, f1 * inverse, f2 * inverse, f3 * inverse, f4 * inverse, f5 * inverse, f6 * inverse)
         gains, variance = self._spread(scaled)
-        error = duration_s * inverse - 1.0
+        error = (duration_s - predicted_s) * inverse
         limit = _CLIP * self._noise * sqrt(1.0 + variance)
         if -limit <= error <= limit:
             self._run = 0
@@ -197,8 +217,10 @@ class StepTimeModel:
         else:
             error = limit if error > 0 else -limit
         self._noise += _NOISE_GAIN * (_MEAN_TO_DEVIATION * abs(error) / sqrt(1.0 + variance) - self._noise)
-        self._noise = max(self._noise, _SMALLEST_NOISE)
+        self._noise = min(max(self._noise, _SMALLEST_NOISE), _LARGEST_NOISE)
         self._update(gains, variance, error)
+        if self._num_observed % _DRIFT_INTERVAL_STEPS == 0:
+            self._drift(unit_s * unit_s)
 
     def _begin(self, duration_s: float) -> None:
         self._coefficients = (duration_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -219,9 +241,7 @@ class StepTimeModel:
         """The covariance times ``scaled``, and the variance of the prediction along it."""
         a, b, c, d, e, f, g = scaled
         gains: _Row = tuple(
-            [  # type: ignore[assignment] # seven
-                p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance
-            ]
+            [p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance]
         )
         variance = sum(map(mul, scaled, gains))
         if variance > 0.0:
@@ -230,12 +250,18 @@ class StepTimeModel:
         self._covariance = _diagonal(self._prior_variance)
         return self._spread(scaled)
 
+    def _drift(self, unit: float) -> None:
+        """Add to the variance of every coefficient that is known well."""
+        for place, row in enumerate(self._covariance):
+            if row[place] < _DRIFT_CEILING * unit:
+                self._covariance[place] = (*row[:place], row[place] + _DRIFT_VARIANCE * unit, *row[place + 1 :])
+
     def _widen_along_coefficients(self) -> None:
         coefficients = self._coefficients
         self._covariance = [
             tuple([entry + _SPEED_VARIANCE * left * right for entry, right in zip(row, coefficients, strict=True)])
             for row, left in zip(self._covariance, coefficients, strict=True)
-        ]  # type: ignore[assignment] # rows of seven
+        ]
 
     def _update(self, gains: _Row, variance: float, error: float) -> None:
         step = error / (1.0 + variance)
@@ -261,9 +287,23 @@ class StepTimeModel:
         self._coefficients = coefficients if min(coefficients) >= 0.0 else self._at_least_zero(coefficients)
 
     def _at_least_zero(self, coefficients: _Row) -> _Row:
+        """The coefficients that fit best while those that would be negative are 0; best is what the covariance says."""
         values = list(coefficients)
-        for place, row in enumerate(self._covariance):
-            if values[place] < 0.0 < row[place]:
-                share = values[place] / row[place]
-                values = [value - share * entry for value, entry in zip(values, row, strict=True)]
-        return tuple([max(value, 0.0) for value in values])  # type: ignore[return-value] # seven
+        # Each entry: a place held at 0, and how all coefficients move with it while those before it are held.
+        held: list[tuple[int, list[float]]] = []
+        while True:
+            lowest = min(values)
+            if lowest >= 0.0:
+                return tuple(values)
+            place = values.index(lowest)
+            direction = list(self._covariance[place])
+            for other, known in held:
+                share = direction[other] / known[other]
+                direction = [entry - share * move for entry, move in zip(direction, known, strict=True)]
+            if direction[place] > _TINY * self._covariance[place][place]:
+                share = lowest / direction[place]
+                values = [value - share * move for value, move in zip(values, direction, strict=True)]
+                held.append((place, direction))
+            for other, _ in held:
+                values[other] = 0.0
+            values[place] = 0.0

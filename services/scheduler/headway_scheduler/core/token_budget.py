@@ -2,7 +2,7 @@
 
 Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
 
-- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.2:
+- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
   a budget that the operator finds by profiling).
 - ``slo``: as many as keep the predicted step within the inter-token objective of those that decode. The paper's profile
   is taken online, by ``StepTimeModel``, and the budget follows contexts and batch as they change.
@@ -10,7 +10,7 @@ Owns: the policies, the safety margin, and their registry. Must not know: reques
 What ``slo`` adds to the prediction:
 
 - *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
-  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023, section 2.2):
+  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
   up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
   it, whatever the model's bias. A request that is about to miss its first token may spend the margin.
 - *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
@@ -20,10 +20,9 @@ What ``slo`` adds to the prediction:
 
 from collections import deque
 from collections.abc import Callable
-from math import isfinite
 from typing import Protocol
 
-from headway_scheduler.core.step_time import PERSISTENT_RUN, StepShape, StepTimeModel
+from headway_scheduler.core.step_time import PERSISTENT_RUN, StepShape, StepTimeModel, is_step_time
 
 TILE_TOKENS = 64
 """Tokens of a tile of a matrix product; the least allotment as well."""
@@ -55,9 +54,10 @@ class TokenBudget(Protocol):
         """
 
     def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``.
+        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``; if not, all were late.
 
-        ``objective_s`` is the tightest objective with its own among them. Where it may not, it would make all of them late.
+        ``decoding`` should count the rows that will decode once their prompts are computed as well, ``objective_s`` be the
+        tightest objective with the new row's own among them.
         """
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
@@ -137,7 +137,8 @@ class SloBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
         self._tail = TailRatio()
-        self._largest_seen = 0  # tokens of the largest step that kept its objective
+        self._largest_learned = 0
+        """Tokens of the largest step that the model has learned from and that kept its objective."""
 
     def prompt_tokens(
         self,
@@ -148,12 +149,15 @@ class SloBudget:
         num_left: int,
         is_urgent: bool,
     ) -> int:
-        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits."""
+        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
+
+        Its tokens are taken to be of one prompt, which attention makes the most expensive case.
+        """
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
         least = min(TILE_TOKENS, most)
-        trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_seen) - decoding.num_tokens
+        trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_learned) - decoding.num_tokens
         most = max(min(most, trusted), least)
         limit_s = objective_s if is_urgent else objective_s / self._tail.value
         if num_left <= most and (num_left <= least or self._fits(decoding, num_left, num_computed_tokens, limit_s)):
@@ -183,10 +187,8 @@ class SloBudget:
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
         """Learn from a step: the tail from what was predicted for it, then the model."""
-        if not duration_s > 0.0 or not isfinite(duration_s):
+        if not is_step_time(duration_s):
             return
-        if objective_s is None or duration_s <= objective_s:
-            self._largest_seen = max(self._largest_seen, shape.num_tokens)
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
         predicted_s = self._step_time.predict_s(shape)
         if objective_s is not None and predicted_s is not None and predicted_s >= objective_s / 2:
@@ -195,6 +197,9 @@ class SloBudget:
         self._step_time.observe(shape, duration_s)
         if self._step_time.num_shifts != num_shifts:
             self._tail.forget_run()
+        # The model ignores the first steps; they must not count as learned.
+        if self._step_time.predict_s(shape) is not None and (objective_s is None or duration_s <= objective_s):
+            self._largest_learned = max(self._largest_learned, shape.num_tokens)
 
     def _fits(self, decoding: StepShape, num_tokens: int, num_computed_tokens: int, limit_s: float) -> bool:
         predicted_s = self._step_time.predict_s(decoding.with_prompt(num_tokens, num_computed_tokens))
