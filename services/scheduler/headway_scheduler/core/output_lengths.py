@@ -15,8 +15,8 @@ two, the usual limits, are edges of bins. Within a bin, ends are taken as evenly
 
 Shrinkage, not a switch: a curve's hazard is the mean of its own observations and ``_PARENT_WEIGHT`` imagined ones that
 follow the next wider curve (the posterior mean under a beta prior; credibility in the actuaries' word). A new tenant
-starts as the average one and becomes itself with each request that ends; no answer jumps because a narrow
-curve comes to be trusted, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
+starts as the average one and becomes itself with each request that ends; no answer jumps because a narrow curve
+comes to be trusted, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
 
 What is not known stays the worst case. Nothing is assumed beyond what was observed: past the longest request that is
 known to have gone on, survival stays where it is, up to the limit. A request to whose age fewer than ``_LEAST_AT_RISK``
@@ -24,7 +24,7 @@ others are known to have come may use all that its limit leaves. So when every r
 a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50.
 
 Old observations fade by half every ``half_life`` newer ones of the same curve. Just after the start, short outputs are
-over-represented, because long ones have not ended yet; those that are cut correct it, and so does time.
+over-represented, because long ones have not ended yet; only time corrects that.
 
 Everything depends on the order of ``curve_of`` and ``observe`` alone: asking changes no later answer.
 """
