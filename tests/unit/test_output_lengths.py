@@ -345,6 +345,6 @@ def test_a_curve_in_a_reused_place_starts_anew() -> None:
     for number in range(10):
         curve = outputs.curve_of(f"tenant {number}", 100)
         for _ in range(50):
-            outputs.observe(curve, 10, is_censored=False)
+            outputs.observe(curve, 10 + 50 * number, is_censored=False)
     settle(outputs)
     assert remaining(outputs, 0, 1000, curve=outputs.curve_of("new", 7)) == remaining(outputs, 0, 1000)
