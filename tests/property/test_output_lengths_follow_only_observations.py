@@ -58,7 +58,7 @@ def test_the_curve_of_all_requests_is_a_life_table(observations: list[tuple[int,
     outputs = OutputLengths(half_life=1 << 60)
     for length, is_censored in observations:
         outputs.observe(ALL_REQUESTS, length, is_censored=is_censored)
-    outputs._fold()
+    outputs._publish()
     edges = [int(edge) for edge in outputs._edges if edge <= 64]
     survival, at_risk = life_table(observations, edges)
     column = np.array([ALL_REQUESTS]), np.array([age]), np.array([limit])

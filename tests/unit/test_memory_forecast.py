@@ -73,6 +73,11 @@ def test_the_example_of_three_requests() -> None:
     assert MemoryForecast(*running, 1).steps_until(14) is None
 
 
+def test_demand_may_be_exceeded_in_the_step_after_an_end() -> None:
+    # One block each; then the first ends and both others begin another one.
+    assert MemoryForecast(*columns([(4, 0), (4, 9), (4, 9)]), 4).steps_until(3) == 1
+
+
 def test_nobody_runs() -> None:
     forecast = MemoryForecast(*columns([]), 16)
     assert forecast.peak_blocks == 0

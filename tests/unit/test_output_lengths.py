@@ -21,8 +21,8 @@ def learned(lengths: Iterable[int], *, half_life: int = 1 << 60) -> OutputLength
 
 
 def settle(outputs: OutputLengths) -> None:
-    """Take in all that was observed."""
-    outputs._fold()
+    """Let all that was observed show."""
+    outputs._publish()
 
 
 def remaining(outputs: OutputLengths, age: int, limit: int, *, curve: int = ALL_REQUESTS) -> float:
@@ -220,7 +220,7 @@ def test_weights_do_not_overflow() -> None:
         outputs.observe(ALL_REQUESTS, 4 + turn % 2, is_censored=False)
     # The weight of all observations is 2 with this half-life: never enough to be trusted.
     assert remaining(outputs, 0, 1000) == 1000
-    assert np.all(np.isfinite(outputs._exposure))
+    assert np.all(np.isfinite(outputs._weights))
     assert np.all(np.isfinite(outputs._newest_weight))
 
 
@@ -307,6 +307,16 @@ def test_tenants_in_use_survive_invented_ones() -> None:
     assert remaining(outputs, 0, 8192, curve=known) < 40
 
 
+def test_no_curve_outlives_its_tenants() -> None:
+    rng = np.random.default_rng(6)
+    outputs = OutputLengths(max_curves=8)
+    for tenant, num_prompt_tokens in zip(rng.integers(0, 6, 500), rng.integers(1, 100, 500), strict=True):
+        outputs.curve_of(str(tenant), int(num_prompt_tokens))
+        slots = outputs._slot_of_key
+        assert len(set(slots.values()) | {ALL_REQUESTS}) == outputs.num_curves <= 8
+        assert all(outputs._parents[slot] == slots[name, -1] for (name, bucket), slot in slots.items() if bucket >= 0)
+
+
 def test_the_name_of_a_dropped_curve_stands_for_all_requests() -> None:
     outputs = OutputLengths(max_curves=8)
     dropped = outputs.curve_of("dropped", 100)
@@ -322,12 +332,12 @@ def test_the_name_of_a_dropped_curve_stands_for_all_requests() -> None:
     assert outputs.predicted_output(dropped, 0, 8192) == outputs.predicted_output(ALL_REQUESTS, 0, 8192)
     # What its requests tell goes to the curve of all, not to the one in its place.
     living = [outputs.curve_of(f"tenant {number}", 100) for number in (17, 18, 19)]
-    before = [outputs._exposure[curve & 7].tolist() for curve in living]
-    total = outputs._exposure[ALL_REQUESTS].sum()
+    before = [outputs._weights[curve & 7].tolist() for curve in living]
+    total = outputs._weights[ALL_REQUESTS].sum()
     outputs.observe(dropped, 10, is_censored=False)
     settle(outputs)
-    assert [outputs._exposure[curve & 7].tolist() for curve in living] == before
-    assert outputs._exposure[ALL_REQUESTS].sum() > total
+    assert [outputs._weights[curve & 7].tolist() for curve in living] == before
+    assert outputs._weights[ALL_REQUESTS].sum() > total
 
 
 def test_a_curve_in_a_reused_place_starts_anew() -> None:
@@ -335,6 +345,6 @@ def test_a_curve_in_a_reused_place_starts_anew() -> None:
     for number in range(10):
         curve = outputs.curve_of(f"tenant {number}", 100)
         for _ in range(50):
-            outputs.observe(curve, 10, is_censored=False)
+            outputs.observe(curve, 10 + 50 * number, is_censored=False)
     settle(outputs)
     assert remaining(outputs, 0, 1000, curve=outputs.curve_of("new", 7)) == remaining(outputs, 0, 1000)

@@ -15,8 +15,8 @@ two, the usual limits, are edges of bins. Within a bin, ends are taken as evenly
 
 Shrinkage, not a switch: a curve's hazard is the mean of its own observations and ``_PARENT_WEIGHT`` imagined ones that
 follow the next wider curve (the posterior mean under a beta prior; credibility in the actuaries' word). A new tenant
-starts as the average one and becomes itself with each request that ends; no answer jumps because a count passes
-a threshold, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
+starts as the average one and becomes itself with each request that ends; no answer jumps because a narrow curve
+comes to be trusted, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
 
 What is not known stays the worst case. Nothing is assumed beyond what was observed: past the longest request that is
 known to have gone on, survival stays where it is, up to the limit. A request to whose age fewer than ``_LEAST_AT_RISK``
@@ -24,7 +24,7 @@ others are known to have come may use all that its limit leaves. So when every r
 a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50.
 
 Old observations fade by half every ``half_life`` newer ones of the same curve. Just after the start, short outputs are
-over-represented, because long ones have not ended yet; those that are cut correct it, and so does time.
+over-represented, because long ones have not ended yet; only time corrects that.
 
 Everything depends on the order of ``curve_of`` and ``observe`` alone: asking changes no later answer.
 """
@@ -47,19 +47,22 @@ _BINS_PER_OCTAVE = 6
 _PARENT_WEIGHT = 8.0
 _LEAST_AT_RISK = 8.0
 _LARGEST_WEIGHT = 2.0**64
-_MOST_UNFOLDED = 64
-_UNFOLDED_SHARE = 16
-"""At most a sixteenth of what a prediction could know is still to be taken in."""
+_MOST_UNPUBLISHED = 64
+_UNPUBLISHED_SHARE = 16
+"""At most a sixteenth of what a prediction could know does not show in it yet."""
+_LEAST_SURVIVAL = 1e-9
+"""Below, the difference of two sums over a survival function has no digits left."""
 _NO_BUCKET = -1
 _MADE_AT_ONCE = 64
-"""Curves whose tables are made together. Columns of more leave the processor's cache: each then takes three times as
-long."""
+"""Curves whose tables are made together. The allocator returns columns of more to the system each time, and each curve
+then takes twice as long."""
 
+_ENDED, _EXPOSURE = range(2)
 _CONSTANT, _LINEAR, _SQUARE, _IS_KNOWN = range(4)
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """0, then every whole number that is nearest to a sixth root of a power of two, to ``_LONGEST``."""
+    """0, then the powers of the sixth root of two, rounded, to ``_LONGEST``."""
     octaves = _LONGEST.bit_length() - 1
     powers = 2.0 ** (np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE)
     return np.concatenate(([0], np.unique(np.rint(powers)))).astype(np.int64)
@@ -69,7 +72,7 @@ class OutputLengths:
     """At most ``max_curves`` curves (a power of two, 4 or more); the least recently used is dropped for a new one.
 
     A curve is named by an integer, an entry of an int64 column. The name of a dropped curve stays valid: it stands for
-    ``ALL_REQUESTS`` from then on. Memory is bounded, about 8 KiB for each curve that is in use.
+    ``ALL_REQUESTS`` from then on. Memory is bounded, about 10 KiB for each curve that is in use.
 
     Ages, lengths and limits are numbers of output tokens, 0 or more.
     """
@@ -96,21 +99,29 @@ class OutputLengths:
 
         # Untouched pages of these cost no memory.
         bins, edges = self._num_bins, self._num_bins + 1
-        self._ended = np.zeros((max_curves, bins))
-        self._exposure = np.zeros((max_curves, bins))
-        """Weight of the requests that came through each bin or ended in it; part of it for those cut in the middle."""
+        self._weights = np.zeros((max_curves, 2, bins))
+        """Weight of the requests that ended in each bin; of those that ended there or came through, and for those that
+        were cut in the middle a part of it."""
         self._newest_weight = np.ones(max_curves)
         """Weights grow instead of old ones fading, which would touch every bin at each observation."""
-        self._unfolded: list[tuple[int, int, bool]] = []
-        self._num_folded = 0
 
-        # Made of the above, when asked for.
+        # What answers are made of: a copy of the above as it was at an observation, never as it is at a question.
+        self._published_weights = np.zeros((max_curves, 2, bins))
+        self._published_newest_weight = np.ones(max_curves)
+        self._unpublished: list[int] = []
+        """The slots that were changed since."""
+        self._num_observed = 0
+        self._num_published = 0
+
+        # Made of the copy, when asked for.
         self._is_stale = np.ones(max_curves, dtype=np.bool_)
         self._hazards = np.zeros((max_curves, bins))
         self._is_known = np.zeros((max_curves, bins), dtype=np.bool_)
         self._survival = np.zeros((max_curves, edges))
         self._table = np.zeros((max_curves * edges, 4))
         """Per curve and bin: the survival function's sum from 0 to an age in that bin, as a polynomial of the age."""
+        self._room = np.empty((0, 4))
+        """Kept, because the allocator returns arrays of this size to the system: that is three quarters of the time."""
 
     @property
     def num_curves(self) -> int:
@@ -128,13 +139,19 @@ class OutputLengths:
     def observe(self, curve: int, num_output_tokens: int, *, is_censored: bool) -> None:
         """Take in a request that ended by itself after ``num_output_tokens``, or (``is_censored``) that was cut there.
 
-        O(1). It shows in the answers no later than ``_MOST_UNFOLDED`` observations on.
+        It shows in the answers no later than ``_MOST_UNPUBLISHED`` observations on.
         """
         if num_output_tokens <= 0:
             return
-        self._unfolded.append((curve, num_output_tokens, is_censored))
-        if len(self._unfolded) >= min(_MOST_UNFOLDED, 1 + self._num_folded // _UNFOLDED_SHARE):
-            self._fold()
+        slot = self._slot_of(curve)
+        self._weigh_in(slot, num_output_tokens, is_censored=is_censored)
+        while slot != ALL_REQUESTS:
+            slot = int(self._parents[slot])
+            self._weigh_in(slot, num_output_tokens, is_censored=is_censored)
+        self._num_observed += 1
+        num_unpublished = self._num_observed - self._num_published
+        if num_unpublished >= min(_MOST_UNPUBLISHED, 1 + self._num_published // _UNPUBLISHED_SHARE):
+            self._publish()
 
     def expected_remaining(self, curves: IntArray, num_generated: IntArray, limits: IntArray) -> FloatArray:
         """The mean number of tokens still to come, float64 ``[n]``; what the limit leaves where nothing is known.
@@ -148,7 +165,7 @@ class OutputLengths:
         ages[0] = num_generated
         np.maximum(limits, ages[0], out=ages[1])
         cells = self._bin_of_age.take(ages, mode="clip") + slots * (self._num_bins + 1)
-        entries = self._table.take(cells, axis=0)
+        entries = self._table.take(cells, axis=0, out=self._room_for(len(slots)), mode="clip")
         square, linear = entries[..., _SQUARE], entries[..., _LINEAR]
         sums = entries[..., _CONSTANT] + ages * (linear + ages * square)
         survival = linear[0] + (2 * ages[0] + 1) * square[0]
@@ -228,9 +245,10 @@ class OutputLengths:
         _, slot = self._slot_of_key.popitem(last=False)
         self._num_dropped += 1
         self._names[slot] += self._slot_mask + 1
-        self._ended[slot] = 0
-        self._exposure[slot] = 0
+        self._weights[slot] = 0
         self._newest_weight[slot] = 1
+        self._published_weights[slot] = 0
+        self._published_newest_weight[slot] = 1
         self._is_stale[slot] = True
         return slot
 
@@ -244,21 +262,10 @@ class OutputLengths:
 
     # From observations to weights.
 
-    def _fold(self) -> None:
-        """Add what was observed since the last time to the weights."""
-        for curve, length, is_censored in self._unfolded:
-            slot = self._slot_of(curve)
-            self._weigh_in(slot, length, is_censored=is_censored)
-            while slot != ALL_REQUESTS:
-                slot = int(self._parents[slot])
-                self._weigh_in(slot, length, is_censored=is_censored)
-        self._num_folded += len(self._unfolded)
-        self._unfolded.clear()
-        self._is_stale[: self._num_slots] = True
-
     def _weigh_in(self, slot: int, length: int, *, is_censored: bool) -> None:
         weight = self._newest_weight[slot] * self._growth
-        ended, exposure = self._ended[slot], self._exposure[slot]
+        weights = self._weights[slot]
+        ended, exposure = weights[_ENDED], weights[_EXPOSURE]
         if not is_censored and length <= _LONGEST:
             last = self._bin_of_age[length - 1]
             ended[last] += weight
@@ -269,15 +276,24 @@ class OutputLengths:
             if cut_in < self._num_bins:
                 exposure[cut_in] += weight * ((length - self._edges[cut_in]) / self._widths[cut_in])
         if weight > _LARGEST_WEIGHT:  # a power of two, so that no bit is lost
-            ended /= _LARGEST_WEIGHT
-            exposure /= _LARGEST_WEIGHT
+            weights /= _LARGEST_WEIGHT
             weight /= _LARGEST_WEIGHT
         self._newest_weight[slot] = weight
+        self._unpublished.append(slot)
+
+    def _publish(self) -> None:
+        """Let what was observed show."""
+        changed = np.unique(np.array(self._unpublished, dtype=np.intp))
+        self._published_weights[changed] = self._weights[changed]
+        self._published_newest_weight[changed] = self._newest_weight[changed]
+        self._num_published = self._num_observed
+        self._unpublished.clear()
+        self._is_stale[: self._num_slots] = True
 
     # From weights to tables.
 
     def _bring_up_to_date(self, slots: NDArray[np.intp]) -> None:
-        """Make the tables of ``slots`` of what is folded, wider curves first."""
+        """Make the tables of ``slots`` of what is published, wider curves first."""
         stale = slots[self._is_stale[slots]]
         if not len(stale):
             return
@@ -294,13 +310,14 @@ class OutputLengths:
             self._is_stale[chosen] = False
 
     def _make_hazards(self, slots: NDArray[np.intp]) -> None:
-        exposure, parents, weight = self._exposure[slots], self._parents[slots], self._newest_weight[slots, None]
+        weights, newest_weight = self._published_weights[slots], self._published_newest_weight[slots, None]
+        ended, exposure, parents = weights[:, _ENDED], weights[:, _EXPOSURE], self._parents[slots]
         has_parent = (slots != ALL_REQUESTS)[:, None]
-        self._is_known[slots] = (exposure >= _LEAST_AT_RISK * weight) | (self._is_known[parents] & has_parent)
-        parent_weight = _PARENT_WEIGHT * has_parent * weight
+        self._is_known[slots] = (exposure >= _LEAST_AT_RISK * newest_weight) | (self._is_known[parents] & has_parent)
+        parent_weight = _PARENT_WEIGHT * has_parent * newest_weight
         hazards = self._hazards[parents]
         hazards *= parent_weight
-        hazards += self._ended[slots]
+        hazards += ended
         exposure += parent_weight
         # Where nobody came further, both are sums of the same numbers in the same order, and the hazard is exactly 1.
         # Where nobody came at all, it is 0.
@@ -320,16 +337,20 @@ class OutputLengths:
         np.divide(before - after, self._widths, out=slope[:, :-1])
         square = slope * -0.5
         linear = survival + slope * (self._edges + 0.5)
-        table = np.empty((len(slots), self._num_bins + 1, 4))
-        table[..., _CONSTANT] = sums - self._edges * (linear + self._edges * square)
-        table[..., _LINEAR] = linear
-        table[..., _SQUARE] = square
-        table[:, :-1, _IS_KNOWN] = self._is_known[slots] & (before > 0)
-        table[:, -1, _IS_KNOWN] = 0
         self._survival[slots] = survival
-        self._table.reshape(-1, self._num_bins + 1, 4)[slots] = table
+        table = self._table.reshape(-1, self._num_bins + 1, 4)
+        table[slots, :, _CONSTANT] = sums - self._edges * (linear + self._edges * square)
+        table[slots, :, _LINEAR] = linear
+        table[slots, :, _SQUARE] = square
+        table[slots, :-1, _IS_KNOWN] = self._is_known[slots] & (before > _LEAST_SURVIVAL)
 
     # Single answers.
+
+    def _room_for(self, num_rows: int) -> FloatArray:
+        """Where the entries of ``num_rows`` rows fit, two for each. What lies there is of no use to the next answer."""
+        if 2 * num_rows > len(self._room):
+            self._room = np.empty((2 * num_rows, 4))
+        return self._room[: 2 * num_rows].reshape(2, num_rows, 4)
 
     def _first_bin_to_end_at(
         self, slots: NDArray[np.intp], bins: NDArray[np.intp], target: FloatArray
