@@ -5,6 +5,7 @@ import pytest
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.block_pool import BlockPool
+from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.indices import BlockIndices
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 
@@ -24,7 +25,7 @@ def cache() -> PrefixCache:
 
 @pytest.fixture
 def pool(cache: PrefixCache) -> BlockPool:
-    return BlockPool(6, cache)
+    return BlockPool(6, cache, SchedulerCounters())
 
 
 def register(cache: PrefixCache, tokens: Int32Array, blocks: BlockIndices) -> None:

@@ -41,6 +41,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    prefix_cache_scope: Annotated[
+        Literal["shared", "tenant"],
+        Meta(
+            description="whose blocks a request may find: everybody's, or only its own tenant's, so that no tenant can "
+            "time which prompts others have sent"
+        ),
+    ] = "shared"
     curve_keys: Annotated[
         str,
         Meta(description="directory with scheduler.key_secret and, in clients/, the public keys allowed to connect"),
@@ -89,4 +96,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             batching=self.batching,
             reserve=self.reserve,
             enable_prefix_caching=self.enable_prefix_caching,
+            prefix_cache_scope=self.prefix_cache_scope,
         )

@@ -11,7 +11,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
     and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDER_POLICIES``; ``batching``
-    a name in ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own.
+    a name in ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own;
+    ``prefix_cache_scope`` "shared", or "tenant" if requests of different tenants shall not share cached blocks.
     """
 
     max_num_batched_tokens: int = 2048
@@ -22,6 +23,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     batching: str = "chunked"
     reserve: str = "auto"
     enable_prefix_caching: bool = True
+    prefix_cache_scope: str = "shared"
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
