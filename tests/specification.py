@@ -89,15 +89,19 @@ class SpecPool:
         return 1 if block in self.reused else 0
 
     def allocate(self, count: int) -> list[int]:
-        blocks = [self.plain.pop() for _ in range(min(count, len(self.plain)))]
-        if len(blocks) < count:
-            self._evict(count - len(blocks))
-            blocks += [self.plain.pop() for _ in range(count - len(blocks))]
+        self.make_room(count)
+        blocks = [self.plain.pop() for _ in range(count)]
         for block in blocks:
             self.references[block] = 1
         return blocks
 
-    def _evict(self, needed: int) -> None:
+    def make_room(self, count: int) -> None:
+        """Evict once for all of the next ``count`` blocks."""
+        missing = count - len(self.plain)
+        if missing > 0:
+            self.plain = self._evict(missing)[::-1] + self.plain
+
+    def _evict(self, needed: int) -> list[int]:
         """Evict whole batches, pinned blocks only if nothing else is left and no more of them than it takes."""
         once, reused, pinned = self.evictable
         while len(reused) > (len(once) + len(reused)) * 3 // 4:
@@ -118,7 +122,7 @@ class SpecPool:
             before = self.resident[name]
             self.resident[name] = self.find(tokens, len(tokens), scope)[0]
             self._reorder([block for block in before[len(self.resident[name]) :] if block in self.chain_of])
-        self.plain = evicted[::-1]
+        return evicted
 
     def pin(self, name: str, scope: str, tokens: list[int]) -> bool:
         """A pin keeps whole blocks; False if there is none, or if more than a quarter of the pool would be pinned."""
@@ -307,6 +311,7 @@ class Specification:
                 in_need.append(request)
         if len(in_need) <= self.pool.num_free:
             in_need.sort(key=lambda request: request.row)  # there is a block for everyone
+            self.pool.make_room(len(in_need))
         for request in in_need:
             if request.row is None:
                 continue  # preempted for a request before it
