@@ -31,11 +31,12 @@ class SpecRequest:
     limit: int
     stops: frozenset[int]
     min_tokens: int
+    scope: str
+    """Only requests of the same scope share cached blocks."""
     row: int | None = None
     lane: int = 2
     """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
     has_started: bool = False
-    charged: bool = False
     preemptions: int = 0
     ways_made: int = 0
     passed_over: int = 0
@@ -83,40 +84,103 @@ class SpecStep:
 
 
 class SpecPool:
-    """Blocks as lists: ``plain`` is a stack, ``evictable`` a queue; ``cache`` maps (version of the block
-    before, own tokens) to (block, version); every registration is a new version."""
+    """Blocks as lists: ``plain`` is a stack, ``evictable`` a queue per level of worth (found once, reused, pinned);
+    ``cache`` maps (version of the block before, or the scope; own tokens) to (block, version); every registration is a
+    new version."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
         self.references = [0] * num_blocks
         self.plain = list(reversed(range(num_blocks)))
-        self.evictable: list[int] = []
+        self.evictable: list[list[int]] = [[], [], []]
         self.fenced: dict[int, int] = {}  # block -> step
-        self.cache: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        self.chain_of: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self.parent_of: dict[int, int] = {}
+        self.cache: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}
+        self.chain_of: dict[int, tuple[int | str, tuple[int, ...]]] = {}
+        self.parent_of: dict[int, int | str] = {}
         self.versions = 0
+        self.reused: set[int] = set()
+        self.pins: dict[str, tuple[str, list[int]]] = {}
+        self.resident: dict[str, list[int]] = {}
+        """The blocks that hold the beginning of each pinned prefix."""
+        self.num_evicted = 0
 
     @property
     def num_free(self) -> int:
-        return len(self.plain) + len(self.evictable)
+        return len(self.plain) + sum(map(len, self.evictable))
+
+    def is_evictable(self, block: int) -> bool:
+        return any(block in queue for queue in self.evictable)
+
+    def worth(self, block: int) -> int:
+        if any(block in blocks for blocks in self.resident.values()):
+            return 2
+        return 1 if block in self.reused else 0
 
     def allocate(self, count: int) -> list[int]:
-        blocks = []
-        for _ in range(count):
-            if not self.plain:
-                self._evict()
-            block = self.plain.pop()
+        self.make_room(count)
+        blocks = [self.plain.pop() for _ in range(count)]
+        for block in blocks:
             self.references[block] = 1
-            blocks.append(block)
         return blocks
 
-    def _evict(self) -> None:
-        batch = self.evictable[: max(1, len(self.references) // 64)]
-        del self.evictable[: len(batch)]
-        for block in batch:
+    def make_room(self, count: int) -> None:
+        """Evict once for all of the next ``count`` blocks."""
+        missing = count - len(self.plain)
+        if missing > 0:
+            self.plain = self._evict(missing)[::-1] + self.plain
+
+    def _evict(self, needed: int) -> list[int]:
+        """Evict whole batches, pinned blocks only if nothing else is left and no more of them than it takes."""
+        once, reused, pinned = self.evictable
+        while len(reused) > (len(once) + len(reused)) * 3 // 4:
+            block = reused.pop(0)
+            self.reused.remove(block)
+            once.append(block)
+        batch = max(1, len(self.references) // 64)
+        evicted = (once + reused)[: -(-needed // batch) * batch]
+        evicted += pinned[: max(0, needed - len(evicted))]
+        for block in evicted:
+            self.evictable[self.worth(block)].remove(block)
+        for block in evicted:
             _, version = self.cache.pop(self.chain_of.pop(block))
             del self.parent_of[version]
-        self.plain = batch[::-1]
+            self.reused.discard(block)
+        self.num_evicted += len(evicted)
+        for name, (scope, tokens) in self.pins.items():
+            before = self.resident[name]
+            self.resident[name] = self.find(tokens, len(tokens), scope)[0]
+            self._reorder([block for block in before[len(self.resident[name]) :] if block in self.chain_of])
+        return evicted
+
+    def pin(self, name: str, scope: str, tokens: list[int]) -> bool:
+        """A pin keeps whole blocks; False if there is none, or if more than a quarter of the pool would be pinned."""
+        whole = tokens[: len(tokens) // self.block_size * self.block_size]
+        others = sum(len(kept) // self.block_size for other, (_, kept) in self.pins.items() if other != name)
+        if not whole or len(whole) // self.block_size + others > len(self.references) // 4:
+            return False
+        self.unpin(name)
+        self.pins[name] = scope, whole
+        blocks = self.find(whole, len(whole), scope)[0]
+        rising = [block for block in blocks if self.worth(block) < 2]
+        self.resident[name] = blocks
+        self._reorder(rising)
+        return True
+
+    def unpin(self, name: str) -> bool:
+        if name not in self.pins:
+            return False
+        del self.pins[name]
+        self._reorder(self.resident.pop(name))
+        return True
+
+    def _reorder(self, chain: list[int]) -> None:
+        """The worth of some of these may have changed: those that did become the most recently used of their kind."""
+        for block in reversed(chain):
+            for level, queue in enumerate(self.evictable):
+                if block in queue and level != self.worth(block):
+                    queue.remove(block)
+                    self.evictable[self.worth(block)].append(block)
+                    break
 
     def release(self, blocks: list[int], fence: int | None) -> None:
         unused = []
@@ -133,42 +197,50 @@ class SpecPool:
         back = [block for block, fence in self.fenced.items() if fence <= step]
         for block in sorted(back, key=lambda block: self.fenced[block]):  # stable: release order within a fence
             del self.fenced[block]
-            (self.evictable if block in self.chain_of else self.plain).append(block)
+            (self.evictable[self.worth(block)] if block in self.chain_of else self.plain).append(block)
 
-    def share(self, blocks: list[int]) -> None:
+    def share(self, blocks: list[int], *, is_reuse: bool) -> None:
+        """Take cached blocks; a request that finds again what it had computed itself does not reuse them."""
         for block in blocks:
             self.references[block] += 1
             self.fenced.pop(block, None)
-            if block in self.evictable:
-                self.evictable.remove(block)
+            if self.is_evictable(block):
+                self.evictable[self.worth(block)].remove(block)
+            if is_reuse:
+                self.reused.add(block)
 
-    def find(self, tokens: list[int], block_size: int) -> tuple[list[int], list[int]]:
+    def find(self, tokens: list[int], most: int, scope: str) -> tuple[list[int], list[int]]:
+        """The blocks that hold the first ``most`` tokens at most, and their versions."""
         blocks: list[int] = []
         versions: list[int] = []
-        for end in range(block_size, len(tokens), block_size):
-            entry = self.cache.get((versions[-1] if versions else 0, tuple(tokens[end - block_size : end])))
+        for end in range(self.block_size, most + 1, self.block_size):
+            own = tuple(tokens[end - self.block_size : end])
+            entry = self.cache.get((versions[-1] if versions else scope, own))
             if entry is None:
                 break
             blocks.append(entry[0])
             versions.append(entry[1])
         return blocks, versions
 
-    def register(self, request: SpecRequest, computed: int, block_size: int) -> None:
-        for index in range(len(request.chain), computed // block_size):
-            parent = request.chain[-1] if request.chain else 0
+    def register(self, request: SpecRequest, computed: int) -> None:
+        size = self.block_size
+        for index in range(len(request.chain), computed // size):
+            parent = request.chain[-1] if request.chain else request.scope
             if not self._is_reachable(parent):
                 request.chain.append(DEAD)
                 continue
-            chain = (parent, tuple(request.tokens[index * block_size : (index + 1) * block_size]))
+            chain = (parent, tuple(request.tokens[index * size : (index + 1) * size]))
             if chain not in self.cache:
                 self.versions += 1
                 self.cache[chain] = (request.blocks[index], self.versions)
                 self.chain_of[request.blocks[index]] = chain
                 self.parent_of[self.versions] = parent
             request.chain.append(self.cache[chain][1])
+        for name, (scope, tokens) in self.pins.items():
+            self.resident[name] = self.find(tokens, len(tokens), scope)[0]
 
-    def _is_reachable(self, version: int) -> bool:
-        while version:
+    def _is_reachable(self, version: int | str) -> bool:
+        while not isinstance(version, str):
             if version not in self.parent_of:
                 return False
             version = self.parent_of[version]
@@ -181,7 +253,7 @@ class Specification:
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
         self.limits = limits
         self.capacity = capacity
-        self.pool = SpecPool(capacity.num_blocks)
+        self.pool = SpecPool(capacity.num_blocks, capacity.block_size)
         self.waiting: list[SpecRequest] = []
         self.running: list[SpecRequest] = []
         self.in_flight: list[SpecStep] = []
@@ -189,6 +261,7 @@ class Specification:
         self.arrivals = 0
         self.step = 0
         self.num_preemptions = 0
+        self.num_hit_tokens = 0
         self.batch_is_closed = False
         """static: somebody has decoded since the last time that nothing ran."""
         self.starts_since_promotion = 0
@@ -226,6 +299,7 @@ class Specification:
             limit=min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens),
             stops=new.stop_token_ids,
             min_tokens=new.sampling.min_tokens,
+            scope=new.tenant if self.limits.prefix_cache_scope == "tenant" else "",
         )
         request.objective_s = objective_ms / 1e3
         if self.predicts:
@@ -300,7 +374,7 @@ class Specification:
     def _find_cached(self, request: SpecRequest) -> tuple[list[int], list[int]]:
         if not self.limits.enable_prefix_caching:
             return [], []
-        return self.pool.find(request.tokens, self.capacity.block_size)
+        return self.pool.find(request.tokens, len(request.tokens) - 1, request.scope)
 
     def _mind_first_tokens(self, now: float) -> None:
         watched = [r for r in self.waiting if r.latest_start is not None and not r.has_started]
@@ -391,6 +465,7 @@ class Specification:
                 in_need.append(request)
         if len(in_need) <= self.pool.num_free:
             in_need.sort(key=lambda request: request.row)  # there is a block for everyone
+            self.pool.make_room(len(in_need))
         for request in in_need:
             if request.row is None:
                 continue  # preempted for a request before it
@@ -511,7 +586,7 @@ class Specification:
     def _leave(self, request: SpecRequest, *, cache: bool) -> None:
         self.running.remove(request)
         if cache and self.limits.enable_prefix_caching:
-            self.pool.register(request, request.confirmed, self.capacity.block_size)
+            self.pool.register(request, request.confirmed)
         # Under orca, what is not in flight is written by nobody; otherwise nearly everything is in flight.
         is_written = bool(self.in_flight) and (self.limits.batching != "orca" or self._is_in_flight(request))
         self.pool.release(request.blocks, self.in_flight[-1].number if is_written else None)
@@ -548,7 +623,7 @@ class Specification:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
         size = self.capacity.block_size
         shared, chain = self._find_cached(request)
-        unshared = self.pool.num_free - sum(block in self.pool.evictable for block in shared)
+        unshared = self.pool.num_free - sum(map(self.pool.is_evictable, shared))
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
         left = len(request.tokens) - start
@@ -640,8 +715,9 @@ class Specification:
         self.starts_since_promotion += 1
         if self.limits.order == "fair" and not request.has_started:
             self.served[request.tenant] += len(request.tokens)
+        self.pool.share(shared, is_reuse=not request.has_started)
+        self.num_hit_tokens += 0 if request.has_started else len(shared) * self.capacity.block_size
         request.has_started = True
-        self.pool.share(shared)
         request.row = min(set(range(len(taken) + 1)) - taken)
         request.blocks, request.chain = list(shared), chain
         request.computed = start
@@ -733,7 +809,7 @@ class Specification:
     def _cache_prompt(self, request: SpecRequest) -> None:
         # Output blocks are registered only when the request leaves: until then nobody is likely to ask for them.
         if self.limits.enable_prefix_caching and request.confirmed <= request.prompt_end:
-            self.pool.register(request, request.confirmed, self.capacity.block_size)
+            self.pool.register(request, request.confirmed)
 
     def _deliver(self, request: SpecRequest, token: int, delivered: list[tuple[Origin, int, int]]) -> None:
         if self.limits.order == "fair":

@@ -22,45 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from headway_proto import generation_pb2 as headway__proto_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headway_proto/admin.proto\x12\nheadway.v1\"\x12\n\x10GetStatusRequest\"\xf4\x03\n\x11GetStatusResponse\x12\x17\n\x0fscheduler_state\x18\x01 \x01(\t\x12\x16\n\x0e\x65xecutor_state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x15\n\rnum_preempted\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x11\n\tnum_steps\x18\x0b \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\x04\x12\x19\n\x11num_output_tokens\x18\r \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0f \x01(\x04\x12\x1f\n\x17num_prefix_query_tokens\x18\x10 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x11 \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\x12 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x13 \x01(\r\x12\x14\n\x0cnum_gateways\x18\x14 \x01(\r\"\x15\n\x13ListRequestsRequest\"\xe3\x01\n\x0cRequestState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\n \x01(\x01\"B\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headway.v1.RequestState\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x0f\x45xplainResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.headway.v1.RequestState\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xe6\x03\n\x05\x41\x64min\x12H\n\tGetStatus\x12\x1c.headway.v1.GetStatusRequest\x1a\x1d.headway.v1.GetStatusResponse\x12Q\n\x0cListRequests\x12\x1f.headway.v1.ListRequestsRequest\x1a .headway.v1.ListRequestsResponse\x12\x42\n\x07\x45xplain\x12\x1a.headway.v1.ExplainRequest\x1a\x1b.headway.v1.ExplainResponse\x12?\n\x06\x43\x61ncel\x12\x19.headway.v1.CancelRequest\x1a\x1a.headway.v1.CancelResponse\x12<\n\x05Pause\x12\x18.headway.v1.PauseRequest\x1a\x19.headway.v1.PauseResponse\x12?\n\x06Resume\x12\x19.headway.v1.ResumeRequest\x1a\x1a.headway.v1.ResumeResponse\x12<\n\x05\x44rain\x12\x18.headway.v1.DrainRequest\x1a\x19.headway.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headway_proto/admin.proto\x12\nheadway.v1\x1a\x1eheadway_proto/generation.proto\"\x12\n\x10GetStatusRequest\"\xec\x05\n\x11GetStatusResponse\x12\x17\n\x0fscheduler_state\x18\x01 \x01(\t\x12\x16\n\x0e\x65xecutor_state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x15\n\rnum_preempted\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x19\n\x11num_cached_blocks\x18\n \x01(\r\x12\x11\n\tnum_steps\x18\x0b \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\x04\x12\x19\n\x11num_output_tokens\x18\r \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0e \x01(\x04\x12\x14\n\x0cnum_finished\x18\x0f \x01(\x04\x12\x1f\n\x17num_prefix_query_tokens\x18\x10 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x11 \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\x12 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x13 \x01(\r\x12\x14\n\x0cnum_gateways\x18\x14 \x01(\r\x12\x1a\n\x12num_prefix_queries\x18\x15 \x01(\x04\x12\x17\n\x0fnum_prefix_hits\x18\x16 \x01(\x04\x12!\n\x19num_prefix_resumed_tokens\x18\x17 \x01(\x04\x12\x1a\n\x12num_evicted_blocks\x18\x18 \x01(\x04\x12\x19\n\x11num_reused_blocks\x18\x19 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x1a \x01(\r\x12\x1e\n\x16recent_prefix_hit_rate\x18\x1b \x01(\x01\x12,\n\x07tenants\x18\x1c \x03(\x0b\x32\x1b.headway.v1.TenantPrefixUse\"S\n\x0fTenantPrefixUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x18\n\x10num_query_tokens\x18\x02 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x03 \x01(\x04\"\x15\n\x13ListRequestsRequest\"\xe3\x01\n\x0cRequestState\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\n \x01(\x01\"B\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.headway.v1.RequestState\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x0f\x45xplainResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.headway.v1.RequestState\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x97\x01\n\x10PinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.headway.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.headway.v1.ChatH\x00\x12\x0e\n\x06tenant\x18\x05 \x01(\tB\x08\n\x06prefix\"=\n\x11PinPrefixResponse\x12(\n\x06pinned\x18\x01 \x01(\x0b\x32\x18.headway.v1.PinnedPrefix\"q\n\x0cPinnedPrefix\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1b\n\x13num_resident_blocks\x18\x05 \x01(\r\"\"\n\x12UnpinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13UnpinPrefixResponse\"\x1b\n\x19ListPinnedPrefixesRequest\"H\n\x1aListPinnedPrefixesResponse\x12*\n\x08prefixes\x18\x01 \x03(\x0b\x32\x18.headway.v1.PinnedPrefix2\xe5\x05\n\x05\x41\x64min\x12H\n\tGetStatus\x12\x1c.headway.v1.GetStatusRequest\x1a\x1d.headway.v1.GetStatusResponse\x12Q\n\x0cListRequests\x12\x1f.headway.v1.ListRequestsRequest\x1a .headway.v1.ListRequestsResponse\x12\x42\n\x07\x45xplain\x12\x1a.headway.v1.ExplainRequest\x1a\x1b.headway.v1.ExplainResponse\x12?\n\x06\x43\x61ncel\x12\x19.headway.v1.CancelRequest\x1a\x1a.headway.v1.CancelResponse\x12<\n\x05Pause\x12\x18.headway.v1.PauseRequest\x1a\x19.headway.v1.PauseResponse\x12?\n\x06Resume\x12\x19.headway.v1.ResumeRequest\x1a\x1a.headway.v1.ResumeResponse\x12<\n\x05\x44rain\x12\x18.headway.v1.DrainRequest\x1a\x19.headway.v1.DrainResponse\x12H\n\tPinPrefix\x12\x1c.headway.v1.PinPrefixRequest\x1a\x1d.headway.v1.PinPrefixResponse\x12N\n\x0bUnpinPrefix\x12\x1e.headway.v1.UnpinPrefixRequest\x1a\x1f.headway.v1.UnpinPrefixResponse\x12\x63\n\x12ListPinnedPrefixes\x12%.headway.v1.ListPinnedPrefixesRequest\x1a&.headway.v1.ListPinnedPrefixesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headway_proto.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=41
-  _globals['_GETSTATUSREQUEST']._serialized_end=59
-  _globals['_GETSTATUSRESPONSE']._serialized_start=62
-  _globals['_GETSTATUSRESPONSE']._serialized_end=562
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=564
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=585
-  _globals['_REQUESTSTATE']._serialized_start=588
-  _globals['_REQUESTSTATE']._serialized_end=815
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=817
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=883
-  _globals['_EXPLAINREQUEST']._serialized_start=885
-  _globals['_EXPLAINREQUEST']._serialized_end=921
-  _globals['_EXPLAINRESPONSE']._serialized_start=923
-  _globals['_EXPLAINRESPONSE']._serialized_end=1004
-  _globals['_CANCELREQUEST']._serialized_start=1006
-  _globals['_CANCELREQUEST']._serialized_end=1041
-  _globals['_CANCELRESPONSE']._serialized_start=1043
-  _globals['_CANCELRESPONSE']._serialized_end=1059
-  _globals['_PAUSEREQUEST']._serialized_start=1061
-  _globals['_PAUSEREQUEST']._serialized_end=1075
-  _globals['_PAUSERESPONSE']._serialized_start=1077
-  _globals['_PAUSERESPONSE']._serialized_end=1092
-  _globals['_RESUMEREQUEST']._serialized_start=1094
-  _globals['_RESUMEREQUEST']._serialized_end=1109
-  _globals['_RESUMERESPONSE']._serialized_start=1111
-  _globals['_RESUMERESPONSE']._serialized_end=1127
-  _globals['_DRAINREQUEST']._serialized_start=1129
-  _globals['_DRAINREQUEST']._serialized_end=1143
-  _globals['_DRAINRESPONSE']._serialized_start=1145
-  _globals['_DRAINRESPONSE']._serialized_end=1160
-  _globals['_ADMIN']._serialized_start=1163
-  _globals['_ADMIN']._serialized_end=1649
+  _globals['_GETSTATUSREQUEST']._serialized_start=73
+  _globals['_GETSTATUSREQUEST']._serialized_end=91
+  _globals['_GETSTATUSRESPONSE']._serialized_start=94
+  _globals['_GETSTATUSRESPONSE']._serialized_end=842
+  _globals['_TENANTPREFIXUSE']._serialized_start=844
+  _globals['_TENANTPREFIXUSE']._serialized_end=927
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=929
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=950
+  _globals['_REQUESTSTATE']._serialized_start=953
+  _globals['_REQUESTSTATE']._serialized_end=1180
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1182
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1248
+  _globals['_EXPLAINREQUEST']._serialized_start=1250
+  _globals['_EXPLAINREQUEST']._serialized_end=1286
+  _globals['_EXPLAINRESPONSE']._serialized_start=1288
+  _globals['_EXPLAINRESPONSE']._serialized_end=1369
+  _globals['_CANCELREQUEST']._serialized_start=1371
+  _globals['_CANCELREQUEST']._serialized_end=1406
+  _globals['_CANCELRESPONSE']._serialized_start=1408
+  _globals['_CANCELRESPONSE']._serialized_end=1424
+  _globals['_PAUSEREQUEST']._serialized_start=1426
+  _globals['_PAUSEREQUEST']._serialized_end=1440
+  _globals['_PAUSERESPONSE']._serialized_start=1442
+  _globals['_PAUSERESPONSE']._serialized_end=1457
+  _globals['_RESUMEREQUEST']._serialized_start=1459
+  _globals['_RESUMEREQUEST']._serialized_end=1474
+  _globals['_RESUMERESPONSE']._serialized_start=1476
+  _globals['_RESUMERESPONSE']._serialized_end=1492
+  _globals['_DRAINREQUEST']._serialized_start=1494
+  _globals['_DRAINREQUEST']._serialized_end=1508
+  _globals['_DRAINRESPONSE']._serialized_start=1510
+  _globals['_DRAINRESPONSE']._serialized_end=1525
+  _globals['_PINPREFIXREQUEST']._serialized_start=1528
+  _globals['_PINPREFIXREQUEST']._serialized_end=1679
+  _globals['_PINPREFIXRESPONSE']._serialized_start=1681
+  _globals['_PINPREFIXRESPONSE']._serialized_end=1742
+  _globals['_PINNEDPREFIX']._serialized_start=1744
+  _globals['_PINNEDPREFIX']._serialized_end=1857
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=1859
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=1893
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=1895
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=1916
+  _globals['_LISTPINNEDPREFIXESREQUEST']._serialized_start=1918
+  _globals['_LISTPINNEDPREFIXESREQUEST']._serialized_end=1945
+  _globals['_LISTPINNEDPREFIXESRESPONSE']._serialized_start=1947
+  _globals['_LISTPINNEDPREFIXESRESPONSE']._serialized_end=2019
+  _globals['_ADMIN']._serialized_start=2022
+  _globals['_ADMIN']._serialized_end=2763
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from headway_proto import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -11,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways")
+    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants")
     SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +33,14 @@ class GetStatusResponse(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     NUM_GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_PREFIX_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     scheduler_state: str
     executor_state: str
     epoch: int
@@ -52,7 +61,25 @@ class GetStatusResponse(_message.Message):
     max_num_batched_tokens: int
     max_num_seqs: int
     num_gateways: int
-    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ...) -> None: ...
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_prefix_resumed_tokens: int
+    num_evicted_blocks: int
+    num_reused_blocks: int
+    num_pinned_blocks: int
+    recent_prefix_hit_rate: float
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantPrefixUse]
+    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ...) -> None: ...
+
+class TenantPrefixUse(_message.Message):
+    __slots__ = ("tenant", "num_query_tokens", "num_hit_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_query_tokens: int
+    num_hit_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., num_query_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()
@@ -135,3 +162,57 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PinPrefixRequest(_message.Message):
+    __slots__ = ("name", "text", "token_ids", "chat", "tenant")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    token_ids: _generation_pb2.TokenIds
+    chat: _generation_pb2.Chat
+    tenant: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_generation_pb2.Chat, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class PinPrefixResponse(_message.Message):
+    __slots__ = ("pinned",)
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    pinned: PinnedPrefix
+    def __init__(self, pinned: _Optional[_Union[PinnedPrefix, _Mapping]] = ...) -> None: ...
+
+class PinnedPrefix(_message.Message):
+    __slots__ = ("name", "tenant", "num_tokens", "num_blocks", "num_resident_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESIDENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    num_resident_blocks: int
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_resident_blocks: _Optional[int] = ...) -> None: ...
+
+class UnpinPrefixRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnpinPrefixResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinnedPrefixesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinnedPrefixesResponse(_message.Message):
+    __slots__ = ("prefixes",)
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[PinnedPrefix]
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ...) -> None: ...

@@ -69,6 +69,21 @@ class AdminStub:
                 request_serializer=headway__proto_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/headway.v1.Admin/PinPrefix',
+                request_serializer=headway__proto_dot_admin__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/headway.v1.Admin/UnpinPrefix',
+                request_serializer=headway__proto_dot_admin__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPinnedPrefixes = channel.unary_unary(
+                '/headway.v1.Admin/ListPinnedPrefixes',
+                request_serializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -120,6 +135,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Keeps the beginning of prompts in the cache: its blocks are evicted only when nothing else is left. Replaces a pin of
+        the same name. FAILED_PRECONDITION if it fills no block, or if more than a quarter of the KV pool would be pinned.
+        Pins outlive executors but not the scheduler, nor a change of model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """NOT_FOUND if nothing is pinned under this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPinnedPrefixes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -157,6 +194,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=headway__proto_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=headway__proto_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=headway__proto_dot_admin__pb2.PinPrefixRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=headway__proto_dot_admin__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ListPinnedPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPinnedPrefixes,
+                    request_deserializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -348,6 +400,87 @@ class Admin:
             '/headway.v1.Admin/Drain',
             headway__proto_dot_admin__pb2.DrainRequest.SerializeToString,
             headway__proto_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/PinPrefix',
+            headway__proto_dot_admin__pb2.PinPrefixRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/UnpinPrefix',
+            headway__proto_dot_admin__pb2.UnpinPrefixRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPinnedPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/ListPinnedPrefixes',
+            headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,12 +91,24 @@ class GatewayHeartbeat(msgspec.Struct, frozen=True, array_like=True):
     received: int
 
 
+class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A prefix that shall stay cached: ``token_ids`` (int32 column), for requests of ``tenant`` where tenants are apart."""
+
+    name: str
+    tenant: str = ""
+    token_ids: bytes = b""
+
+
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain."""
+    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins.
+
+    ``prefix`` is what to pin; for unpin its name suffices.
+    """
 
     call_id: int
     method: str
     request_id: str = ""
+    prefix: PrefixToPin | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -223,6 +235,34 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_num_batched_tokens: int
     max_num_seqs: int
     num_gateways: int
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_resumed_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_pinned_blocks: int = 0
+    recent_prefix_hit_rate: float = 0.0
+
+
+class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that a tenant's requests brought, and those of them that were cached."""
+
+    tenant: str
+    num_query_tokens: int
+    num_hit_tokens: int
+
+
+class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A pin. ``num_blocks`` blocks hold it when it is cached whole, ``num_resident_blocks`` do now.
+
+    ``num_blocks`` is 0 while the executor is too small for the pin.
+    """
+
+    name: str
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    num_resident_blocks: int
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -249,6 +289,8 @@ class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sequences: tuple[SequenceState, ...] = ()
     explanation: str = ""
     error: str = ""
+    tenants: tuple[TenantPrefixUse, ...] = ()
+    pinned_prefixes: tuple[PinnedPrefix, ...] = ()
 
 
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {

@@ -1,22 +1,26 @@
 """The fast core makes exactly the decisions of the readable specification, over random workloads."""
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_proto.columns import decode_column, decode_columns, encode_column
+from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.pinned_prefixes import PinRefused
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from specification import Specification
 
 VOCAB_SIZE = 6  # so small that prefixes coincide and stop tokens are hit often
+TENANTS = ("", "one")
 
 
 def readable(output: SchedulerOutput) -> dict[str, object]:
@@ -65,6 +69,21 @@ class Pair:
         self.specification.add(new, now=self.now)
         self.output_tokens[new.origin] = []
 
+    def pin(self, name: str, tenant: str, token_ids: Int32Array) -> None:
+        if self.core.limits.prefix_cache_scope == "shared":
+            tenant = ""
+        try:
+            pinned = self.core.pinned_prefixes.pin(name, tenant, token_ids)
+        except PinRefused:
+            is_pinned = False
+        else:
+            is_pinned = pinned.num_blocks > 0
+        is_caching = self.core.limits.enable_prefix_caching
+        assert is_pinned == (is_caching and self.specification.pool.pin(name, tenant, token_ids.tolist()))
+
+    def unpin(self, name: str) -> None:
+        assert self.core.pinned_prefixes.unpin(name) == self.specification.pool.unpin(name)
+
     def abort(self, origin: Origin) -> None:
         assert (self.core.abort(origin) is not None) == self.specification.abort(origin)
 
@@ -100,6 +119,12 @@ class Pair:
         assert core.pool.num_free == specification.pool.num_free
         assert core.pool.num_fenced == len(specification.pool.fenced)
         assert core.cache.num_cached == len(specification.pool.cache)
+        worth = Counter(map(specification.pool.worth, specification.pool.chain_of))
+        assert core.cache.num_worth() == [worth[level] for level in range(3)]
+        for pin in core.pinned_prefixes.list():
+            assert pin.num_resident_blocks == len(specification.pool.resident[pin.name])
+        assert core.counters.num_evicted_blocks == specification.pool.num_evicted
+        assert core.counters.num_prefix_hit_tokens == specification.num_hit_tokens
         assert core.num_running == len(specification.running)
         assert core.num_waiting == len(specification.waiting)
         assert core.counters.num_preemptions == specification.num_preemptions
@@ -129,8 +154,9 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         aging_s=draw(st.sampled_from([0.0, 5.0, 1e9])),
         default_ttft_slo_ms=draw(st.sampled_from([0, 4000])),
         shed_late=draw(st.booleans()),
-        enable_prefix_caching=draw(st.booleans()),
         prefix_aware=draw(st.booleans()),
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        prefix_cache_scope=draw(st.sampled_from(["shared", "shared", "tenant"])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
@@ -149,9 +175,17 @@ def random_request(rng: np.random.Generator, number: int, max_model_len: int) ->
         sampling=SamplingParams(min_tokens=int(rng.integers(0, 4))),
         stop_token_ids=frozenset({0} if rng.integers(0, 2) else ()),
         priority=int(rng.integers(1, 5)),
-        tenant="abc"[int(rng.integers(0, 3))],
+        tenant=TENANTS[int(rng.integers(0, len(TENANTS)))],
         ttft_slo_ms=int(rng.choice([0, 0, 2000, 20000])),
     )
+
+
+def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
+    """A beginning that many requests share, or one like it."""
+    prefix = np.resize(np.arange(VOCAB_SIZE, dtype=np.int32), int(rng.integers(1, max_model_len)))
+    if rng.integers(0, 3) == 0:
+        prefix[rng.integers(0, len(prefix))] = rng.integers(0, VOCAB_SIZE)
+    return prefix
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -170,7 +204,12 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
             origins.append(new.origin)
         elif action < 0.3 and origins:
             pair.abort(origins[int(rng.integers(0, len(origins)))])
-        elif action < 0.7:
+        elif action < 0.33:
+            tenant = TENANTS[int(rng.integers(0, len(TENANTS)))]
+            pair.pin(str(rng.integers(0, 3)), tenant, random_prefix(rng, capacity.max_model_len))
+        elif action < 0.34:
+            pair.unpin(str(rng.integers(0, 3)))
+        elif action < 0.72:
             pair.schedule()
         else:
             pair.update(rng)

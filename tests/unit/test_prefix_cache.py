@@ -1,4 +1,4 @@
-"""Which prefix is where: matching, branching, cutting."""
+"""Which prefix is where: matching, branching, cutting, scopes, pins."""
 
 import numpy as np
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.prefix_cache import NOT_CACHED, ONCE, PINNED, REUSED, ROOT_NODE, PrefixCache
 
 
 def column(values: list[int]) -> Int32Array:
@@ -79,3 +79,81 @@ def test_equals_a_dictionary_of_whole_prefixes(story: list[tuple[list[int], int]
                 expected.append(known[tuple(probe[:end])])
             assert cache.find(column(probe).tobytes(), len(probe))[0].tolist() == expected
     assert cache.num_cached == len(known)
+
+
+def test_scopes_share_nothing_and_leave_nothing_behind() -> None:
+    cache = PrefixCache(10, block_size=2)
+    for number, scope in enumerate(("", "a", "b")):
+        node = cache.register(ROOT_NODE, column([1, 1]).tobytes(), indices([2 * number]), scope)
+        cache.register(node, column([2, 2]).tobytes(), indices([2 * number + 1]), scope)
+    prompt = column([1, 1, 2, 2]).tobytes()
+    assert [cache.find(prompt, 2, scope)[0].tolist() for scope in ("", "a", "b", "c")] == [[0, 1], [2, 3], [4, 5], []]
+    cache.forget(indices([3, 2]))
+    assert [cache.find(prompt, 2, scope)[0].tolist() for scope in ("", "a", "b")] == [[0, 1], [], [4, 5]]
+    cache.forget(indices([1, 0, 5, 4]))
+    assert not cache._branches
+    assert not cache._runs
+
+
+def test_a_pin_is_for_one_scope() -> None:
+    cache = PrefixCache(10, block_size=2)
+    cache.pin("p", "a", column([1, 1]).tobytes())
+    cache.register(ROOT_NODE, column([1, 1]).tobytes(), indices([0]), "b")
+    assert cache.num_resident("p") == 0
+    cache.register(ROOT_NODE, column([1, 1]).tobytes(), indices([1]), "a")
+    assert cache.num_resident("p") == 1
+    assert cache.worth_of(indices([0, 1, 2])).tolist() == [ONCE, PINNED, NOT_CACHED]
+
+
+def test_a_block_of_two_pins_stays_pinned_until_both_are_gone() -> None:
+    cache = PrefixCache(10, block_size=1)
+    cache.register(ROOT_NODE, column([1, 2, 3]).tobytes(), indices([0, 1, 2]))
+    cache.note_reuse(indices([0]))
+    assert cache.pin("short", "", column([1]).tobytes()).tolist() == [0]
+    assert cache.pin("long", "", column([1, 2, 9]).tobytes()).tolist() == [1]
+    assert cache.unpin("short").tolist() == []
+    assert cache.worth_of(indices([0, 1, 2])).tolist() == [PINNED, PINNED, ONCE]
+    assert cache.unpin("long").tolist() == [1, 0]
+    assert cache.worth_of(indices([0, 1, 2])).tolist() == [REUSED, ONCE, ONCE]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=6), st.integers(0, 9)),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_a_pin_holds_what_a_search_finds(story: list[tuple[int, list[int], int]]) -> None:
+    """One token per block. Any block may be forgotten, also from the middle of a prefix."""
+    cache = PrefixCache(400, block_size=1)
+    pins: dict[str, list[int]] = {}
+    next_block = 0
+    for action, tokens, number in story:
+        name = str(number % 3)
+        if action <= 1:
+            blocks = range(next_block, next_block + len(tokens))
+            next_block += len(tokens)
+            cache.register(ROOT_NODE, column(tokens).tobytes(), indices(list(blocks)))
+        elif action == 2:
+            known = [block for block in range(next_block) if cache.worth_of(indices([block]))[0] != NOT_CACHED]
+            if known:
+                cache.forget(indices([known[number % len(known)]]))
+        elif name in pins:
+            cache.unpin(name)
+            del pins[name]
+        else:
+            cache.pin(name, "", column(tokens).tobytes())
+            pins[name] = tokens
+        pinned = set()
+        for name, prefix in pins.items():
+            found = cache.find(column(prefix).tobytes(), len(prefix))[0].tolist()
+            assert cache.num_resident(name) == len(found)
+            pinned.update(found)
+        everything = np.arange(400)
+        assert set(everything[cache.worth_of(everything) == PINNED].tolist()) == pinned
+        assert sum(cache.num_worth()) == cache.num_cached
+    for name in pins:
+        cache.unpin(name)
+    assert not cache._awaited
+    assert not cache._num_pins_of_block.any()

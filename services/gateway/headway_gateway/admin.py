@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
-from headway_gateway.validation import MAX_REQUEST_ID_BYTES
+from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
-from headway_proto.ingress import AdminReply, SequenceState, Status
+from headway_proto.columns import encode_column
+from headway_proto.ingress import AdminReply, PinnedPrefix, PrefixToPin, SequenceState, Status, TenantPrefixUse
 
 _ANSWER_TIMEOUT_S = 5.0
 _NOT_FOUND = "not found"
@@ -24,15 +26,18 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class AdminServicer(api_grpc.AdminServicer):
     """Serves ``headway.v1.Admin`` for one scheduler."""
 
-    def __init__(self, client: SchedulerClient) -> None:
+    def __init__(self, client: SchedulerClient, prompts: PromptEncoder) -> None:
         self._client = client
+        self._prompts = prompts
 
     async def GetStatus(self, request: api.GetStatusRequest, context: Context) -> api.GetStatusResponse:  # noqa: ARG002, N802
         """The scheduler's figures."""
-        status = (await self._call("status", context)).status
+        reply = await self._call("status", context)
+        status = reply.status
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
-        return api.GetStatusResponse(**{field: getattr(status, field) for field in Status.__struct_fields__})
+        figures = {field: getattr(status, field) for field in Status.__struct_fields__}
+        return api.GetStatusResponse(**figures, tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
         """Every live sequence; the continuations of one request share its id."""
@@ -41,13 +46,13 @@ class AdminServicer(api_grpc.AdminServicer):
 
     async def Explain(self, request: api.ExplainRequest, context: Context) -> api.ExplainResponse:  # noqa: N802
         """Why a request is where it is. NOT_FOUND if it is not live."""
-        reply = await self._call("explain", context, request.request_id)
+        reply = await self._call_about(request.request_id, "explain", context)
         state = _request_state(reply.sequences[0]) if reply.sequences else None
         return api.ExplainResponse(request=state, explanation=reply.explanation)
 
     async def Cancel(self, request: api.CancelRequest, context: Context) -> api.CancelResponse:  # noqa: N802
         """End a request with reason ABORT. NOT_FOUND for an id never seen, OK for one that has ended."""
-        await self._call("cancel", context, request.request_id)
+        await self._call_about(request.request_id, "cancel", context)
         return api.CancelResponse()
 
     async def Pause(self, request: api.PauseRequest, context: Context) -> api.PauseResponse:  # noqa: ARG002, N802
@@ -65,22 +70,87 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("drain", context)
         return api.DrainResponse()
 
-    async def _call(self, method: str, context: Context, request_id: str | None = None) -> AdminReply:
-        if request_id is not None and not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
+    async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
+        """Keep the beginning of prompts cached. FAILED_PRECONDITION where the scheduler's pool does not allow it."""
+        check_pin(request)
+        try:
+            model = await self._client.wait_until_serving(_timeout_s(context))
+        except SchedulerUnavailableError as error:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        kind = request.WhichOneof("prefix")
+        if kind == "text":
+            token_ids = await self._prompts.encode_text(request.text, model)
+        elif kind == "chat":
+            token_ids = await self._prompts.encode_chat_prefix(request.chat, model)
+        else:
+            token_ids = list(request.token_ids.ids)
+        require_token_ids(token_ids, "token_ids.ids", model.vocab_size)
+        prefix = PrefixToPin(name=request.name, tenant=request.tenant, token_ids=encode_column(token_ids))
+        reply = await self._call("pin", context, prefix=prefix)
+        return api.PinPrefixResponse(pinned=_pinned_prefix(reply.pinned_prefixes[0]))
+
+    async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Context) -> api.UnpinPrefixResponse:  # noqa: N802
+        """Keep it no longer. NOT_FOUND if nothing is pinned under this name."""
+        not_found = f"name: nothing is pinned as {shown(request.name)}"
+        await self._call("unpin", context, prefix=PrefixToPin(name=request.name), not_found=not_found)
+        return api.UnpinPrefixResponse()
+
+    async def ListPinnedPrefixes(  # noqa: N802
+        self,
+        request: api.ListPinnedPrefixesRequest,  # noqa: ARG002
+        context: Context,
+    ) -> api.ListPinnedPrefixesResponse:
+        """Every pin, in the order in which they were made, and how much of each is cached."""
+        reply = await self._call("pins", context)
+        return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
+
+    async def _call_about(self, request_id: str, method: str, context: Context) -> AdminReply:
+        if not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
             raise invalid_argument(
                 "request_id", f"{shown(request_id)} is not allowed; allowed: 1 to {MAX_REQUEST_ID_BYTES} bytes"
             )
-        remaining_s = context.time_remaining()
-        timeout_s = _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+        return await self._call(method, context, request_id, not_found=f"request_id: {shown(request_id)} is not known")
+
+    async def _call(
+        self,
+        method: str,
+        context: Context,
+        request_id: str = "",
+        *,
+        prefix: PrefixToPin | None = None,
+        not_found: str = _NOT_FOUND,
+    ) -> AdminReply:
+        """Ask the scheduler; ``not_found`` is what to tell the caller if it knows no such thing."""
         try:
-            reply = await self._client.call_admin(method, request_id or "", timeout_s=timeout_s)
+            reply = await self._client.call_admin(method, request_id, prefix, timeout_s=_timeout_s(context))
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         if reply.error == _NOT_FOUND:
-            raise CallRefusedError(grpc.StatusCode.NOT_FOUND, f"request_id: {shown(request_id)} is not known")
+            raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply
+
+
+def _timeout_s(context: Context) -> float:
+    remaining_s = context.time_remaining()
+    return _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+
+
+def _tenant_use(use: TenantPrefixUse) -> api.TenantPrefixUse:
+    return api.TenantPrefixUse(
+        tenant=use.tenant, num_query_tokens=use.num_query_tokens, num_hit_tokens=use.num_hit_tokens
+    )
+
+
+def _pinned_prefix(pinned: PinnedPrefix) -> api.PinnedPrefix:
+    return api.PinnedPrefix(
+        name=pinned.name,
+        tenant=pinned.tenant,
+        num_tokens=pinned.num_tokens,
+        num_blocks=pinned.num_blocks,
+        num_resident_blocks=pinned.num_resident_blocks,
+    )
 
 
 def _request_state(state: SequenceState) -> api.RequestState:

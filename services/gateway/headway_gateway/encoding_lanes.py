@@ -36,6 +36,13 @@ class EncodingLanes:
         num_characters = sum(len(content) for _, content in messages)
         return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))
 
+    async def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
+        """See ``TextModel.encode_chat_prefix``; raises what it raises."""
+        num_characters = 2 * sum(len(content) for _, content in messages)
+        return await self._run(
+            num_characters, lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens)
+        )
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """See ``TextModel.decode``."""
         return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))

@@ -28,6 +28,7 @@ from headway_proto.ingress import (
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
+    PrefixToPin,
     Rejected,
     SchedulerHello,
     SchedulerStatus,
@@ -183,10 +184,10 @@ class IngressLink:
             if self.phase is LinkPhase.OPEN:
                 self._aborted_handles.append(sequence.handle)
 
-    def call_admin(self, method: str, request_id: str = "") -> int:
+    def call_admin(self, method: str, request_id: str = "", prefix: PrefixToPin | None = None) -> int:
         """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
         self._last_call_id += 1
-        call = AdminCall(call_id=self._last_call_id, method=method, request_id=request_id)
+        call = AdminCall(call_id=self._last_call_id, method=method, request_id=request_id, prefix=prefix)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

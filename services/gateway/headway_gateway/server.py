@@ -19,6 +19,7 @@ from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
 from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
 from headway_gateway.link_keys import load_link_keys
+from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer, ServingLimits
@@ -71,7 +72,9 @@ class GatewayServer:
         )
         self._server = grpc.aio.server(interceptors=_interceptors(config), options=_channel_options(config))
         generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._client), self._server)  # type: ignore[no-untyped-call]
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server
+        )  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
         add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME))
 

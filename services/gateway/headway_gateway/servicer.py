@@ -17,15 +17,15 @@ from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.pacing import WritePace
+from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
-from headway_gateway.tokenization import PromptError, TextModel
+from headway_gateway.tokenization import TextModel
 from headway_gateway.validation import (
     GenerationSpec,
     chat_violations,
     check_prompt,
     check_request,
-    most_prompt_tokens,
     require_token_ids,
     resolve_max_tokens,
 )
@@ -77,6 +77,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._client = client
         self._text_model = text_model
         self._lanes = lanes
+        self._prompts = PromptEncoder(text_model, lanes)
         self._limits = limits
         self._live_request_ids: set[str] = set()
         self._num_open_streams = 0
@@ -115,11 +116,11 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
         model = await self._serving_model()
         if kind == "text":
-            return api.TokenizeResponse(token_ids=await self._encode_text(request.text, model))
+            return api.TokenizeResponse(token_ids=await self._prompts.encode_text(request.text, model))
         wrong = dict(chat_violations(request.chat))
         if wrong:
             raise invalid_arguments(wrong)
-        return api.TokenizeResponse(token_ids=await self._encode_chat(request.chat, model))
+        return api.TokenizeResponse(token_ids=await self._prompts.encode_chat(request.chat, model))
 
     async def Detokenize(  # noqa: N802
         self,
@@ -212,29 +213,13 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def _encode_prompt(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind == "text":
-            field, prompt_ids = "text", await self._encode_text(request.text, model)
+            field, prompt_ids = "text", await self._prompts.encode_text(request.text, model)
         elif kind == "chat":
-            field, prompt_ids = "chat", await self._encode_chat(request.chat, model)
+            field, prompt_ids = "chat", await self._prompts.encode_chat(request.chat, model)
         else:
             field, prompt_ids = "token_ids.ids", list(request.token_ids.ids)
         check_prompt(prompt_ids, field, model)
         return prompt_ids
-
-    async def _encode_text(self, text: str, model: ModelInfo) -> list[int]:
-        try:
-            self._text_model.require_plausible_length(len(text), most_prompt_tokens(model))
-            return await self._lanes.encode(text)
-        except PromptError as error:
-            raise invalid_argument("text", str(error)) from error
-
-    async def _encode_chat(self, chat: api.Chat, model: ModelInfo) -> list[int]:
-        messages = [(message.role, message.content) for message in chat.messages]
-        most = most_prompt_tokens(model)
-        try:
-            self._text_model.require_plausible_length(sum(len(content) for _, content in messages), most)
-            return await self._lanes.encode_chat(messages, max_tokens=most)
-        except PromptError as error:
-            raise invalid_argument("chat", str(error)) from error
 
 
 class GenerationCall:

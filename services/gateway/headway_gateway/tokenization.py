@@ -24,6 +24,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNLIKE_CONTENTS = ("0", "A")
 
 
 class TokenizerFilesError(Exception):
@@ -86,6 +87,22 @@ class TextModel:
         text = self.render_chat(messages)
         self.require_plausible_length(len(text), max_tokens)
         return self._encode(text, add_special_tokens=False)
+
+    def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
+        """The tokens that chats have in common which begin with these messages and go on with a user's.
+
+        Where a template puts the next message, and whether its beginning merges with what is before it, only the
+        template and the tokenizer know. So two chats are rendered that go on differently, and their common tokens kept.
+
+        Raises:
+            PromptError: as ``encode_chat``.
+        """
+        chats = [
+            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens) for content in _UNLIKE_CONTENTS
+        ]
+        shortest = min(map(len, chats))
+        end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
+        return chats[0][:end]
 
     def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
         """The text of a chat, with the opening of the assistant's answer at its end.

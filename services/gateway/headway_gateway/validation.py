@@ -10,17 +10,20 @@ only one front end knows is how one request takes an engine down.
 import secrets
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import grpc
 import msgspec
 
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
+from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo
 from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams, violations
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
+MAX_PIN_NAME_BYTES = 128
 MAX_CONTINUATIONS = 16
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
@@ -87,6 +90,22 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationS
         itl_slo_ms=request.itl_slo_ms,
         held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else None,
     )
+
+
+def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
+    """Check what needs no tokenised prefix.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT with every field that is wrong.
+    """
+    wrong: dict[str, str] = {}
+    if not request.name:
+        wrong["name"] = f"'' is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes"
+    wrong.update(_name_violations("name", request.name, MAX_PIN_NAME_BYTES))
+    wrong.update(_name_violations("tenant", request.tenant, MAX_TENANT_BYTES))
+    wrong.update(_prompt_violations(request, "prefix"))
+    if wrong:
+        raise invalid_arguments(wrong)
 
 
 def most_prompt_tokens(model: ModelInfo) -> int:
@@ -181,7 +200,7 @@ def _request_violations(request: api.GenerateRequest, model: ModelInfo) -> Itera
     yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
     if request.priority not in api.Priority.values():
         yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(api.Priority.values())}"
-    yield from _prompt_violations(request)
+    yield from _prompt_violations(request, "prompt")
     if request.HasField("resume"):
         yield from _resume_violations(request, model)
 
@@ -193,14 +212,17 @@ def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[
         yield field, f"{shown(value)} holds a control character; allowed: text without any"
 
 
-def _prompt_violations(request: api.GenerateRequest) -> Iterable[tuple[str, str]]:
-    kind = request.WhichOneof("prompt")
+def _prompt_violations(
+    request: api.GenerateRequest | admin_pb2.PinPrefixRequest, what: Literal["prompt", "prefix"]
+) -> Iterable[tuple[str, str]]:
+    # Both messages have the same kinds; each type's own stub knows only the name of its own field.
+    kind = request.WhichOneof(what)
     if kind is None:
-        yield "prompt", "there is none; allowed: one of text, token_ids, chat"
+        yield what, "there is none; allowed: one of text, token_ids, chat"
     elif kind == "text" and not request.text:
-        yield "text", "the prompt is empty; allowed: at least one character"
+        yield "text", f"the {what} is empty; allowed: at least one character"
     elif kind == "token_ids" and not request.token_ids.ids:
-        yield "token_ids.ids", "the prompt is empty; allowed: at least one token"
+        yield "token_ids.ids", f"the {what} is empty; allowed: at least one token"
     elif kind == "chat":
         yield from chat_violations(request.chat)
 

@@ -298,7 +298,7 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb
     return request
 
 
-def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
+def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif len(prompt) and isinstance(prompt[0], Mapping):
@@ -596,6 +596,15 @@ def _tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.Token
     return generation_pb2.TokenizeRequest(chat=_chat(text))
 
 
+def _pin_request(name: str, prefix: Prompt, tenant: str) -> admin_pb2.PinPrefixRequest:
+    try:
+        request = admin_pb2.PinPrefixRequest(name=name, tenant=tenant)
+        _set_prompt(request, prefix)
+    except (ValueError, UnicodeEncodeError) as error:
+        raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+    return request
+
+
 class Client:
     """A connection to a gateway. Threads may share it.
 
@@ -656,6 +665,33 @@ class Client:
             NotFoundError: no such request was ever seen.
         """
         self._call(self._admin.Cancel, admin_pb2.CancelRequest(request_id=request_id))
+
+    def pin_prefix(self, name: str, prefix: Prompt, *, tenant: str = "") -> admin_pb2.PinnedPrefix:
+        """Keep the beginning of prompts in the prefix cache: a text, token ids, or the first messages of chats.
+
+        A pin of the same name is replaced. ``tenant`` matters where the scheduler keeps tenants apart.
+
+        Raises:
+            InvalidRequestError: it fills no block, or more than a quarter of the KV pool would be pinned.
+        """
+        request = _pin_request(name, prefix, tenant)
+        response: admin_pb2.PinPrefixResponse = self._call(self._admin.PinPrefix, request)
+        return response.pinned
+
+    def unpin_prefix(self, name: str) -> None:
+        """Keep it no longer.
+
+        Raises:
+            NotFoundError: nothing is pinned under this name.
+        """
+        self._call(self._admin.UnpinPrefix, admin_pb2.UnpinPrefixRequest(name=name))
+
+    def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
+        """What is pinned, and how many blocks of each are cached."""
+        response: admin_pb2.ListPinnedPrefixesResponse = self._call(
+            self._admin.ListPinnedPrefixes, admin_pb2.ListPinnedPrefixesRequest()
+        )
+        return list(response.prefixes)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the gateway serves a model.
@@ -748,6 +784,23 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> None:
         """See ``Client``."""
         await self._call(self._admin.Cancel, admin_pb2.CancelRequest(request_id=request_id))
+
+    async def pin_prefix(self, name: str, prefix: Prompt, *, tenant: str = "") -> admin_pb2.PinnedPrefix:
+        """See ``Client``."""
+        request = _pin_request(name, prefix, tenant)
+        response: admin_pb2.PinPrefixResponse = await self._call(self._admin.PinPrefix, request)
+        return response.pinned
+
+    async def unpin_prefix(self, name: str) -> None:
+        """See ``Client``."""
+        await self._call(self._admin.UnpinPrefix, admin_pb2.UnpinPrefixRequest(name=name))
+
+    async def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
+        """See ``Client``."""
+        response: admin_pb2.ListPinnedPrefixesResponse = await self._call(
+            self._admin.ListPinnedPrefixes, admin_pb2.ListPinnedPrefixesRequest()
+        )
+        return list(response.prefixes)
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See ``Client``."""

@@ -1,4 +1,4 @@
-"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain.
+"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins.
 
 Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 """
@@ -6,12 +6,26 @@ Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from headway_proto.ingress import AdminCall, AdminReply, SequenceState, Status
+from headway_proto.columns import INT32, decode_column
+from headway_proto.ingress import (
+    AdminCall,
+    AdminReply,
+    PinnedPrefix,
+    PrefixToPin,
+    SequenceState,
+    Status,
+    TenantPrefixUse,
+)
+from headway_scheduler.core.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
+from headway_scheduler.core.pinned_prefixes import PinRefused
+from headway_scheduler.core.prefix_cache import PINNED, REUSED
 from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from headway_scheduler.engine import SchedulerEngine
+
+MAX_PIN_NAME_BYTES = 128
 
 MAX_REMEMBERED_ENDS = 16384
 """How many ended request ids are kept, so that cancelling one twice is no error."""
@@ -35,7 +49,7 @@ class Administration:
         """Do what ``call`` asks for."""
         match call.method:
             case "status":
-                return AdminReply(call_id=call.call_id, status=self.status())
+                return AdminReply(call_id=call.call_id, status=self.status(), tenants=self._tenants())
             case "list":
                 return AdminReply(call_id=call.call_id, sequences=self._sequences(now))
             case "explain":
@@ -47,6 +61,8 @@ class Administration:
             case "drain":
                 self._engine.drain()
                 return AdminReply(call_id=call.call_id)
+            case "pin" | "unpin" | "pins":
+                return self._answer_about_pins(call)
         return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
 
     def status(self) -> Status:
@@ -55,6 +71,7 @@ class Administration:
         limits = engine.limits if core is None else core.limits
         waiting = [] if core is None else core.requests()
         counters = None if core is None else core.counters
+        worth = None if core is None else core.cache.num_worth()
         return Status(
             scheduler_state=engine.state,
             executor_state=engine.step_link.executor_state,
@@ -76,6 +93,22 @@ class Administration:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
             num_gateways=len(engine.gateways),
+            num_prefix_queries=counters.num_prefix_queries if counters else 0,
+            num_prefix_hits=counters.num_prefix_hits if counters else 0,
+            num_prefix_resumed_tokens=counters.num_prefix_resumed_tokens if counters else 0,
+            num_evicted_blocks=counters.num_evicted_blocks if counters else 0,
+            num_reused_blocks=worth[REUSED] if worth else 0,
+            num_pinned_blocks=worth[PINNED] if worth else 0,
+            recent_prefix_hit_rate=0.0 if core is None else core.prefix_statistics.recent_hit_rate,
+        )
+
+    def _tenants(self) -> tuple[TenantPrefixUse, ...]:
+        core = self._engine.core
+        if core is None:
+            return ()
+        return tuple(
+            TenantPrefixUse(tenant=tenant, num_query_tokens=use.num_query_tokens, num_hit_tokens=use.num_hit_tokens)
+            for tenant, use in core.prefix_statistics.tenants.items()
         )
 
     def _sequences(self, now: float) -> tuple[SequenceState, ...]:
@@ -140,6 +173,44 @@ class Administration:
         self._engine.core.paused = paused
         self._engine.announce()
         return AdminReply(call_id=call.call_id)
+
+    def _answer_about_pins(self, call: AdminCall) -> AdminReply:
+        if self._engine.core is None:
+            return AdminReply(call_id=call.call_id, error="no executor has joined yet")
+        pins, prefix = self._engine.core.pinned_prefixes, call.prefix
+        if call.method == "pins":
+            return AdminReply(call_id=call.call_id, pinned_prefixes=tuple(map(_told, pins.list())))
+        if prefix is None:
+            return AdminReply(call_id=call.call_id, error="prefix: there is none; allowed: one with a name")
+        if call.method == "unpin":
+            return AdminReply(call_id=call.call_id, error="" if pins.unpin(prefix.name) else "not found")
+        wrong = _wrong_with(prefix)
+        if wrong:
+            return AdminReply(call_id=call.call_id, error=wrong)
+        try:
+            pinned = pins.pin(prefix.name, prefix.tenant, decode_column(prefix.token_ids))
+        except PinRefused as refusal:
+            return AdminReply(call_id=call.call_id, error=str(refusal))
+        return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
+
+
+def _wrong_with(prefix: PrefixToPin) -> str:
+    """What can be told without the core; empty if all is well."""
+    if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
+        return f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes"
+    if len(prefix.token_ids) % INT32.itemsize:
+        return f"token_ids: {len(prefix.token_ids)} bytes are no int32 column"
+    return ""
+
+
+def _told(pinned: CorePinnedPrefix) -> PinnedPrefix:
+    return PinnedPrefix(
+        name=pinned.name,
+        tenant=pinned.tenant,
+        num_tokens=pinned.num_tokens,
+        num_blocks=pinned.num_blocks,
+        num_resident_blocks=pinned.num_resident_blocks,
+    )
 
 
 def _state_of(core: Scheduler, request: Request, now: float) -> SequenceState:

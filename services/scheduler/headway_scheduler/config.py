@@ -69,6 +69,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
     ] = False
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    prefix_cache_scope: Annotated[
+        Literal["shared", "tenant"],
+        Meta(
+            description="whose blocks a request may find: everybody's, or only its own tenant's, so that no tenant can "
+            "time which prompts others have sent"
+        ),
+    ] = "shared"
     curve_keys: Annotated[
         str,
         Meta(description="directory with scheduler.key_secret and, in clients/, the public keys allowed to connect"),
@@ -88,26 +95,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
         """
-        for field, most in (
-            ("max_num_batched_tokens", 1 << 24),
-            ("max_num_seqs", 1 << 16),
-            ("max_steps_in_flight", 16),
-            ("max_num_waiting", 1 << 24),
+        for field, least, most in (
+            ("max_num_batched_tokens", 1, 1 << 24),
+            ("max_num_seqs", 1, 1 << 16),
+            ("max_steps_in_flight", 1, 16),
+            ("max_num_waiting", 1, 1 << 24),
+            ("default_ttft_slo_ms", 0, 1 << 30),
+            ("default_itl_slo_ms", 0, 1 << 30),
         ):
             value = getattr(self, field)
-            if not 1 <= value <= most:
-                raise ValueError(f"{field}: {value} is not allowed; allowed: 1 to {most}")
-        for field in ("default_ttft_slo_ms", "default_itl_slo_ms"):
-            value = getattr(self, field)
-            if not 0 <= value < 1 << 31:
-                raise ValueError(f"{field}: {value} is not allowed; allowed: 0 to {(1 << 31) - 1}")
-        if not 0 <= self.aging_s < float("inf"):
-            raise ValueError(f"aging_s: {self.aging_s} is not allowed; allowed: 0 or more seconds")
+            if not least <= value <= most:
+                raise ValueError(f"{field}: {value} is not allowed; allowed: {least} to {most}")
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"tenant_weights: {tenant!r:.64}={weight} is not allowed; allowed: weights above 0")
-        if not 0 <= self.grace_s < float("inf"):
-            raise ValueError(f"grace_s: {self.grace_s} is not allowed; allowed: 0 or more seconds")
+        for field in ("grace_s", "aging_s"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ValueError(f"{field}: {getattr(self, field)} is not allowed; allowed: 0 or more seconds")
         for field in ("step_address", "ingress_address"):
             check_link_address(field, getattr(self, field), has_keys=bool(self.curve_keys), least_port=0)
         if self.curve_keys and not (Path(self.curve_keys) / "scheduler.key_secret").is_file():

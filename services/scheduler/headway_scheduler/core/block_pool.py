@@ -1,12 +1,20 @@
 """The KV blocks: how many hold each, which are free, and which still wait for a step in flight.
 
-Owns: reference counts, the two free lists, and fences. Content is the prefix cache's affair.
+Owns: reference counts, the free lists, fences, and which cached blocks are evicted. Content is the prefix cache's affair.
 Must not know: requests, rows, or steps beyond their number.
 
 Life of a block: allocated (count 1), shared by prefix hits (count up), released (count down). At count 0 it is *fenced*
 while a step in flight may still write it, then *free*: a block that holds nothing reusable goes onto a stack, a cached
-one to the end of the eviction queue, from which a prefix hit can still take it back. Blocks without content are handed
-out first, then the least recently used cached ones are evicted, a small share of the pool at a time.
+one to the end of an eviction queue, from which a prefix hit can still take it back. Blocks without content are handed
+out first, then cached ones are evicted, a small share of the pool at a time.
+
+Eviction is segmented LRU (Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
+Computer 27(3), 1994; 2Q of Johnson and Shasha, VLDB 1994, has the same aim): blocks that no request has found again go
+first, least recently used first, so that a stream of prompts which never come back cannot push out those that do.
+Reused blocks may be at most a share of what can be evicted: beyond it, the least recently used of them join the others
+and need another hit to rise again. The share is of these blocks and not of the pool, because running requests may leave
+few of them: old favourites would then keep all that is left. Pinned blocks go when there is nothing else, and only as
+many as are needed; they are free like all others, so pinning can neither deadlock the pool nor delay a request.
 
 All lists are columns and all operations work on slices of them, so releasing a long request costs a few array
 operations. What is released behind a fence is only noted, and counted when something depends on it: until then it
@@ -16,20 +24,26 @@ is not free anyway, and one operation over all that left during a step costs lit
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headway_scheduler.core.counters import SchedulerCounters
+from headway_scheduler.core.eviction_queues import EvictionQueues
 from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import PrefixCache
+from headway_scheduler.core.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 
-_NOT_QUEUED = -1
 _EVICTION_SHARE = 64
 """Blocks are evicted in batches of this share of the pool: evicting them one by one costs more."""
 
+_PROTECTED_QUARTERS = 3
+"""Reused blocks may be this many quarters of the blocks that can be evicted and are not pinned."""
+
 
 class BlockPool:
-    """A fixed number of equal blocks, numbered from 0."""
+    """A fixed number of equal blocks, numbered from 0. Evictions are counted in ``counters``."""
 
-    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache, counters: SchedulerCounters) -> None:
         self._cache = cache
+        self._counters = counters
         self.num_blocks = num_blocks
         self._eviction_batch = max(1, num_blocks // _EVICTION_SHARE)
         self._ref_count = np.zeros(num_blocks, dtype=np.int32)
@@ -37,12 +51,8 @@ class BlockPool:
         # copy of a slice. Low numbers are handed out first.
         self._plain = np.arange(num_blocks)
         self._plain_top = 0
-        # Eviction queue of free cached blocks: entry i is current only while _queue_place[block] == i.
-        self._queue = np.empty(2 * num_blocks + 1, dtype=np.intp)
-        self._queue_head = 0
-        self._queue_tail = 0
-        self._queue_place = np.full(num_blocks, _NOT_QUEUED, dtype=np.int64)
-        self._num_queued = 0
+        # Free cached blocks, by what they are worth.
+        self._evictable = EvictionQueues(num_blocks, NUM_WORTHS)
         # Blocks behind each fence, oldest fence first, in the order of release.
         self._fences: deque[tuple[int, list[BlockIndices]]] = deque()
         self._num_fenced = 0
@@ -53,7 +63,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return self.num_blocks - self._plain_top + self._num_queued
+        return self.num_blocks - self._plain_top + self._evictable.num_queued
 
     @property
     def num_fenced(self) -> int:
@@ -98,12 +108,8 @@ class BlockPool:
     def share(self, blocks: BlockIndices) -> None:
         """Add a reference to each of these cached blocks, taking back free and fenced ones."""
         self._count_released()
-        queued = self._queue_place[blocks] != _NOT_QUEUED
-        num_queued = int(np.count_nonzero(queued))
-        num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - num_queued
+        num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - self._evictable.take_out(blocks)
         self._ref_count[blocks] += 1
-        self._queue_place[blocks] = _NOT_QUEUED
-        self._num_queued -= num_queued
         if num_fenced:
             self._num_fenced -= num_fenced
             self._fences = deque(
@@ -112,7 +118,14 @@ class BlockPool:
 
     def num_free_among(self, blocks: BlockIndices) -> int:
         """How many of these cached blocks count towards ``num_free``."""
-        return int(np.count_nonzero(self._queue_place[blocks] != _NOT_QUEUED))
+        return self._evictable.num_among(blocks)
+
+    def reorder(self, blocks: BlockIndices) -> None:
+        """The worth of these cached blocks has changed: those that are free become the most recently used of their kind."""
+        free = self._evictable.among(blocks)
+        if len(free):
+            self._evictable.take_out(free)
+            self._enqueue(free, self._cache.worth_of(free))
 
     def num_held_once(self, blocks: BlockIndices) -> int:
         """How many of these blocks only one table has: those that become free when it is given up."""
@@ -123,6 +136,9 @@ class BlockPool:
         self._count_released()
         assert np.array_equal(np.bincount(held, minlength=self.num_blocks), self._ref_count)
         assert np.count_nonzero(self._ref_count) + self.num_fenced + self.num_free == self.num_blocks
+        free = self._evictable.among(np.arange(self.num_blocks))
+        by_worth = np.bincount(self._cache.worth_of(free), minlength=NUM_WORTHS)
+        assert by_worth.tolist() == self._evictable.lengths
 
     def _count_released(self) -> None:
         """Drop the references of the tables released since the last time; put what nobody holds behind the fence."""
@@ -150,53 +166,55 @@ class BlockPool:
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
-        cached = self._cache.holds(blocks)
+        worth = self._cache.worth_of(blocks)
+        cached = worth >= 0
         num_cached = np.count_nonzero(cached)
         if num_cached == len(blocks):
-            self._enqueue(blocks)
+            self._enqueue(blocks, worth)
             return
         if num_cached:
-            self._enqueue(blocks[cached])
+            self._enqueue(blocks[cached], worth[cached])
             blocks = blocks[~cached]
         self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
         self._plain_top -= len(blocks)
 
-    def _enqueue(self, blocks: BlockIndices) -> None:
-        if self._queue_tail + len(blocks) > len(self._queue):
-            self._compact_queue()
-        tail = self._queue_tail
-        self._queue[tail : tail + len(blocks)] = blocks
-        self._queue_place[blocks] = np.arange(tail, tail + len(blocks))
-        self._queue_tail += len(blocks)
-        self._num_queued += len(blocks)
-
-    def _compact_queue(self) -> None:
-        places = np.arange(self._queue_head, self._queue_tail)
-        entries = self._queue[self._queue_head : self._queue_tail]
-        current = entries[self._queue_place[entries] == places]
-        self._queue[: len(current)] = current
-        self._queue_place[current] = np.arange(len(current))
-        self._queue_head, self._queue_tail = 0, len(current)
+    def _enqueue(self, blocks: BlockIndices, worth: NDArray[np.int8]) -> None:
+        if not np.count_nonzero(worth):
+            self._evictable.append(ONCE, blocks)
+            return
+        for level in range(NUM_WORTHS):
+            self._evictable.append(level, blocks[worth == level])
 
     def _take_evicted(self, count: int) -> BlockIndices:
         """Evict whole batches, at least ``count`` blocks; return ``count``, the rest go onto the (empty) stack."""
         batches = -(-count // self._eviction_batch)
-        evicted = self._evict(min(batches * self._eviction_batch, self._num_queued))
+        evicted = self._evict(batches * self._eviction_batch, count)
         self._plain_top = self.num_blocks - (len(evicted) - count)
         self._plain[self._plain_top :] = evicted[count:]
         return evicted[:count]
 
-    def _evict(self, count: int) -> BlockIndices:
-        evicted: list[BlockIndices] = []
-        while count:
-            head = self._queue_head
-            entries = self._queue[head : min(head + count, self._queue_tail)]
-            self._queue_head += len(entries)
-            current = entries[self._queue_place[entries] == np.arange(head, head + len(entries))]
-            count -= len(current)
-            evicted.append(current)
-        blocks = np.concatenate(evicted)
-        self._queue_place[blocks] = _NOT_QUEUED
-        self._num_queued -= len(blocks)
-        self._cache.forget(blocks)
+    def _evict(self, wanted: int, needed: int) -> BlockIndices:
+        """Evict ``wanted`` blocks, least worth first, but no more pinned ones than it takes to have those ``needed``."""
+        queues = self._evictable
+        self._age_reused()
+        num_once = min(wanted, queues.lengths[ONCE])
+        blocks = queues.take_oldest(ONCE, num_once)
+        if num_once < wanted:
+            num_reused = min(wanted - num_once, queues.lengths[REUSED])
+            num_pinned = max(0, needed - num_once - num_reused)
+            blocks = np.concatenate(
+                (blocks, queues.take_oldest(REUSED, num_reused), queues.take_oldest(PINNED, num_pinned))
+            )
+        self._counters.num_evicted_blocks += len(blocks)
+        self.reorder(self._cache.forget(blocks))
         return blocks
+
+    def _age_reused(self) -> None:
+        """Let the least recently used of the reused blocks, those beyond their share, be as if they never had been."""
+        queues = self._evictable
+        most = (queues.lengths[ONCE] + queues.lengths[REUSED]) * _PROTECTED_QUARTERS // 4
+        excess = queues.lengths[REUSED] - most
+        if excess > 0:
+            blocks = queues.take_oldest(REUSED, excess)
+            self._cache.forget_reuse(blocks)
+            queues.append(ONCE, blocks)

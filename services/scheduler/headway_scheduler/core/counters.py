@@ -7,7 +7,11 @@ import msgspec
 
 
 class SchedulerCounters(msgspec.Struct):
-    """Totals since the process started; prompt and prefix tokens count at admission."""
+    """Totals since the process started; prompt and prefix tokens count when a request is first admitted.
+
+    A request admitted again, after a preemption or with a new executor, mostly finds its own blocks. What it finds
+    counts in ``num_prefix_resumed_tokens`` and nowhere else, or the hit rate would rise with every preemption.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -17,3 +21,7 @@ class SchedulerCounters(msgspec.Struct):
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_swapped_out_blocks: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_resumed_tokens: int = 0
+    num_evicted_blocks: int = 0

@@ -18,7 +18,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     ``fair``, 1 for tenants that are not named. ``default_ttft_slo_ms`` and ``default_itl_slo_ms``: objectives of requests
     that name none, 0 for none. ``shed_late``: requests that can no longer meet the objective on their first token are ended
     before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
-    cached prefix starts first.
+    cached prefix starts first. ``prefix_cache_scope``: "shared", or "tenant" if requests of different tenants shall not
+    share cached blocks.
     """
 
     max_num_batched_tokens: int = 2048
@@ -37,6 +38,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     shed_late: bool = False
     enable_prefix_caching: bool = True
     prefix_aware: bool = False
+    prefix_cache_scope: str = "shared"
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""Which blocks hold the KV of which token prefixes.
+"""Which blocks hold the KV of which token prefixes, and what each is worth.
 
-Owns: the chains of cached blocks and how a prompt is matched against them.
+Owns: the chains of cached blocks, how a prompt is matched against them, and the worth of every block.
 Must not know: who holds a block, which blocks are free, or when one is evicted.
 
 A full block is known by the block before it and its own token ids (the idea of chaining blocks by their prefix is
@@ -12,7 +12,16 @@ and a run is never split: a prompt that differs from some block on is a new run 
 
 Evicting a block cuts its run: what followed cannot be reached any more, and nothing is registered behind it. Nodes are
 never reused.
+
+Prompts of one *scope* share blocks, those of different scopes never do: the scope, a string, is part of what a first
+block is found by (the idea is vLLM's cache salt). Scopes without blocks leave nothing behind.
+
+A block's worth, from least: *once*, it was computed and never found again; *reused*, a request has found it; *pinned*,
+it belongs to a prefix that an operator wants to keep. A pinned prefix is remembered whether blocks hold it or not. It
+*awaits* the branch with its next block, so that a registration costs it nothing unless it is the one awaited.
 """
+
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +30,15 @@ from headway_scheduler.core.indices import NO_BLOCKS, BlockIndices
 
 ROOT_NODE = 0
 """The node before the first block of every prompt."""
+
+NOT_CACHED, ONCE, REUSED, PINNED = -1, 0, 1, 2
+"""What a block is worth."""
+
+NUM_WORTHS = 3
+"""How many kinds of cached blocks there are, numbered from 0."""
+
+_Branch: TypeAlias = tuple[int | str, bytes]
+"""The node before a run, or its scope if there is none, and the tokens of the run's first block."""
 
 _PLACE_BITS = 24
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
@@ -32,7 +50,7 @@ class _Run:
 
     __slots__ = ("blocks", "branch", "length", "num_left", "number", "token_bytes")
 
-    def __init__(self, number: int, branch: tuple[int, bytes], token_bytes: bytes, blocks: BlockIndices) -> None:
+    def __init__(self, number: int, branch: _Branch, token_bytes: bytes, blocks: BlockIndices) -> None:
         self.number = number
         self.branch = branch
         self.token_bytes = token_bytes
@@ -48,30 +66,56 @@ class _Run:
         return place < self.length and self.token_bytes.startswith(token_bytes, place * len(token_bytes))
 
 
+class _Pin:
+    """A prefix to keep: its tokens, the blocks that hold its beginning, and the branch awaited behind them."""
+
+    __slots__ = ("awaited", "blocks", "num_blocks", "scope", "token_bytes")
+
+    def __init__(self, scope: str, token_bytes: bytes, num_blocks: int) -> None:
+        self.scope = scope
+        self.token_bytes = token_bytes
+        self.num_blocks = num_blocks
+        self.blocks = NO_BLOCKS
+        self.awaited: _Branch | None = None
+
+
 class PrefixCache:
     """``num_blocks`` blocks of ``block_size`` tokens; prompts are given as the bytes of int32 token ids."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * 4
         self._runs: dict[int, _Run] = {}
-        self._branches: dict[tuple[int, bytes], _Run] = {}
+        self._branches: dict[_Branch, _Run] = {}
         self._last_number = 0
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
+        # Pins apart: what a pinned block is worth once nobody pins it stays known.
+        self._worth = np.full(num_blocks, NOT_CACHED, dtype=np.int8)
+        self._num_pins_of_block = np.zeros(num_blocks, dtype=np.int32)
+        self._pins: dict[str, _Pin] = {}
+        self._awaited: dict[_Branch, list[_Pin]] = {}
         self.num_cached = 0
 
-    def holds(self, blocks: BlockIndices) -> NDArray[np.bool_]:
-        """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
-        held: NDArray[np.bool_] = self._node_of_block[blocks] != _NO_NODE
-        return held
+    def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
+        """What each of ``blocks`` is worth, shape ``[len(blocks)]``: NOT_CACHED, ONCE, REUSED or PINNED."""
+        worth = self._worth[blocks]
+        if self._pins:
+            worth[self._num_pins_of_block[blocks] > 0] = PINNED
+        return worth
 
-    def find(self, token_bytes: bytes, max_blocks: int) -> tuple[BlockIndices, int]:
+    def num_worth(self) -> list[int]:
+        """How many cached blocks are ONCE, REUSED and PINNED; O(blocks), for operators."""
+        worth = self.worth_of(np.arange(len(self._worth)))
+        counts: list[int] = np.bincount(worth[worth != NOT_CACHED], minlength=NUM_WORTHS).tolist()
+        return counts
+
+    def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
         """The longest cached prefix, at most ``max_blocks`` blocks: their numbers, and the node of the last."""
-        parts, node = self._walk(ROOT_NODE, token_bytes, max_blocks)
+        parts, node = self._walk(ROOT_NODE, scope, token_bytes, max_blocks)
         if not parts:
             return NO_BLOCKS, node
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)), node
 
-    def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices) -> int:
+    def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices, scope: str = "") -> int:
         """Remember that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the last one's node.
 
         Where other blocks already hold the same, those stay the cached ones: block tables are append-only, so nobody's
@@ -79,26 +123,42 @@ class PrefixCache:
         """
         if not self._is_reachable(parent_node):
             return parent_node
-        known, node = self._walk(parent_node, token_bytes, len(blocks))
+        known, node = self._walk(parent_node, scope, token_bytes, len(blocks))
         if known:
             num_known = sum(map(len, known))
             if num_known == len(blocks):
                 return node
             token_bytes, blocks = token_bytes[num_known * self._block_bytes :], blocks[num_known:]
-        branch = (node, token_bytes[: self._block_bytes])
+        branch = (scope if node == ROOT_NODE else node, token_bytes[: self._block_bytes])
         self._last_number += 1
         run = _Run(self._last_number, branch, token_bytes, blocks)
         self._runs[run.number] = self._branches[branch] = run
         first_node = run.node(0)
         end_node = first_node + run.length
         self._node_of_block[blocks] = np.arange(first_node, end_node)
+        self._worth[blocks] = ONCE
         self.num_cached += run.length
+        if self._awaited:
+            for pin in self._awaited.pop(branch, ()):
+                self._extend(pin)
         return end_node - 1
 
-    def forget(self, blocks: BlockIndices) -> None:
-        """Cached ``blocks`` will be overwritten: cut their runs."""
+    def note_reuse(self, blocks: BlockIndices) -> None:
+        """A request has found these cached blocks, which somebody holds."""
+        self._worth[blocks] = REUSED
+
+    def forget_reuse(self, blocks: BlockIndices) -> None:
+        """These cached blocks have not been found for long: they are worth as much as if they never had."""
+        self._worth[blocks] = ONCE
+
+    def forget(self, blocks: BlockIndices) -> BlockIndices:
+        """Cached ``blocks`` will be overwritten: cut their runs.
+
+        Returns cached blocks that are not pinned any more, because they cannot be reached behind these.
+        """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
+        self._worth[blocks] = NOT_CACHED
         self.num_cached -= len(blocks)
         numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
@@ -108,12 +168,89 @@ class PrefixCache:
         counts = (bounds[1:] - starts).tolist()
         for number, first, count in zip(numbers[starts].tolist(), firsts, counts, strict=True):
             self._cut(self._runs[number], first, count)
+        if self._pins and np.count_nonzero(self._num_pins_of_block[blocks]):
+            return self._shorten_pins()
+        return NO_BLOCKS
+
+    # ---------------------------------------------------------------------------------------------------------- pins
+
+    def pin(self, name: str, scope: str, token_bytes: bytes) -> BlockIndices:
+        """Keep a prefix of whole blocks under a name that is not in use; return cached blocks now worth more."""
+        pin = self._pins[name] = _Pin(scope, token_bytes, len(token_bytes) // self._block_bytes)
+        self._extend(pin)
+        changed: BlockIndices = pin.blocks[self._num_pins_of_block[pin.blocks] == 1][::-1]
+        return changed
+
+    def unpin(self, name: str) -> BlockIndices:
+        """Keep a prefix no longer; return cached blocks now worth less."""
+        pin = self._pins[name]
+        changed = self._shorten(pin, 0)
+        self._stop_awaiting(pin)
+        del self._pins[name]
+        return changed
+
+    def num_resident(self, name: str) -> int:
+        """How many blocks hold the beginning of a pinned prefix."""
+        return len(self._pins[name].blocks)
+
+    def _extend(self, pin: _Pin) -> None:
+        """Note what has been registered of a pinned prefix behind what was."""
+        num_known = len(pin.blocks)
+        node = int(self._node_of_block[pin.blocks[-1]]) if num_known else ROOT_NODE
+        rest = pin.token_bytes[num_known * self._block_bytes :]
+        parts, node = self._walk(node, pin.scope, rest, pin.num_blocks - num_known)
+        for blocks in parts:
+            self._num_pins_of_block[blocks] += 1
+        pin.blocks = np.concatenate((pin.blocks, *parts))
+        self._await_next(pin, node)
+
+    def _await_next(self, pin: _Pin, node: int) -> None:
+        num_known = len(pin.blocks)
+        if num_known == pin.num_blocks:
+            pin.awaited = None
+            return
+        next_block = pin.token_bytes[num_known * self._block_bytes : (num_known + 1) * self._block_bytes]
+        pin.awaited = (pin.scope if node == ROOT_NODE else node, next_block)
+        self._awaited.setdefault(pin.awaited, []).append(pin)
+
+    def _stop_awaiting(self, pin: _Pin) -> None:
+        if pin.awaited is None:
+            return
+        pins = self._awaited[pin.awaited]
+        pins.remove(pin)
+        if not pins:
+            del self._awaited[pin.awaited]
+        pin.awaited = None
+
+    def _shorten(self, pin: _Pin, length: int) -> BlockIndices:
+        """Leave only the first ``length`` blocks; return the others that are cached and not pinned any more."""
+        lost, pin.blocks = pin.blocks[length:], pin.blocks[:length]
+        self._num_pins_of_block[lost] -= 1
+        is_cached = self._worth[lost] != NOT_CACHED
+        changed: BlockIndices = lost[is_cached & (self._num_pins_of_block[lost] == 0)][::-1]
+        return changed
+
+    def _shorten_pins(self) -> BlockIndices:
+        """Some pinned blocks have been forgotten: what is behind them is nobody's prefix any more."""
+        changed = []
+        for pin in self._pins.values():
+            forgotten = (self._worth[pin.blocks] == NOT_CACHED).nonzero()[0]
+            if len(forgotten):
+                length = int(forgotten[0])
+                self._stop_awaiting(pin)
+                changed.append(self._shorten(pin, length))
+                self._await_next(pin, int(self._node_of_block[pin.blocks[-1]]) if length else ROOT_NODE)
+        return np.concatenate(changed)
+
+    # --------------------------------------------------------------------------------------------------------- chains
 
     def _is_reachable(self, node: int) -> bool:
         while node != ROOT_NODE:
             run = self._runs.get(node >> _PLACE_BITS)
             if run is None or node & _PLACE_MASK >= run.length:
                 return False
+            if isinstance(run.branch[0], str):
+                return True
             node = run.branch[0]
         return True
 
@@ -126,8 +263,10 @@ class PrefixCache:
         if run.num_left == 0:
             del self._runs[run.number]
 
-    def _walk(self, node: int, token_bytes: bytes, max_blocks: int) -> tuple[list[BlockIndices], int]:
-        """Follow ``token_bytes`` from ``node``: the blocks passed, in parts, and the node reached."""
+    def _walk(self, node: int, scope: str, token_bytes: bytes, max_blocks: int) -> tuple[list[BlockIndices], int]:
+        """Follow ``token_bytes`` from ``node``, in ``scope`` if that is the root: the blocks passed, in parts, and the
+        node reached.
+        """
         size = self._block_bytes
         parts: list[BlockIndices] = []
         done = 0
@@ -136,7 +275,7 @@ class PrefixCache:
             run, place = self._runs.get(node >> _PLACE_BITS), (node & _PLACE_MASK) + 1
             if run is None or not run.continues(place, first_block):
                 # Not the next block of the run that the node is in; then of a run that branches off there.
-                run, place = self._branches.get((node, first_block)), 0
+                run, place = self._branches.get((scope if node == ROOT_NODE else node, first_block)), 0
                 if run is None:
                     break
             count = self._num_equal(run, place, token_bytes, done, min(run.length - place, max_blocks - done))

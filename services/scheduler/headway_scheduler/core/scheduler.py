@@ -44,8 +44,10 @@ from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
 from headway_scheduler.core.orders import ORDERS, QueueSettings
 from headway_scheduler.core.output_lengths import OutputLengths
+from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.prefix_statistics import PrefixStatistics
 from headway_scheduler.core.request import (
     ARRIVAL_BITS,
     FinishReason,
@@ -106,6 +108,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
+        self.prefix_statistics = PrefixStatistics()
+        self.pinned_prefixes = PinnedPrefixes(limits)
         self.paused = False
         self._order = ORDERS[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
@@ -138,7 +142,8 @@ class Scheduler:
         self.epoch = epoch
         self.next_step = 0
         self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
-        self.pool = BlockPool(capacity.num_blocks, self.cache)
+        self.pool = BlockPool(capacity.num_blocks, self.cache, self.counters)
+        self.pinned_prefixes.begin(capacity, self.cache, self.pool)
         self.rows = RowTable(self.max_running, capacity.max_model_len, capacity.block_size)
         self._host = HostPool(capacity.num_host_blocks)
         self._costs = PreemptionCosts(self._step_times.prefill_s, capacity.swap_us_per_block)
@@ -285,6 +290,8 @@ class Scheduler:
             self.rows.give_back(row)
             request.status = RequestStatus.PREEMPTED
             self._wait(request)
+        if not same_model:
+            self.pinned_prefixes.clear()
         self._begin(capacity, epoch)
         finished = []
         for request in self.requests():
@@ -609,7 +616,9 @@ class Scheduler:
         if first is None or not self.limits.prefix_aware or first.num_passed_over >= MAX_PASSED_OVER:
             return [], first
         few = self._waiting.first_few(NUM_COMPARED_PREFIXES)
-        num_cached = [len(self._find_cached(other.token_ids.tobytes(), len(other.token_ids))[0]) for other in few]
+        num_cached = [
+            len(self._find_cached(other, other.token_ids.tobytes(), len(other.token_ids))[0]) for other in few
+        ]
         best = num_cached.index(max(num_cached))
         return few[:best], few[best]
 
@@ -622,7 +631,7 @@ class Scheduler:
         rows, pool = self.rows, self.pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
-        shared, node = self._find_cached(token_bytes, num_tokens)
+        shared, node = self._find_cached(request, token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
@@ -659,7 +668,7 @@ class Scheduler:
             )
         )
         self._advance_prompt(plan, request, start + chunk, chunk)
-        self._note_admission(request, num_tokens, len(shared) * rows.block_size, now)
+        self._note_admission(request, num_tokens, shared, now)
         books.note_start(request, start + chunk, len(table))
         return True
 
@@ -756,19 +765,35 @@ class Scheduler:
         self.pool.share(shared)
         return np.concatenate((shared, self.pool.allocate(count - len(shared))))
 
-    def _find_cached(self, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
+    def _find_cached(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
         if not self.limits.enable_prefix_caching:
             return NO_BLOCKS, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
-        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size)
+        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, self._scope_of(request))
 
-    def _note_admission(self, request: Request, num_tokens: int, num_cached_tokens: int, now: float) -> None:
-        self.counters.num_prefix_query_tokens += num_tokens
-        self.counters.num_prefix_hit_tokens += num_cached_tokens
-        if request.scheduled_time is None:
-            request.scheduled_time = now
-            self.counters.num_prompt_tokens += request.new.num_prompt_tokens
-            self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
+    def _scope_of(self, request: Request) -> str:
+        """Which requests share cached blocks with this one."""
+        return request.new.tenant if self.limits.prefix_cache_scope == "tenant" else ""
+
+    def _note_admission(self, request: Request, num_tokens: int, shared: BlockIndices, now: float) -> None:
+        counters = self.counters
+        num_cached_tokens = len(shared) * self.rows.block_size
+        if request.scheduled_time is not None:
+            # It finds mostly what it computed itself, which tells nothing about how often others will.
+            counters.num_prefix_resumed_tokens += num_cached_tokens
+            return
+        request.scheduled_time = now
+        counters.num_prompt_tokens += request.new.num_prompt_tokens
+        self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
+        if not self.limits.enable_prefix_caching:
+            return
+        counters.num_prefix_queries += 1
+        counters.num_prefix_query_tokens += num_tokens
+        if len(shared):
+            counters.num_prefix_hits += 1
+            counters.num_prefix_hit_tokens += num_cached_tokens
+            self.cache.note_reuse(shared)
+        self.prefix_statistics.note(request.new.tenant, num_tokens, num_cached_tokens)
 
     def _start_decoding(self, starting: list[int], tick: int) -> None:
         """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
@@ -857,7 +882,7 @@ class Scheduler:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks)
+        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
         request.num_cached_blocks = end
 
     def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:

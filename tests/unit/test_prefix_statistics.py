@@ -1,0 +1,95 @@
+"""What the scheduler tells about its prefix cache: who counts as a hit, when, and for whom."""
+
+import numpy as np
+import pytest
+
+from core_driver import CoreDriver
+from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.prefix_statistics import MAX_TENANTS, RECENT_REQUESTS, PrefixStatistics
+from headway_scheduler.core.request import NewRequestEvent, Origin
+
+CAPACITY = ExecutorCapacity(num_blocks=16, block_size=4, max_model_len=64, vocab_size=64, max_num_rows=4)
+
+
+def add(driver: CoreDriver, handle: int, tokens: list[int], *, tenant: str = "", max_tokens: int = 1) -> None:
+    driver.num_output_tokens[handle] = 0
+    driver.core.add_request(
+        NewRequestEvent(
+            origin=Origin(0, handle),
+            request_id=str(handle),
+            token_ids=np.array(tokens, dtype=np.int32),
+            num_prompt_tokens=len(tokens),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(),
+            stop_token_ids=frozenset(),
+            tenant=tenant,
+        ),
+        now=0.0,
+    )
+
+
+@pytest.mark.parametrize(("scope", "hits"), [("shared", [0, 8, 8]), ("tenant", [0, 0, 8])])
+def test_tenants_share_blocks_only_if_the_cache_is_shared(scope: str, hits: list[int]) -> None:
+    driver = CoreDriver(SchedulerLimits(prefix_cache_scope=scope), CAPACITY)
+    counters, found = driver.core.counters, []
+    for handle, tenant in enumerate(("a", "b", "a")):
+        before = counters.num_prefix_hit_tokens
+        add(driver, handle, list(range(1, 11)), tenant=tenant)
+        driver.all_steps()
+        found.append(counters.num_prefix_hit_tokens - before)
+    assert found == hits
+    assert (counters.num_prefix_queries, counters.num_prefix_hits) == (3, sum(hit > 0 for hit in hits))
+    assert counters.num_prefix_query_tokens == 30
+    tenants = driver.core.prefix_statistics.tenants
+    assert {name: (use.num_query_tokens, use.num_hit_tokens) for name, use in tenants.items()} == {
+        "a": (20, hits[2]),
+        "b": (10, hits[1]),
+    }
+
+
+def test_a_request_that_finds_its_own_blocks_after_a_preemption_is_no_hit() -> None:
+    driver = CoreDriver(SchedulerLimits(max_steps_in_flight=1), CAPACITY)
+    core = driver.core
+    add(driver, 0, list(range(1, 24)), max_tokens=40)
+    add(driver, 1, list(range(30, 53)), max_tokens=40)
+    while not core.counters.num_preemptions:
+        driver.next_steps(1)
+    driver.abort(0)
+    driver.all_steps()
+    assert core.counters.num_prefix_resumed_tokens > 0
+    assert (core.counters.num_prefix_hit_tokens, core.counters.num_prefix_query_tokens) == (0, 46)
+    assert core.cache.num_worth()[1] == 0  # nor are its blocks worth more
+
+
+def test_nothing_is_asked_where_nothing_is_cached() -> None:
+    driver = CoreDriver(SchedulerLimits(enable_prefix_caching=False), CAPACITY)
+    add(driver, 0, [1] * 10)
+    driver.all_steps()
+    assert driver.core.counters.num_prefix_query_tokens == 0
+    assert not driver.core.prefix_statistics.tenants
+
+
+def test_the_recent_hit_rate_follows_the_last_requests() -> None:
+    statistics = PrefixStatistics()
+    assert statistics.recent_hit_rate == 0.0
+    for _ in range(10 * RECENT_REQUESTS):
+        statistics.note("", 10, 0)
+    for _ in range(RECENT_REQUESTS):
+        statistics.note("", 10, 10)
+    assert statistics.recent_hit_rate == pytest.approx(1 - np.exp(-1), abs=0.01)
+    for _ in range(5 * RECENT_REQUESTS):
+        statistics.note("", 10, 10)
+    assert statistics.recent_hit_rate > 0.99
+
+
+def test_the_tenant_not_heard_of_for_longest_is_forgotten_first() -> None:
+    statistics = PrefixStatistics()
+    for number in range(MAX_TENANTS):
+        statistics.note(str(number), 10, 5)
+    statistics.note("0", 10, 5)
+    statistics.note("new", 10, 5)
+    assert len(statistics.tenants) == MAX_TENANTS
+    assert "1" not in statistics.tenants
+    assert statistics.tenants["0"].num_hit_tokens == 10
+    assert list(statistics.tenants)[-1] == "new"
