@@ -265,6 +265,8 @@ class Specification:
         self.batch_is_closed = False
         """static: somebody has decoded since the last time that nothing ran."""
         self.starts_since_promotion = 0
+        self.highest_starts = 0
+        """Since one of another class."""
         self.served: dict[str, float] = {}
         """fair: what each tenant has had, lifts included."""
         self.last_to_leave: str | None = None
@@ -291,7 +293,7 @@ class Specification:
             arrival_time=now,
             priority=new.priority,
             tenant=new.tenant,
-            rank=new.priority if self.limits.order == "priority" else 1,
+            rank=2 * new.priority - 1 if self.limits.order == "priority" else 3,
             # What a prefill takes is not known here: nothing has a duration.
             latest_start=now + objective_ms / 1e3 if has_objective else None,
             tokens=tokens,
@@ -348,13 +350,15 @@ class Specification:
 
     def first(self, now: float) -> SpecRequest | None:
         queue = self.queue()
-        if not queue or self.limits.order == "fair" or self.starts_since_promotion < 8 or queue[0].rank == 0:
+        if not queue or self.limits.order == "fair" or self.starts_since_promotion < 8 or queue[0].rank % 2 == 0:
             return queue[0] if queue else None
+        if queue[0].rank == 1 and self.highest_starts < 8:
+            return queue[0]
         fresh = self._fresh()
         oldest = min(fresh, key=lambda r: r.arrival) if fresh else None
         if oldest is None or oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
             return queue[0]
-        oldest.rank = 0
+        oldest.rank = 0 if queue[0].rank == 1 else 2
         self.starts_since_promotion = 0
         return oldest
 
@@ -537,13 +541,13 @@ class Specification:
         num_blocks -= len(self.pool.fenced)
         if num_blocks <= 0 and len(self.running) < self.max_running:
             return False
-        own_class = 1 if request.rank == 0 else request.priority
+        own_class = 1 if request.rank % 2 == 0 else request.priority
         victims = []
         for r in self._in_victim_order(
             [
                 r
                 for r in self.running
-                if r.rank > 0
+                if r.rank % 2
                 and r.priority > own_class
                 and r.computed < r.limit - 1
                 and not (r.computed < r.prompt_end and r.row in self.tokens)
@@ -713,6 +717,7 @@ class Specification:
         taken = {r.row for r in self.running}
         self._leave_queue(request)
         self.starts_since_promotion += 1
+        self.highest_starts = self.highest_starts + 1 if request.rank == 1 else 0
         if self.limits.order == "fair" and not request.has_started:
             self.served[request.tenant] += len(request.tokens)
         self.pool.share(shared, is_reuse=not request.has_started)

@@ -97,7 +97,7 @@ class Request:
         self.new = new
         self.arrival = arrival
         self.rank = rank
-        """Its class, where the order ranks classes; 0 when it has been promoted for its age."""
+        """From its class, where the order ranks classes; even when it has been promoted for its age (``waiting_queue``)."""
         self.lane = NORMAL_LANE
         """Where it stands among those of its rank while it waits."""
         self.limit = limit

@@ -62,15 +62,11 @@ from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoa
 from headway_scheduler.core.step_time import StepShape, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
-from headway_scheduler.core.waiting_queue import PROMOTED_RANK, Lane
+from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
 
 ANY_RANK = 1 << 8
 """Behind every rank."""
-UNRANKED = 1
-"""The rank of all requests where the order does not rank classes."""
 HIGHEST_CLASS = 1
-FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
-"""Order keys below it belong to promoted requests."""
 
 OBSERVED_DECODE_STEPS = 8
 """Of steps without a prompt, which are all alike, one in so many is worth learning from."""
@@ -231,7 +227,7 @@ class Scheduler:
         self._check_new(new, limit)
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        rank = new.priority if self._order.ranks_classes else UNRANKED
+        rank = rank_of_class(new.priority) if self._order.ranks_classes else UNRANKED
         request = Request(new, arrival=arrival, rank=rank, limit=limit, now=now)
         if self._predicts:
             request.curve = self._lengths.curve_of(new.tenant, new.num_prompt_tokens)
@@ -747,8 +743,9 @@ class Scheduler:
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
         """The rows to preempt for ``request``, the lowest class first; none if all of them were not enough."""
         rows = self.rows
-        own_class = HIGHEST_CLASS if request.rank == PROMOTED_RANK else request.new.priority
-        is_lower = (rows.order_key[: rows.end] >= FIRST_RANKED_KEY) & (rows.priority[: rows.end] > own_class)
+        own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
+        keys = rows.order_key[: rows.end]
+        is_lower = (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
         planned = {chunk.row for chunk in plan.chunks}
         candidates = [row for row in is_lower.nonzero()[0].tolist() if row not in planned]
@@ -823,7 +820,7 @@ class Scheduler:
         if for_class:
             request.num_ways_made += 1
             if request.num_ways_made >= MAX_WAYS_MADE:
-                request.rank = PROMOTED_RANK
+                request.rank = HEAD_RANK
         self.counters.num_preemptions += 1
         self._wait(request)
         plan.drop_row(row)
