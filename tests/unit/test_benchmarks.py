@@ -43,7 +43,18 @@ def test_torch_cpu(tmp_path):
 
 def test_scheduler_step(tmp_path):
     result = tmp_path / "result.json"
-    printed = run("scheduler_step.py", "--running", "4,8", "--steps", "40", "--output", str(result), cwd=tmp_path)
+    printed = run(
+        "scheduler_step.py",
+        "--running",
+        "4,8",
+        "--steps",
+        "40",
+        "--waiting",
+        "100",
+        "--output",
+        str(result),
+        cwd=tmp_path,
+    )
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
     assert [row["running"] for row in record["rows"]] == [4, 8]
