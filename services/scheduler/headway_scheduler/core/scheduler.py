@@ -218,8 +218,10 @@ class Scheduler:
         return books.num_needed(request, first_chunk), self.pool.num_free - books.owed_blocks
 
     def _open_books(self) -> Books:
-        pool = PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
-        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, pool)
+        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state)
+
+    def _pool_state(self) -> PoolState:
+        return PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
 
     def find(self, origin: Origin) -> Request | None:
         """The live request of this origin."""
