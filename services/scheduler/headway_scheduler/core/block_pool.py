@@ -202,7 +202,9 @@ class BlockPool:
                 (blocks, queues.take_oldest(REUSED, num_reused), queues.take_oldest(PINNED, num_pinned))
             )
         self._counters.num_evicted_blocks += len(blocks)
-        self.reorder(self._cache.forget(blocks))
+        unpinned = self._cache.forget(blocks)
+        if len(unpinned):
+            self.reorder(unpinned)
         return blocks
 
     def _age_reused(self) -> None:

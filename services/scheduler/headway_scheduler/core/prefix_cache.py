@@ -88,8 +88,10 @@ class PrefixCache:
         self._branches: dict[_Branch, _Run] = {}
         self._last_number = 0
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
-        # Pins apart: what a pinned block is worth once nobody pins it stays known.
-        self._worth = np.full(num_blocks, NOT_CACHED, dtype=np.int8)
+        # Reuse and pins apart: what a pinned block is worth once nobody pins it stays known. Registering a block writes
+        # neither, so that prompts which nobody repeats and nobody pins do not pay for those of others.
+        self._is_reused = np.zeros(num_blocks, dtype=np.int8)
+        self._any_reuse = False
         self._num_pins_of_block = np.zeros(num_blocks, dtype=np.int32)
         self._pins: dict[str, _Pin] = {}
         self._awaited: dict[_Branch, list[_Pin]] = {}
@@ -97,14 +99,17 @@ class PrefixCache:
 
     def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
         """What each of ``blocks`` is worth, shape ``[len(blocks)]``: NOT_CACHED, ONCE, REUSED or PINNED."""
-        worth = self._worth[blocks]
+        worth: NDArray[np.int8] = (self._node_of_block[blocks] != _NO_NODE).view(np.int8)
+        worth -= 1
+        if self._any_reuse:
+            worth += self._is_reused[blocks]
         if self._pins:
             worth[self._num_pins_of_block[blocks] > 0] = PINNED
         return worth
 
     def num_worth(self) -> list[int]:
         """How many cached blocks are ONCE, REUSED and PINNED; O(blocks), for operators."""
-        worth = self.worth_of(np.arange(len(self._worth)))
+        worth = self.worth_of(np.arange(len(self._node_of_block)))
         counts: list[int] = np.bincount(worth[worth != NOT_CACHED], minlength=NUM_WORTHS).tolist()
         return counts
 
@@ -136,7 +141,6 @@ class PrefixCache:
         first_node = run.node(0)
         end_node = first_node + run.length
         self._node_of_block[blocks] = np.arange(first_node, end_node)
-        self._worth[blocks] = ONCE
         self.num_cached += run.length
         if self._awaited:
             for pin in self._awaited.pop(branch, ()):
@@ -145,11 +149,12 @@ class PrefixCache:
 
     def note_reuse(self, blocks: BlockIndices) -> None:
         """A request has found these cached blocks, which somebody holds."""
-        self._worth[blocks] = REUSED
+        self._is_reused[blocks] = 1
+        self._any_reuse = True
 
     def forget_reuse(self, blocks: BlockIndices) -> None:
         """These cached blocks have not been found for long: they are worth as much as if they never had."""
-        self._worth[blocks] = ONCE
+        self._is_reused[blocks] = 0
 
     def forget(self, blocks: BlockIndices) -> BlockIndices:
         """Cached ``blocks`` will be overwritten: cut their runs.
@@ -158,7 +163,8 @@ class PrefixCache:
         """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
-        self._worth[blocks] = NOT_CACHED
+        if self._any_reuse:
+            self._is_reused[blocks] = 0
         self.num_cached -= len(blocks)
         numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
@@ -226,7 +232,7 @@ class PrefixCache:
         """Leave only the first ``length`` blocks; return the others that are cached and not pinned any more."""
         lost, pin.blocks = pin.blocks[length:], pin.blocks[:length]
         self._num_pins_of_block[lost] -= 1
-        is_cached = self._worth[lost] != NOT_CACHED
+        is_cached = self._node_of_block[lost] != _NO_NODE
         changed: BlockIndices = lost[is_cached & (self._num_pins_of_block[lost] == 0)][::-1]
         return changed
 
@@ -234,7 +240,7 @@ class PrefixCache:
         """Some pinned blocks have been forgotten: what is behind them is nobody's prefix any more."""
         changed = []
         for pin in self._pins.values():
-            forgotten = (self._worth[pin.blocks] == NOT_CACHED).nonzero()[0]
+            forgotten = (self._node_of_block[pin.blocks] == _NO_NODE).nonzero()[0]
             if len(forgotten):
                 length = int(forgotten[0])
                 self._stop_awaiting(pin)
