@@ -24,7 +24,6 @@ is not free anyway, and one operation over all that left during a step costs lit
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.eviction_queues import EvictionQueues
@@ -125,7 +124,7 @@ class BlockPool:
         free = self._evictable.among(blocks)
         if len(free):
             self._evictable.take_out(free)
-            self._enqueue(free, self._cache.worth_of(free))
+            self._enqueue(free)
 
     def check(self, held: BlockIndices) -> None:
         """Assert conservation: every block is held, fenced or free, and ``held`` (with repetition) are the references."""
@@ -162,19 +161,19 @@ class BlockPool:
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
-        worth = self._cache.worth_of(blocks)
-        cached = worth >= 0
+        cached = self._cache.holds(blocks)
         num_cached = np.count_nonzero(cached)
         if num_cached == len(blocks):
-            self._enqueue(blocks, worth)
+            self._enqueue(blocks)
             return
         if num_cached:
-            self._enqueue(blocks[cached], worth[cached])
+            self._enqueue(blocks[cached])
             blocks = blocks[~cached]
         self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
         self._plain_top -= len(blocks)
 
-    def _enqueue(self, blocks: BlockIndices, worth: NDArray[np.int8]) -> None:
+    def _enqueue(self, blocks: BlockIndices) -> None:
+        worth = self._cache.worth_of(blocks)
         if not np.count_nonzero(worth):
             self._evictable.append(ONCE, blocks)
             return

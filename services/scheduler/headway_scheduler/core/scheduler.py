@@ -80,6 +80,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.prefix_statistics = PrefixStatistics()
         self.pinned_prefixes = PinnedPrefixes(limits)
+        self._caches_by_tenant = limits.prefix_cache_scope == "tenant"
         self.paused = False
         self._order = ORDER_POLICIES[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
@@ -508,11 +509,8 @@ class Scheduler:
         if not self.limits.enable_prefix_caching:
             return NO_BLOCKS, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
-        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, self._scope_of(request))
-
-    def _scope_of(self, request: Request) -> str:
-        """Which requests share cached blocks with this one."""
-        return request.new.tenant if self.limits.prefix_cache_scope == "tenant" else ""
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, scope)
 
     def _note_admission(self, request: Request, num_tokens: int, shared: BlockIndices, now: float) -> None:
         counters = self.counters
@@ -599,7 +597,8 @@ class Scheduler:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, scope)
         request.num_cached_blocks = end
 
     def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
