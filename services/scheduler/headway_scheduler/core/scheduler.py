@@ -42,7 +42,7 @@ from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, Row
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
-from headway_scheduler.core.prefix_statistics import PrefixStatistics
+from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin, Request, RequestStatus
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.row_table import NEVER, RowTable
@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
-        self.prefix_statistics = PrefixStatistics()
+        self.prefix_statistics = PrefixStatistics(self.counters)
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._caches_by_tenant = limits.prefix_cache_scope == "tenant"
         self.paused = False
@@ -522,15 +522,16 @@ class Scheduler:
         request.scheduled_time = now
         counters.num_prompt_tokens += request.new.num_prompt_tokens
         self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
-        if not self.limits.enable_prefix_caching:
-            return
         counters.num_prefix_queries += 1
         counters.num_prefix_query_tokens += num_tokens
         if len(shared):
             counters.num_prefix_hits += 1
             counters.num_prefix_hit_tokens += num_cached_tokens
             self.cache.note_reuse(shared)
-        self.prefix_statistics.note(request.new.tenant, num_tokens, num_cached_tokens)
+        if not counters.num_prefix_queries % RECENT_QUERIES:
+            self.prefix_statistics.mark()
+        if request.new.tenant:
+            self.prefix_statistics.note_tenant(request.new.tenant, num_tokens, num_cached_tokens)
 
     def _start_decoding(self, starting: list[int], tick: int) -> None:
         """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
