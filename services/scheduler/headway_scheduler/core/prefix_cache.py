@@ -128,7 +128,7 @@ class PrefixCache:
         Where other blocks already hold the same, those stay the cached ones: block tables are append-only, so nobody's
         blocks are exchanged after the fact. Behind a node that can no longer be reached nothing is kept.
         """
-        if not self._is_reachable(parent_node):
+        if parent_node != ROOT_NODE and not self._is_reachable(parent_node):
             return parent_node
         known, node = self._walk(parent_node, scope, token_bytes, len(blocks))
         if known:
