@@ -47,7 +47,7 @@ from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
-from headway_scheduler.core.prefix_statistics import PrefixStatistics
+from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import (
     ARRIVAL_BITS,
     FinishReason,
@@ -110,8 +110,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
-        self.prefix_statistics = PrefixStatistics()
+        self.prefix_statistics = PrefixStatistics(self.counters)
         self.pinned_prefixes = PinnedPrefixes(limits)
+        self._caches_by_tenant = limits.prefix_cache_scope == "tenant"
         self.paused = False
         self._order = ORDERS[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
@@ -768,11 +769,8 @@ class Scheduler:
         if not self.limits.enable_prefix_caching:
             return NO_BLOCKS, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
-        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, self._scope_of(request))
-
-    def _scope_of(self, request: Request) -> str:
-        """Which requests share cached blocks with this one."""
-        return request.new.tenant if self.limits.prefix_cache_scope == "tenant" else ""
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, scope)
 
     def _note_admission(self, request: Request, num_tokens: int, shared: BlockIndices, now: float) -> None:
         counters = self.counters
@@ -784,15 +782,16 @@ class Scheduler:
         request.scheduled_time = now
         counters.num_prompt_tokens += request.new.num_prompt_tokens
         self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
-        if not self.limits.enable_prefix_caching:
-            return
         counters.num_prefix_queries += 1
         counters.num_prefix_query_tokens += num_tokens
         if len(shared):
             counters.num_prefix_hits += 1
             counters.num_prefix_hit_tokens += num_cached_tokens
             self.cache.note_reuse(shared)
-        self.prefix_statistics.note(request.new.tenant, num_tokens, num_cached_tokens)
+        if not counters.num_prefix_queries % RECENT_QUERIES:
+            self.prefix_statistics.mark()
+        if request.new.tenant:
+            self.prefix_statistics.note_tenant(request.new.tenant, num_tokens, num_cached_tokens)
 
     def _start_decoding(self, starting: list[int], tick: int) -> None:
         """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
@@ -882,7 +881,8 @@ class Scheduler:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, scope)
         request.num_cached_blocks = end
 
     def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
