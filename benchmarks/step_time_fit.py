@@ -4,8 +4,9 @@ Owns: the grid of steps, their measurement, the fit, and its error on steps that
 Must not know: anything of the backend beyond its protocol, or of the cost model beyond its parameters.
 
 A step is a set of rows, each with the tokens that it runs and those that were computed before: decodes alone, chunks of
-a prompt alone, and both. Each is run several times in several rounds, in another order every round, and the median
-counts. A part of the steps, drawn by the seed, is held out; the parameters of the roofline are fitted to the logarithm of
+a prompt alone, and both. Each is run several times in several rounds, in another order every round, and the lower
+quartile counts, since whatever else runs on a machine only makes steps longer; how far the medians are above says how
+quiet it was. A part of the steps, drawn by the seed, is held out; the parameters of the roofline are fitted to the logarithm of
 the others by least squares (Levenberg and Marquardt's method), so that a percent counts alike in short and long steps.
 
     python benchmarks/step_time_fit.py --output benchmarks/results/step_time_fit.json
@@ -75,10 +76,11 @@ class StepShape(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A step and the median of its times."""
+    """A step, the lower quartile of its times, and their median."""
 
     shape: StepShape
     seconds: float
+    median_seconds: float
 
 
 class StepRunner:
@@ -168,7 +170,7 @@ def measure(runner: StepRunner, shapes: Sequence[StepShape], arguments: argparse
     for _ in range(arguments.rounds):
         for shape in order.sample(shapes, len(shapes)):
             times[shape] += runner.seconds(shape, arguments.repetitions)
-    return [MeasuredStep(shape, statistics.median(times[shape])) for shape in shapes]
+    return [MeasuredStep(shape, *np.percentile(times[shape], (25, 50)).tolist()) for shape in shapes]
 
 
 def shape_of(name: str, model: ModelConfig) -> ModelShape:
@@ -279,7 +281,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decodes", default="1,2,4,8,16,32", help="decoding rows")
     parser.add_argument("--contexts", default="32,256,1024", help="tokens before a decode or a chunk")
     parser.add_argument("--chunks", default="16,64,128,256,512", help="prompt tokens of a step")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repetitions", type=int, default=4, help="runs of a step per round, after one to warm up")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
     parser.add_argument("--seed", type=int, default=0)
@@ -318,6 +320,9 @@ def run(directory: Path, arguments: argparse.Namespace) -> dict[str, object]:
         "what": "the simulator's cost model, fitted to steps of the torch backend in float32",
         **provenance(arguments.seed),
         "torch": torch.__version__,
+        "median_above_quartile": round(
+            statistics.median(step.median_seconds / step.seconds - 1.0 for step in steps), 4
+        ),
         "accelerator": msgspec.to_builtins(accelerator),
         "model": msgspec.to_builtins(model),
         "fitted": {"num_steps": len(fitted), "relative_error": error_summary(log_errors(parameters, model, fitted))},
@@ -345,6 +350,7 @@ def main() -> None:
             directory = Path(scratch)
             write_checkpoint(directory, arguments.seed, RANDOM_SHAPE)
         record = run(directory, arguments)
+    print("medians above lower quartiles by", record["median_above_quartile"])
     for part in ("fitted", "held_out"):
         print(part.replace("_", " "), record[part])
     text = json.dumps(record, indent=1) + "\n"
