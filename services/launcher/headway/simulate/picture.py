@@ -80,7 +80,7 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
     if field == SWEPT_LIMIT:
         axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
         _name_points(axes, points, f"{field}=", knee)
-    else:
+    elif points:
         # In the colors that each case has in the panel below, since names beside the points may cover each other.
         places = {id(result): place for place, result in enumerate(results)}
         for itl_ms, throughput, result in points:
