@@ -310,8 +310,7 @@ def main() -> None:
         f"{'churn median':>13} {'mean':>8} {'peer median':>12} {'ratio':>7}"
     )
     for name, policies in POLICIES.items():
-        for size in sizes:
-            rows.append(measured(name, policies, size, peer, arguments))
+        rows += [measured(name, policies, size, peer, arguments) for size in sizes]
     queues = {}
     print(
         f"\n{arguments.waiting} waiting: {'arrival':>14} {'p99':>8} {'cancelled':>10} {'p99':>8} {'end':>8} {'p99':>8}"
