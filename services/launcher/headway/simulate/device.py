@@ -86,12 +86,11 @@ class VirtualDevice:
         disturbance: Disturbance | None = None,
     ) -> None:
         self._roofline = roofline
-        self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._rng = rng
-        self._host_bandwidth = host_bandwidth
+        self._swap_block_s = roofline.swap_time(1, capacity.block_size, host_bandwidth)
         self._disturbance = disturbance
-        self._state = BatchState(_info(roofline, capacity))
+        self._state = BatchState(self._info(capacity))
         self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
         self._free_s = 0.0
 
@@ -113,7 +112,7 @@ class VirtualDevice:
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
         time = self._roofline.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
         num_swapped_blocks = _num_swapped(moves)
-        swap_s = factor * self._roofline.swap_time(num_swapped_blocks, self._block_size, self._host_bandwidth)
+        swap_s = factor * num_swapped_blocks * self._swap_block_s
         self._free_s = start_s + factor * time.total_s + swap_s
         record = StepRecord(
             start_s=start_s,
@@ -130,12 +129,31 @@ class VirtualDevice:
             sampled_token_ids=encode_column(self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)),
             device_time_us=round(factor * time.total_s * 1e6),
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
+            move_time_us=round(swap_s * 1e6),
         )
         self._steps.append((record, answer))
 
     def answer(self) -> tuple[StepRecord, ExecutorOutput]:
         """End the oldest step."""
         return self._steps.popleft()
+
+    def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
+        name = self._roofline.shape.name
+        return BackendInfo(
+            backend="roofline",
+            device=self._roofline.accelerator.name,
+            dtype="bfloat16",
+            model_name=name,
+            model_fingerprint=name,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_model_len=capacity.max_model_len,
+            vocab_size=capacity.vocab_size,
+            eos_token_ids=(),
+            max_num_rows=capacity.max_num_rows,
+            num_host_blocks=capacity.num_host_blocks,
+            swap_us_per_block=capacity.swap_us_per_block,
+        )
 
 
 def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:
@@ -163,20 +181,3 @@ def _slowdown(text: str) -> Slowdown:
 
 def _num_swapped(moves: BlockMoves | None) -> int:
     return 0 if moves is None else moves.swap_out.shape[1] + moves.swap_in.shape[1]
-
-
-def _info(roofline: Roofline, capacity: ExecutorCapacity) -> BackendInfo:
-    name = roofline.shape.name
-    return BackendInfo(
-        backend="roofline",
-        device=roofline.accelerator.name,
-        dtype="bfloat16",
-        model_name=name,
-        model_fingerprint=name,
-        num_blocks=capacity.num_blocks,
-        block_size=capacity.block_size,
-        max_model_len=capacity.max_model_len,
-        vocab_size=capacity.vocab_size,
-        eos_token_ids=(),
-        max_num_rows=capacity.max_num_rows,
-    )

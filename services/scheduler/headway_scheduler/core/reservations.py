@@ -14,8 +14,8 @@ the next request asks. Numbers of tokens are places in the cache; the very last 
   (``output_lengths``, ``memory_forecast``). Of whom nothing can be expected yet, one token is, as with ``prompt``.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class PoolState(NamedTuple):
 
     num_blocks: int
     num_unused: int
+
+
+AskPool: TypeAlias = Callable[[], PoolState]
 
 
 class Books(Protocol):
@@ -59,8 +62,8 @@ class Reservation(Protocol):
     @property
     def predicts(self) -> bool: ...  # noqa: D102 - told above
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
-        """What is promised to those that run. ``prefilling``: rows in their prompt."""
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
+        """What is promised to those that run. ``prefilling``: rows in their prompt. Asking the pool costs something."""
 
 
 class PromisedBlocks:
@@ -102,7 +105,7 @@ class NoReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """Nothing is owed."""
         del prefilling, lengths, pool
         return PromisedBlocks(rows.block_size, 0, wants_prompt=False, wants_all=False)
@@ -113,7 +116,7 @@ class PromptReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """The rest of every prompt under way is owed."""
         del lengths, pool
         owed = sum(-(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in prefilling)
@@ -125,7 +128,7 @@ class FullReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """The rest of every running request is owed: O(rows), only when a request wants to start."""
         del prefilling, lengths, pool
         live = rows.live_rows()
@@ -167,15 +170,16 @@ class PredictedReservation:
 
     predicts = True
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """Look ahead: O(rows log rows), only when a request wants to start."""
         del prefilling
         live = rows.live_rows()
         num_tokens = rows.num_tokens[live]
         # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
-        num_counted_again = int(rows.num_blocks[live].sum()) - (pool.num_blocks - pool.num_unused)
+        num_blocks, num_unused = pool()
+        num_counted_again = int(rows.num_blocks[live].sum()) - (num_blocks - num_unused)
         forecast = MemoryForecast(num_tokens, expected_steps_of_rows(rows, live, lengths), rows.block_size)
-        return ForeseenBlocks(rows.block_size, pool.num_blocks + max(num_counted_again, 0), forecast, lengths)
+        return ForeseenBlocks(rows.block_size, num_blocks + max(num_counted_again, 0), forecast, lengths)
 
 
 def expected_steps_of_rows(rows: RowTable, live: RowIndices, lengths: OutputLengths) -> FloatArray:

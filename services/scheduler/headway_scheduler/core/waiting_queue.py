@@ -148,6 +148,8 @@ class KeyedQueue:
         is_highest = request.rank == HIGHEST_CLASS_RANK
         if is_highest and self._num_highest_starts < STARTS_PER_PROMOTION:
             return request
+        if self._arrivals and self._arrivals[0] == request.arrival and request.lane != Lane.RESUMING:
+            return request  # the usual case, told without a look at the others
         oldest = self._oldest()
         if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
             return request
@@ -176,6 +178,8 @@ class KeyedQueue:
         """``request`` was taken out because it starts to run."""
         self._num_starts += 1
         self._num_highest_starts = self._num_highest_starts + 1 if request.rank == HIGHEST_CLASS_RANK else 0
+        if self._arrivals and self._arrivals[0] == request.arrival:
+            self._arrivals.popleft()
 
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""
