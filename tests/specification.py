@@ -34,6 +34,8 @@ class SpecRequest:
     scope: str
     """Only requests of the same scope share cached blocks."""
     row: int | None = None
+    place: tuple[float, int] = (0.0, 0)
+    """fair: where its tenant stood when it last started."""
     lane: int = 2
     """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
     has_started: bool = False
@@ -269,6 +271,7 @@ class Specification:
         """Since one of another class."""
         self.served: dict[str, float] = {}
         """fair: what each tenant has had, lifts included."""
+        self.newest_start = 0.0
         self.last_to_leave: str | None = None
         self.tenants_seen: list[str] = []
         self.free_host_blocks = list(range(capacity.num_host_blocks))
@@ -309,13 +312,19 @@ class Specification:
         self.arrivals += 1
         if new.tenant not in self.tenants_seen:
             self.tenants_seen.append(new.tenant)
-        if self.limits.order == "fair" and not any(r.tenant == new.tenant for r in self._fresh()):
-            rivals = [self.served.get(r.tenant, 0.0) for r in self._fresh()]
-            left = self.last_to_leave
-            floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
-            self.served[new.tenant] = max(self.served.get(new.tenant, 0.0), floor)
+        self._lift(new.tenant)
         request.work = self._expected_work(request)
         self.waiting.append(request)
+
+    def _lift(self, tenant: str) -> None:
+        """fair: who had nothing waiting begins no lower than those that had."""
+        if self.limits.order == "fair" and not any(r.tenant == tenant for r in self.waiting):
+            rivals = [self.served.get(r.tenant, 0.0) for r in self.waiting]
+            left = self.last_to_leave
+            floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
+            if rivals or left is not None:
+                floor = min(floor, self.newest_start)
+            self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
 
     def take_shed(self) -> list[Origin]:
         shed, self.shed = self.shed, []
@@ -326,9 +335,8 @@ class Specification:
         return [r for r in self.waiting if r.lane != 0]
 
     def _leave_queue(self, request: SpecRequest) -> None:
-        was_fresh = request.lane != 0
         self.waiting.remove(request)
-        if was_fresh and not any(r.tenant == request.tenant for r in self._fresh()):
+        if not any(r.tenant == request.tenant for r in self.waiting):
             self.last_to_leave = request.tenant
 
     # -- the queue
@@ -339,14 +347,21 @@ class Specification:
 
     def _queue_key(self, request: SpecRequest) -> tuple[float, ...]:
         if self.limits.order == "fair":
-            if request.lane == 0:
-                return (-1, 0, request.rank, request.arrival)
-            return (self.served[request.tenant], self.tenants_seen.index(request.tenant), 0, request.arrival)
+            return (*self._tenant_place(request.tenant), request.lane, request.arrival)
         value = {
             "shortest": request.work,
             "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
         }.get(self.limits.order, 0)
         return (request.rank, request.lane, value, request.arrival)
+
+    def _tenant_place(self, tenant: str) -> tuple[float, int, int]:
+        num_running = sum(r.tenant == tenant for r in self.running)
+        return (self.served[tenant], num_running, self.tenants_seen.index(tenant))
+
+    def _goes_before(self, request: SpecRequest, running: SpecRequest) -> bool:
+        if self.limits.order == "fair":
+            return self._tenant_place(request.tenant)[:2] < running.place
+        return request.rank < running.rank
 
     def first(self, now: float) -> SpecRequest | None:
         queue = self.queue()
@@ -482,9 +497,11 @@ class Specification:
 
     def _serve_prompts(self) -> None:
         under_way = [(r, r.stay) for r in self.may_run if r.computed < r.prompt_end]
+        if self.limits.order == "fair":
+            under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
         for request, stay in under_way:
-            if self.limits.order == "priority":
-                self._admit(below_rank=request.rank)
+            if self.limits.order in {"priority", "fair"}:
+                self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
             wanted = min(request.prompt_end - request.computed, self._budget())
@@ -585,6 +602,7 @@ class Specification:
         victim.stay += 1
         self.num_preemptions += 1
         victim.work = self._expected_work(victim)
+        self._lift(victim.tenant)
         self.waiting.append(victim)
 
     def _leave(self, request: SpecRequest, *, cache: bool) -> None:
@@ -603,7 +621,7 @@ class Specification:
         num_batches = self.limits.max_steps_in_flight if self.limits.batching == "orca" else 1
         return min(self.max_batch * num_batches, self.capacity.max_num_rows)
 
-    def _admit(self, below_rank: int = 256) -> None:
+    def _admit(self, before: SpecRequest | None = None) -> None:
         if self.limits.batching == "static" and self.batch_is_closed:
             return
         self.forecast = None
@@ -612,7 +630,9 @@ class Specification:
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new:
             passed_over, request = self._next_to_start(self.now)
-            if request is None or request.rank >= below_rank or request.unreturned or self._budget() <= 0:
+            if request is None or request.unreturned or self._budget() <= 0:
+                return
+            if before is not None and not self._goes_before(request, before):
                 return
             if len(self.running) >= self.max_running and not self._make_room(request, 0):
                 return
@@ -718,8 +738,11 @@ class Specification:
         self._leave_queue(request)
         self.starts_since_promotion += 1
         self.highest_starts = self.highest_starts + 1 if request.rank == 1 else 0
-        if self.limits.order == "fair" and not request.has_started:
-            self.served[request.tenant] += len(request.tokens)
+        if self.limits.order == "fair":
+            request.place = self._tenant_place(request.tenant)[:2]
+            if not request.has_started:
+                self.newest_start = self.served[request.tenant]
+                self.served[request.tenant] += len(request.tokens)
         self.pool.share(shared, is_reuse=not request.has_started)
         self.num_hit_tokens += 0 if request.has_started else len(shared) * self.capacity.block_size
         request.has_started = True

@@ -42,13 +42,15 @@ class QueueSettings(NamedTuple):
 
 class Order(NamedTuple):
     """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs. ``charges_output``: it
-    keeps books on the output of each tenant.
+    keeps books on the output of each tenant. ``overtakes_prompts``: a waiting request may start before prompts under way
+    go on.
     """
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     ranks_classes: bool = False
     predicts: bool = False
     charges_output: bool = False
+    overtakes_prompts: bool = False
 
 
 def _by_start_time(request: Request) -> int:
@@ -68,8 +70,10 @@ def _shortest(settings: QueueSettings) -> WaitingQueue:
 
 ORDERS: dict[str, Order] = {
     "fcfs": Order(_keyed(by_arrival)),
-    "priority": Order(_keyed(by_arrival), ranks_classes=True),
+    "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
     "shortest": Order(_shortest, predicts=True),
-    "fair": Order(lambda settings: FairQueue(settings.tenant_weights), charges_output=True),
+    "fair": Order(
+        lambda settings: FairQueue(settings.tenant_weights), charges_output=True, overtakes_prompts=True
+    ),
     "deadline": Order(_keyed(_by_start_time)),
 }

@@ -88,6 +88,7 @@ class Request:
         "num_unreturned",
         "num_ways_made",
         "rank",
+        "start_place",
         "row",
         "scheduled_time",
         "status",
@@ -101,6 +102,8 @@ class Request:
         """From its class, where the order ranks classes; even when it has been promoted for its age (``waiting_queue``)."""
         self.lane = NORMAL_LANE
         """Where it stands among those of its rank while it waits."""
+        self.start_place = (0.0, 0)
+        """Where its tenant stood when it last started, under an order that keeps books."""
         self.limit = limit
         """Most tokens (prompt and output) this request may come to."""
         self.arrival_time = now

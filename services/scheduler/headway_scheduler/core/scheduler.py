@@ -64,8 +64,6 @@ from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
 
-ANY_RANK = 1 << 8
-"""Behind every rank."""
 HIGHEST_CLASS = 1
 
 STEPS_ALIKE = 8
@@ -445,7 +443,7 @@ class Scheduler:
         rows, decoding = self.rows, self._decoding_shape()
         if not decoding.num_rows:
             return
-        under_way = sorted(self._prefilling, key=rows.order_key.__getitem__)
+        under_way = self._prompts_under_way()
         num_left = self._num_waiting_tokens
         for row in under_way:
             num_left += int(rows.num_tokens[row] - rows.num_computed_tokens[row])
@@ -541,14 +539,13 @@ class Scheduler:
     def _serve_prefilling(self, plan: StepPlan, cut: PromptCut | None, now: float) -> None:
         """First pass, part two: the next chunk of each prompt under way.
 
-        Where the order ranks classes, waiting requests start before prompts under way of lower ranks are served, if any
-        may start (``cut``).
+        Waiting requests start before prompts that the order puts behind them go on, if any may start (``cut``).
         """
         rows = self.rows
-        under_way = [(row, rows.request_in(row)) for row in sorted(self._prefilling, key=rows.order_key.__getitem__)]
+        under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
         for row, request in under_way:
-            if cut is not None and self._order.ranks_classes:
-                self._admit_waiting(plan, cut, now, below_rank=request.rank)
+            if cut is not None and self._order.overtakes_prompts:
+                self._admit_waiting(plan, cut, now, before=request)
             if row not in self._prefilling or rows.requests[row] is not request:
                 continue  # preempted for a request before it
             num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
@@ -556,6 +553,11 @@ class Scheduler:
                 self._run_chunk(plan, row, num_tokens)
             elif row in self._prefilling:
                 plan.exceptions.append((row, 0))
+
+    def _prompts_under_way(self) -> list[int]:
+        """Rows in their prompt, in the order in which they are served."""
+        request_in, place = self.rows.request_in, self._waiting.prompt_place
+        return sorted(self._prefilling, key=lambda row: place(request_in(row)))
 
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
         """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
@@ -593,8 +595,8 @@ class Scheduler:
         else:
             self._prefilling.add(row)
 
-    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, below_rank: int = ANY_RANK) -> None:
-        """Second pass: waiting requests of ranks before ``below_rank``, in order, until the first that does not fit."""
+    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, before: Request | None = None) -> None:
+        """Second pass: waiting requests in order, those that go ``before`` a running one, until the first that does not fit."""
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
@@ -602,7 +604,9 @@ class Scheduler:
             passed_over: list[Request] = []
             if request is not None and self.limits.prefix_aware:
                 passed_over, request = self._with_longest_prefix(request)
-            if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
+            if request is None or request.num_unreturned or self._budget_left(plan) <= 0:
+                return
+            if before is not None and not self._waiting.goes_before(request, before):
                 return
             if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
                 return

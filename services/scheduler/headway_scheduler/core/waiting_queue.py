@@ -42,6 +42,9 @@ _MAX_HOLES = 64
 ValueOf: TypeAlias = Callable[[Request], int]
 """What an order says of a request when it takes its place in the queue; lower is served first."""
 
+PromptPlace: TypeAlias = tuple[float, ...]
+"""Compares with those of the same queue."""
+
 _Key: TypeAlias = tuple[int, int, int, int]
 
 
@@ -80,6 +83,12 @@ class WaitingQueue(Protocol):
 
     def first_few(self, count: int) -> list[Request]:
         """Up to ``count`` requests that are served next and that the order does not care to tell apart."""
+
+    def prompt_place(self, running: Request) -> PromptPlace:
+        """The place of a running request's prompt among those under way, lower is served first."""
+
+    def goes_before(self, request: Request, running: Request) -> bool:
+        """Whether a waiting request is to start before the prompt of a running one goes on."""
 
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
@@ -173,6 +182,14 @@ class KeyedQueue:
         for key in keys:
             heapq.heappush(self._heap, key)
         return found
+
+    def prompt_place(self, running: Request) -> PromptPlace:
+        """By rank and arrival."""
+        return (running.order_key,)
+
+    def goes_before(self, request: Request, running: Request) -> bool:
+        """If its rank does: within a rank, what has started is not delayed by what has not."""
+        return request.rank < running.rank
 
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
