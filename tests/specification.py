@@ -271,7 +271,6 @@ class Specification:
         """Since one of another class."""
         self.served: dict[str, float] = {}
         """fair: what each tenant has had, lifts included."""
-        self.newest_start = 0.0
         self.last_to_leave: str | None = None
         self.tenants_seen: list[str] = []
         self.free_host_blocks = list(range(capacity.num_host_blocks))
@@ -317,14 +316,13 @@ class Specification:
         self.waiting.append(request)
 
     def _lift(self, tenant: str) -> None:
-        """fair: who had nothing waiting begins no lower than those that had."""
+        """fair: who had nothing waiting begins no lower than those that had, but for one request."""
         if self.limits.order == "fair" and not any(r.tenant == tenant for r in self.waiting):
             rivals = [self.served.get(r.tenant, 0.0) for r in self.waiting]
             left = self.last_to_leave
             floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
-            if rivals or left is not None:
-                floor = min(floor, self.newest_start)
-            self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
+            credit = self.capacity.max_request_tokens
+            self.served[tenant] = max(self.served.get(tenant, 0.0), floor - credit)
 
     def take_shed(self) -> list[Origin]:
         shed, self.shed = self.shed, []
@@ -741,7 +739,6 @@ class Specification:
         if self.limits.order == "fair":
             request.place = self._tenant_place(request.tenant)[:2]
             if not request.has_started:
-                self.newest_start = self.served[request.tenant]
                 self.served[request.tenant] += len(request.tokens)
         self.pool.share(shared, is_reuse=not request.has_started)
         self.num_hit_tokens += 0 if request.has_started else len(shared) * self.capacity.block_size

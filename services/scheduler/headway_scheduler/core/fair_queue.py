@@ -5,8 +5,9 @@ Owns: the counters, and which tenant's request is next. Must not know: rows, blo
 After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, Algorithm 2 (VTC): a tenant's counter grows
 with the service that it gets, ``INPUT_WEIGHT`` per prompt token when a request starts and ``OUTPUT_WEIGHT`` per output
 token as it comes, over the tenant's weight; the tenant with the lowest counter among those that wait starts a request
-next; a tenant that had nothing waiting is lifted to the lowest counter of those that had, so that idleness earns no credit.
-So the service of two tenants that both always wait differs by at most
+next; a tenant that had nothing waiting is lifted to the lowest counter of those that had, so that idleness earns no credit,
+but for that of one longest request: somebody who sends little is not made to take turns with somebody who floods. That
+is less than what the counters of two who wait may differ by anyway, so it does not change the paper's bound. So the service of two tenants that both always wait differs by at most
 ``2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens that fit the pool)`` (their Theorem 4.4), times
 the weight. A tenant's own requests are served by arrival, preempted ones, which have been charged, before its others.
 
@@ -18,7 +19,7 @@ tenants that are level, the one that runs less. A prompt is never overtaken by w
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -60,10 +61,15 @@ class _Tenant:
 
 
 class FairQueue:
-    """Waiting requests by tenant. ``weights``: shares of tenants relative to each other, 1 where nothing is said."""
+    """Waiting requests by tenant.
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    ``weights``: shares of tenants relative to each other, 1 where nothing is said. ``longest_request``: the most tokens that
+    one may come to now.
+    """
+
+    def __init__(self, weights: Mapping[str, float], longest_request: Callable[[], int]) -> None:
         self._weights = weights
+        self._longest_request = longest_request
         self._tenants: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._free_indices: deque[int] = deque()
@@ -74,8 +80,6 @@ class FairQueue:
         self._names: list[str] = []
         self._size = 0
         self._last_to_leave = -1
-        self._newest_start = 0.0
-        """The counter of its tenant when the newest request started, its own prompt not included."""
 
     def __len__(self) -> int:
         return self._size
@@ -149,9 +153,8 @@ class FairQueue:
         """Note where its tenant stands; charge the prompt of a request that starts for the first time."""
         tenant = self._tenants[request.new.tenant]
         counter, num_running = self._standing(tenant)
-        request.start_place = counter, num_running - 1
+        request.start_place = counter, num_running - 1  # it does not wait any more and counts as running
         if request.scheduled_time is None:
-            self._newest_start = counter
             self._counters[tenant.index] += INPUT_WEIGHT * len(request.token_ids) / tenant.weight
 
     def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
@@ -182,11 +185,7 @@ class FairQueue:
         return float(self._counters[tenant.index]), tenant.num_live - tenant.num_waiting
 
     def _lift(self, tenant: _Tenant) -> None:
-        """Let a tenant that had nothing waiting begin no lower than those that had (Algorithm 2, lines 6 to 13).
-
-        Nor than the newest request began, which is level with the prompts under way (virtual time in start-time fair
-        queueing): the paper has no prompts under way, since each runs in one step.
-        """
+        """Let a tenant that had nothing waiting begin little lower than those that had (Algorithm 2, lines 6 to 13)."""
         end = len(self._names)
         waits = self._num_waiting[:end] > 0
         if waits.any():
@@ -195,7 +194,8 @@ class FairQueue:
             floor = self._counters[self._last_to_leave]
         else:
             return
-        self._counters[tenant.index] = max(self._counters[tenant.index], min(floor, self._newest_start))
+        credit = self._longest_request() / tenant.weight
+        self._counters[tenant.index] = max(self._counters[tenant.index], floor - credit)
 
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)

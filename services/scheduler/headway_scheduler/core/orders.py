@@ -32,12 +32,13 @@ class QueueSettings(NamedTuple):
     """What an order makes its queue from.
 
     ``aging_s``: seconds after which a request may be promoted; ``tenant_weights``: by name; ``predicted_output``: the output
-    tokens still to be expected of a request.
+    tokens still to be expected of a request; ``longest_request``: the most tokens that one may come to now.
     """
 
     aging_s: float
     tenant_weights: Mapping[str, float]
     predicted_output: Callable[[Request], int]
+    longest_request: Callable[[], int]
 
 
 class Order(NamedTuple):
@@ -73,7 +74,9 @@ ORDERS: dict[str, Order] = {
     "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
     "shortest": Order(_shortest, predicts=True),
     "fair": Order(
-        lambda settings: FairQueue(settings.tenant_weights), charges_output=True, overtakes_prompts=True
+        lambda settings: FairQueue(settings.tenant_weights, settings.longest_request),
+        charges_output=True,
+        overtakes_prompts=True,
     ),
     "deadline": Order(_keyed(_by_start_time)),
 }

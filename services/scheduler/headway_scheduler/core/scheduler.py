@@ -121,7 +121,9 @@ class Scheduler:
         self._observes_steps = limits.budget != "fixed" or self._preemption.needs_costs
         self._requests: dict[Origin, Request] = {}
         self._waiting = self._order.make_queue(
-            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output)
+            QueueSettings(
+                limits.aging_s, limits.tenant_weights, self._predicted_output, lambda: self._max_request_tokens
+            )
         )
         self._num_waiting_tokens = 0
         self._first_tokens = FirstTokenWatch()
