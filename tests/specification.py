@@ -316,12 +316,14 @@ class Specification:
         self.waiting.append(request)
 
     def _lift(self, tenant: str) -> None:
-        """fair: who had nothing waiting begins no lower than those that had, but for one request."""
+        """fair: who had nothing waiting begins no lower than those that had, but for a burst."""
         if self.limits.order == "fair" and not any(r.tenant == tenant for r in self.waiting):
             rivals = [self.served.get(r.tenant, 0.0) for r in self.waiting]
             left = self.last_to_leave
             floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
-            credit = self.capacity.max_request_tokens
+            credit = min(
+                4 * self.capacity.max_request_tokens, self.capacity.num_blocks * self.capacity.block_size // 2
+            )
             self.served[tenant] = max(self.served.get(tenant, 0.0), floor - credit)
 
     def take_shed(self) -> list[Origin]:

@@ -6,8 +6,8 @@ After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, Algo
 with the service that it gets, ``INPUT_WEIGHT`` per prompt token when a request starts and ``OUTPUT_WEIGHT`` per output
 token as it comes, over the tenant's weight; the tenant with the lowest counter among those that wait starts a request
 next; a tenant that had nothing waiting is lifted to the lowest counter of those that had, so that idleness earns no credit,
-but for that of one longest request: somebody who sends little is not made to take turns with somebody who floods. That
-is less than what the counters of two who wait may differ by anyway, so it does not change the paper's bound. So the service of two tenants that both always wait differs by at most
+but for that of a burst (``burst_tokens_of``): somebody who sends little now and then is not made to take turns with
+somebody who floods. That is less than the counters of two who wait may differ by anyway, so it leaves the bound as it is. So the service of two tenants that both always wait differs by at most
 ``2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens that fit the pool)`` (their Theorem 4.4), times
 the weight. A tenant's own requests are served by arrival, preempted ones, which have been charged, before its others.
 
@@ -38,6 +38,16 @@ MAX_IDLE_TENANTS = 4096
 """Counters that are kept of tenants without a request; the tenants that left first are forgotten first."""
 
 
+BURST_REQUESTS = 4
+
+
+def burst_tokens_of(longest_request: int, pool_tokens: int) -> int:
+    """The service, in weighted tokens, that a tenant may catch up on: of a few of the longest requests, at most half the
+    pool, which is a quarter of what the paper lets counters differ by.
+    """
+    return min(BURST_REQUESTS * longest_request, pool_tokens // 2)
+
+
 class _Tenant:
     __slots__ = ("index", "num_live", "resuming", "waiting", "weight")
 
@@ -63,13 +73,13 @@ class _Tenant:
 class FairQueue:
     """Waiting requests by tenant.
 
-    ``weights``: shares of tenants relative to each other, 1 where nothing is said. ``longest_request``: the most tokens that
-    one may come to now.
+    ``weights``: shares of tenants relative to each other, 1 where nothing is said. ``burst_tokens``: the service, in weighted
+    tokens, by which a tenant that comes back may lag behind all others.
     """
 
-    def __init__(self, weights: Mapping[str, float], longest_request: Callable[[], int]) -> None:
+    def __init__(self, weights: Mapping[str, float], burst_tokens: Callable[[], int]) -> None:
         self._weights = weights
-        self._longest_request = longest_request
+        self._burst_tokens = burst_tokens
         self._tenants: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._free_indices: deque[int] = deque()
@@ -194,7 +204,7 @@ class FairQueue:
             floor = self._counters[self._last_to_leave]
         else:
             return
-        credit = self._longest_request() / tenant.weight
+        credit = self._burst_tokens() / tenant.weight
         self._counters[tenant.index] = max(self._counters[tenant.index], floor - credit)
 
     def _tenant(self, name: str) -> _Tenant:

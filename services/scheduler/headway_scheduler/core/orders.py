@@ -32,13 +32,13 @@ class QueueSettings(NamedTuple):
     """What an order makes its queue from.
 
     ``aging_s``: seconds after which a request may be promoted; ``tenant_weights``: by name; ``predicted_output``: the output
-    tokens still to be expected of a request; ``longest_request``: the most tokens that one may come to now.
+    tokens still to be expected of a request; ``burst_tokens``: as ``FairQueue`` takes it.
     """
 
     aging_s: float
     tenant_weights: Mapping[str, float]
     predicted_output: Callable[[Request], int]
-    longest_request: Callable[[], int]
+    burst_tokens: Callable[[], int]
 
 
 class Order(NamedTuple):
@@ -74,7 +74,7 @@ ORDERS: dict[str, Order] = {
     "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
     "shortest": Order(_shortest, predicts=True),
     "fair": Order(
-        lambda settings: FairQueue(settings.tenant_weights, settings.longest_request),
+        lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
         charges_output=True,
         overtakes_prompts=True,
     ),

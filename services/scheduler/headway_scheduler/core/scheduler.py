@@ -38,6 +38,7 @@ from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCu
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.fair_queue import burst_tokens_of
 from headway_scheduler.core.host_pool import HostPool
 from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -121,9 +122,7 @@ class Scheduler:
         self._observes_steps = limits.budget != "fixed" or self._preemption.needs_costs
         self._requests: dict[Origin, Request] = {}
         self._waiting = self._order.make_queue(
-            QueueSettings(
-                limits.aging_s, limits.tenant_weights, self._predicted_output, lambda: self._max_request_tokens
-            )
+            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self._num_waiting_tokens = 0
         self._first_tokens = FirstTokenWatch()
@@ -267,6 +266,9 @@ class Scheduler:
         most = request.limit - request.new.num_prompt_tokens
         predicted = self._lengths.predicted_output(request.curve, age, most)
         return (most if predicted is None else predicted) - age
+
+    def _burst_tokens(self) -> int:
+        return burst_tokens_of(self._max_request_tokens, self.capacity.num_blocks * self.capacity.block_size)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
         """The requests that were ended since the last call because they could no longer meet their objective."""
