@@ -321,9 +321,7 @@ class Specification:
             rivals = [self.served.get(r.tenant, 0.0) for r in self.waiting]
             left = self.last_to_leave
             floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
-            credit = min(
-                4 * self.capacity.max_request_tokens, self.capacity.num_blocks * self.capacity.block_size // 2
-            )
+            credit = min(4 * self.capacity.max_request_tokens, self.capacity.num_blocks * self.capacity.block_size // 2)
             self.served[tenant] = max(self.served.get(tenant, 0.0), floor - credit)
 
     def take_shed(self) -> list[Origin]:
@@ -634,7 +632,7 @@ class Specification:
                 return
             if before is not None and not self._goes_before(request, before):
                 return
-            if len(self.running) >= self.max_running and not self._make_room(request, 0):
+            if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
                 return
             if self.forecast is None or self.short:
                 self._look_ahead()
@@ -642,6 +640,14 @@ class Specification:
                 return
             for other in passed_over:
                 other.passed_over += 1
+
+    def _num_kept_rows(self, request: SpecRequest) -> int:
+        """fair: who runs its share of rows, as it would be with one tenant more, leaves a sixteenth of them alone."""
+        if self.limits.order != "fair":
+            return 0
+        num_tenants = len({r.tenant for r in self.running + self.waiting})
+        num_own = sum(r.tenant == request.tenant for r in self.running)
+        return self.max_running // 16 if num_own * (num_tenants + 1) >= self.max_running else 0
 
     def _start(self, request: SpecRequest) -> bool:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""

@@ -38,6 +38,9 @@ MAX_IDLE_TENANTS = 4096
 """Counters that are kept of tenants without a request; the tenants that left first are forgotten first."""
 
 
+KEPT_ROWS_SHARE = 16
+"""One row in so many is not for tenants that run their share of rows already."""
+
 BURST_REQUESTS = 4
 
 
@@ -90,6 +93,8 @@ class FairQueue:
         self._names: list[str] = []
         self._size = 0
         self._last_to_leave = -1
+        self._live_weight = 0.0
+        """Of the tenants with a request."""
 
     def __len__(self) -> int:
         return self._size
@@ -112,6 +117,8 @@ class FairQueue:
             request.lane = Lane.RESUMING
             insort(tenant.resuming, request, key=attrgetter("arrival"))
         else:
+            if not tenant.num_live:
+                self._live_weight += tenant.weight
             tenant.num_live += 1
             tenant.waiting[request.arrival] = request
         self._num_waiting[tenant.index] += 1
@@ -135,6 +142,8 @@ class FairQueue:
         tenant.num_live -= 1
         if not tenant.num_live:
             self._idle[name] = None
+            # Nothing is left of rounding when everybody is idle.
+            self._live_weight = self._live_weight - tenant.weight if len(self._idle) < len(self._tenants) else 0.0
             if len(self._idle) > MAX_IDLE_TENANTS:
                 self._drop(self._idle.popitem(last=False)[0])
 
@@ -158,6 +167,16 @@ class FairQueue:
     def goes_before(self, request: Request, running: Request) -> bool:
         """If its tenant stands before where the other's stood when that started."""
         return self._standing(self._tenants[request.new.tenant]) < running.start_place
+
+    def num_kept_rows(self, request: Request, num_rows: int) -> int:
+        """A few, if its tenant runs its share of them: who comes next would wait until a request of somebody else ends.
+
+        The share is what it would be with one tenant more, for whoever has nothing to run now.
+        """
+        tenant = self._tenants[request.new.tenant]
+        num_running = tenant.num_live - tenant.num_waiting
+        has_share = num_running * (self._live_weight + 1.0) >= tenant.weight * num_rows
+        return num_rows // KEPT_ROWS_SHARE if has_share else 0
 
     def note_start(self, request: Request) -> None:
         """Note where its tenant stands; charge the prompt of a request that starts for the first time."""

@@ -88,9 +88,9 @@ class Request:
         "num_unreturned",
         "num_ways_made",
         "rank",
-        "start_place",
         "row",
         "scheduled_time",
+        "start_place",
         "status",
         "token_ids",
     )

@@ -612,7 +612,8 @@ class Scheduler:
                 return
             if before is not None and not self._waiting.goes_before(request, before):
                 return
-            if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
+            most_running = self.max_running - self._waiting.num_kept_rows(request, self.max_running)
+            if rows.num_live >= most_running and not self._make_room(plan, request, num_blocks=0):
                 return
             if books is None or plan.short_of_blocks:
                 books = self._open_books()
@@ -753,7 +754,9 @@ class Scheduler:
         rows = self.rows
         own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
         keys = rows.order_key[: rows.end]
-        is_lower = (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)  # none promoted
+        is_lower = (
+            (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
+        )  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
         planned = {chunk.row for chunk in plan.chunks}
         candidates = [row for row in is_lower.nonzero()[0].tolist() if row not in planned]

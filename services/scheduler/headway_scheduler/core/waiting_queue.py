@@ -90,6 +90,9 @@ class WaitingQueue(Protocol):
     def goes_before(self, request: Request, running: Request) -> bool:
         """Whether a waiting request is to start before the prompt of a running one goes on."""
 
+    def num_kept_rows(self, request: Request, num_rows: int) -> int:
+        """How many of all rows must stay free when this waiting request starts."""
+
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
 
@@ -190,6 +193,11 @@ class KeyedQueue:
     def goes_before(self, request: Request, running: Request) -> bool:
         """If its rank does: within a rank, what has started is not delayed by what has not."""
         return request.rank < running.rank
+
+    def num_kept_rows(self, request: Request, num_rows: int) -> int:
+        """None."""
+        del request, num_rows
+        return 0
 
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
