@@ -95,3 +95,16 @@ def test_gateway(tmp_path, unused_tcp_port):
     assert {"scheduler_cpu_s", "executor_cpu_s", "gateway_cpu_s", "client_cpu_s"} <= row.keys()
     assert {"added to the first token", "gap between tokens over gRPC"} <= record["latency"].keys()
     assert "added to the first token" in printed
+
+
+def test_policies_objectives(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("policies_objectives.py", "--scale", "0.02", "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert all(row["throughput_ratio"] > 0 for row in record["slo"])
+    for table in ("priority", "fair"):
+        for row in record[table]:
+            assert row["alone_ttft_ms"]["p99"] > 0
+            assert f"ratio {row['ratio_p50']}/{row['ratio_p99']}" in printed
+    assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
