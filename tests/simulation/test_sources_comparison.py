@@ -57,11 +57,16 @@ def test_the_published_orderings_hold(short_answers):
         "static batching has the lowest throughput",
         "static batching has the longest P99 TTFT",
         "static batching has the longest P99 ITL",
-        "whole prompts have a longer P99 ITL than chunks",
         "P99 ITL falls with smaller chunks",
         "P50 ITL rises with smaller chunks",
         "P99 TTFT rises with smaller chunks",
     }
+
+
+def test_whole_prompts_have_longer_gaps_than_the_chunks_that_cut_them(short_answers):
+    """Few prompts of this workload are longer than 512 tokens, so with some seeds that chunk size is even with them."""
+    assert short_answers["orca"].itl_p99_ms > short_answers["chunk 256"].itl_p99_ms
+    assert short_answers["orca"].itl_p99_ms > 0.9 * short_answers["chunk 512"].itl_p99_ms
 
 
 def test_what_chunks_cost_in_throughput_is_less_than_published(short_answers):
@@ -76,7 +81,11 @@ def test_what_chunks_cost_in_throughput_is_less_than_published(short_answers):
 
 def test_where_prompts_dominate_smaller_chunks_cost_throughput():
     figures = simulated(num_requests=384, **PROMPTS_DOMINATE)
-    assert holding(figures) >= {"throughput falls with smaller chunks", "P99 TTFT rises with smaller chunks"}
+    assert holding(figures) >= {
+        "throughput falls with smaller chunks",
+        "P99 TTFT rises with smaller chunks",
+        "whole prompts have a longer P99 ITL than chunks",
+    }
     assert figures["orca"].output_tokens_per_s > 0.99 * figures["chunk 512"].output_tokens_per_s
     assert figures["orca"].output_tokens_per_s > 1.1 * figures["chunk 256"].output_tokens_per_s
 
