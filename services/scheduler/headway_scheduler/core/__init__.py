@@ -1,6 +1,7 @@
-"""The pure, deterministic core: time comes in as an argument, nothing is random, nothing does I/O.
+"""The pure scheduler: events and the time in, decisions out.
 
-The same events give byte-identical decisions.
+Owns: queues, rows, block tables, budgets. Must not know: sockets, clocks, processes, randomness.
+The same events give byte-identical decisions, so production, simulation and replay run this very code.
 
 Why it always makes progress
 ----------------------------
