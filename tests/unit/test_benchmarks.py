@@ -7,6 +7,7 @@ from pathlib import Path
 
 import headway
 from headway.__main__ import main as headway_main
+from headway_scheduler.core.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
