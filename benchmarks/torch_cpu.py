@@ -150,10 +150,10 @@ class OfflineEngine:
         )
 
 
-def write_checkpoint(directory: Path, seed: int) -> None:
-    """A random checkpoint of the 135M shape."""
+def write_checkpoint(directory: Path, seed: int, shape: dict[str, object] | None = None) -> None:
+    """A random checkpoint, of the 135M shape unless another is given."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPE_135M, indent=1))
+    (directory / "config.json").write_text(json.dumps(shape or SHAPE_135M, indent=1))
     torch.manual_seed(seed)
     shapes = expected_tensors(read_model_config(directory))
     tensors = {name: torch.ones(s) if "norm" in name else torch.randn(s) * 0.02 for name, s in shapes.items()}

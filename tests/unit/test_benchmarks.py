@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import headway
+from headway.__main__ import main as headway_main
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
@@ -51,6 +52,21 @@ def test_scheduler_step(tmp_path):
         assert row["decode"]["message_bytes_min"] > 0
         assert row["churn"]["median_us"] > 0
         assert str(row["decode"]["median_us"]) in printed
+
+
+def test_step_time_fit_writes_a_device_that_can_be_simulated(tmp_path):
+    result = tmp_path / "result.json"
+    grid = ("--decodes", "1,4,8", "--contexts", "16,64", "--chunks", "16,64", "--rounds", "1", "--repetitions", "2")
+    printed = run("step_time_fit.py", "--model", str(DEMO_MODEL), *grid, "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert record["fitted"]["num_steps"] + record["held_out"]["num_steps"] == len(record["steps"]) == 12
+    assert sum(step["held_out"] for step in record["steps"]) == record["held_out"]["num_steps"] == 4
+    assert 0 < record["held_out"]["relative_error"]["median"] <= record["held_out"]["relative_error"]["max"]
+    assert str(record["held_out"]["relative_error"]) in printed
+    options = ("--num-requests", "4", "--prompt-tokens", "64", "--output-tokens", "4")
+    device = ("--hardware-file", str(result), "--model", "measured")
+    assert headway_main(["simulate", *device, *options]) == 0
 
 
 def test_gateway(tmp_path, unused_tcp_port):

@@ -12,9 +12,10 @@ import pytest
 from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway.simulate.cases import Case, limit_settings, make_cases
+from headway.simulate.comparison import ORDERINGS, PUBLISHED
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import HardwareName, ModelName, SimulationOptions
+from headway.simulate.options import MEASURED_MODEL, HardwareName, ModelName, SimulationOptions
 from headway.simulate.progress import ProgressLine
 from headway.simulate.report import knee_of
 from headway.simulate.world import make_world, simulate
@@ -69,6 +70,34 @@ def test_the_same_seed_writes_the_same_bytes(capsys, tmp_path):
     assert "wall_s" not in case
 
 
+@pytest.mark.parametrize("flags", [("--compare",), ("--compare", "sources")])
+def test_the_published_comparison_is_run_again(capsys, tmp_path, flags):
+    pytest.importorskip("matplotlib")
+    result, picture = tmp_path / "result.json", tmp_path / "result.png"
+    printed = run(capsys, *flags, "--users", "8", "--json", str(result), "--png", str(picture))
+    assert printed.startswith("llama-3-70b on 4 x h100")
+    assert "24 requests, 8 users" in printed
+    lines = printed.splitlines()
+    assert [line.split("  ")[0] for line in lines[3:8]] == list(PUBLISHED)
+    assert "2800 / " in printed
+    verdicts = [line for line in lines if line.startswith(("holds ", "does not hold "))]
+    comparison = json.loads(result.read_bytes())["comparison"]
+    assert [finding["text"] for finding in comparison["orderings"]] == [ordering.text for ordering in ORDERINGS]
+    for verdict, finding in zip(verdicts, comparison["orderings"], strict=True):
+        assert finding["text"] in verdict
+        assert verdict.startswith("holds" if finding["holds"] else "does not hold")
+    assert comparison["simulated"].keys() == comparison["published"].keys() == PUBLISHED.keys()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_limits_given_beside_the_published_comparison_hold_for_all_its_cases(capsys, tmp_path):
+    result = tmp_path / "result.json"
+    run(capsys, "--compare", "--max-num-seqs", "4", "--model", "llama-3-8b", "--json", str(result))
+    document = json.loads(result.read_bytes())
+    assert document["model"]["name"] == "llama-3-8b"
+    assert {case["limits"]["max_num_seqs"] for case in document["cases"]} == {4}
+
+
 def test_a_sweep_marks_the_knee_and_draws_it(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture, result = tmp_path / "sweep.png", tmp_path / "sweep.json"
@@ -119,6 +148,44 @@ def test_each_tenant_has_a_line_of_its_own(capsys, tmp_path):
     assert chat["ttft_ms"]["p99"] < batch["ttft_ms"]["p50"]
 
 
+def test_goodput_counts_who_got_what_was_promised(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    flags = ("--num-requests", "60", "--users", "20", "--max-num-seqs", "4", "--order", "priority")
+    tenants = ("--tenant", "chat=1:realtime:200:100", "--tenant", "batch=3:low", "--tenant", "other=1:low:1:0")
+    printed = run(capsys, *flags, *tenants, "--itl-slo-ms", "50", "--json", str(path))
+    assert "goodput req/s" in printed
+    names = [line.split("  ")[1].strip() for line in printed.splitlines() if line.startswith("  ")]
+    assert names == ["batch", "chat", "other", "priority realtime", "priority low"]
+    (case,) = json.loads(path.read_bytes())["cases"]
+    totals = case["totals"]
+    assert totals["tenants"]["other"]["goodput_requests_per_s"] == 0.0
+    assert totals["tenants"]["chat"]["goodput_requests_per_s"] > 0.0
+    assert totals["priorities"]["low"]["num_finished"] == sum(
+        totals["tenants"][name]["num_finished"] for name in ("batch", "other")
+    )
+    assert totals["goodput_requests_per_s"] == pytest.approx(
+        totals["requests_per_s"] * sum(request["meets_objectives"] for request in case["requests"]) / 60
+    )
+    for request in case["requests"]:
+        if request["tenant"] == "batch":
+            assert request["meets_objectives"] == (max(request["itl_ms"]) <= 50)
+
+
+def test_a_device_from_a_file(capsys, tmp_path):
+    path = tmp_path / "device.json"
+    accelerator = msgspec.structs.replace(ACCELERATORS["h100"], name="this-machine", peak_flops=1e12)
+    model = msgspec.structs.replace(MODEL_SHAPES["llama-3-8b"], name="small", num_layers=2, bytes_per_value=4)
+    path.write_bytes(msgspec.json.encode({"accelerator": accelerator, "model": model, "commit": "abc"}))
+    assert run(capsys, "--hardware-file", str(path)).startswith("llama-3-8b on 1 x this-machine")
+    assert run(capsys, "--hardware-file", str(path), "--model", "measured").startswith("small on 1 x this-machine")
+    path.write_bytes(msgspec.json.encode({"accelerator": accelerator}))
+    assert main([*SMALL, "--hardware-file", str(path), "--model", "measured"]) == 2
+    assert "holds no model" in capsys.readouterr().err
+    path.write_text('{"accelerator": {"name": "x", "peak_flops": -1}}')
+    assert main([*SMALL, "--hardware-file", str(path)]) == 2
+    assert "peak_flops" in capsys.readouterr().err
+
+
 def test_every_limit_of_the_scheduler_is_a_flag_and_can_be_compared(capsys):
     assert list(limit_settings()) == list(SchedulerLimits.__struct_fields__)
     run(capsys, "--order", "priority", "--no-enable-prefix-caching", "--max-num-seqs", "3")
@@ -151,6 +218,15 @@ def test_cases_are_combined_or_listed():
         (("--model", "llama-3-70b"), "llama-3-70b does not fit into 1 x h100"),
         (("--prompt-tokens", "many"), "--prompt-tokens: 'many' is not allowed; allowed: N, uniform"),
         (("--tenant", "a=none"), "--tenant: 'a=none' is not allowed"),
+        (("--tenant", "a=1:high:fast"), "--tenant: 'a=1:high:fast' is not allowed; allowed: NAME=SHARE[:PRIORITY"),
+        (("--ttft-slo-ms", "-1"), "--ttft-slo-ms: '-1' is not allowed"),
+        (("--slowdown", "3"), "--slowdown: '3' is not allowed; allowed: AT_S:FACTOR"),
+        (("--noise", "-1"), "--noise: '-1' is not allowed"),
+        (("--host-bandwidth-gb-s", "-1"), "--host-bandwidth-gb-s: '-1' is not allowed"),
+        (("--model", "measured"), "--model: measured is not allowed without --hardware-file"),
+        (("--hardware-file", "nowhere.json"), "--hardware-file: cannot read 'nowhere.json'"),
+        (("--compare", "--case", "order=fcfs"), "allowed: alone"),
+        (("--compare", "--compare", "order=fcfs"), "allowed: alone"),
         (("--rate", "0"), "--rate: '0' is not allowed"),
         (("--warmup-requests", "24"), "--warmup-requests: 24 is not allowed"),
         (("--max-model-len", "1"), "--max-model-len: 1 is not allowed; allowed: 2 to 8192"),
@@ -210,7 +286,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_run(capsys, monkeypa
 
 
 def test_the_names_of_models_and_hardware_are_those_that_exist():
-    assert set(ModelName.__args__) == set(MODEL_SHAPES)
+    assert set(ModelName.__args__) == {*MODEL_SHAPES, MEASURED_MODEL}
     assert set(HardwareName.__args__) == set(ACCELERATORS)
 
 

@@ -2,19 +2,22 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from headway.simulate.arrivals import OpenArrivals
 from headway.simulate.cases import Case
-from headway.simulate.device import VirtualDevice
+from headway.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.loop import NoProgress, Simulation
 from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
 from headway.simulate.roofline import Roofline, StepTime
-from headway.simulate.workload import PlannedRequest, PromptSource, rng_of
+from headway.simulate.workload import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
 from headway.simulate.world import make_world, simulate
+from headway_proto.columns import encode_columns
+from headway_proto.step import SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
 
@@ -23,19 +26,27 @@ class OneSecondSteps(Roofline):
     """Every step takes a second."""
 
     def step_time(self, num_scheduled_tokens, num_computed_tokens, num_samples):
-        return StepTime(linear_s=1.0, attention_s=0.0, all_reduce_s=0.0, launch_s=0.0)
+        return StepTime(linear_s=1.0, attention_s=0.0, elementwise_s=0.0, all_reduce_s=0.0, sampling_s=0.0, fixed_s=0.0)
 
 
-def measured(limits, requests, times_s, *, num_blocks=64, paused=False):
+def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectives=None, make_scheduler=Scheduler):
     """Run ``requests``, (prompt tokens, output tokens) each, with steps of one second."""
     capacity = ExecutorCapacity(num_blocks=num_blocks, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8)
     planned = [
-        PlannedRequest(number=number, num_prompt_tokens=prompt, num_output_tokens=output)
-        for number, (prompt, output) in enumerate(requests)
+        PlannedRequest(
+            number=number,
+            num_prompt_tokens=prompt,
+            num_output_tokens=output,
+            objectives=Objectives(ttft_slo_ms=ttft_slo_ms, itl_slo_ms=itl_slo_ms),
+        )
+        for number, ((prompt, output), (ttft_slo_ms, itl_slo_ms)) in enumerate(
+            zip(requests, objectives or [(0, 0)] * len(requests), strict=True)
+        )
     ]
-    scheduler = Scheduler(limits, capacity)
+    scheduler = make_scheduler(limits, capacity)
     scheduler.paused = paused
-    device = VirtualDevice(OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1), capacity, rng_of(0, 0))
+    roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
+    device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e9)
     measurement = Measurement(len(planned))
     Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 100), measurement).run()
     return measurement, measurement.totals(scheduler.counters, None)
@@ -133,6 +144,82 @@ def test_every_request_ends_with_exactly_its_tokens(order, steps_in_flight):
         assert request.ttft_s + sum(request.itl_ms) / 1e3 == pytest.approx(request.end_to_end_s)
         assert request.ttft_s > 0
         assert all(gap > 0 for gap in request.itl_ms)
+
+
+def test_objectives_travel_to_the_core_and_goodput_comes_back():
+    """As in the first test: first tokens after 1.0 and 2.5 s, gaps of a second."""
+    limits = SchedulerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_steps_in_flight=1)
+    seen = []
+
+    class Watched(Scheduler):
+        def add_request(self, new, now):
+            seen.append((new.ttft_slo_ms, new.itl_slo_ms))
+            super().add_request(new, now)
+
+    for objectives, expected in (
+        ([(1000, 1000), (2500, 1000)], 2 / 4),
+        ([(1000, 1000), (2499, 0)], 1 / 4),
+        ([(0, 999), (2500, 0)], 1 / 4),
+        ([(999, 0), (0, 0)], 1 / 4),
+        ([(0, 0), (0, 0)], None),
+    ):
+        totals = measured(limits, [(4, 3), (10, 2)], [0.0, 0.5], objectives=objectives, make_scheduler=Watched)[1]
+        assert totals.goodput_requests_per_s == expected, objectives
+        assert seen[-2:] == objectives
+
+
+def test_swapped_blocks_take_their_time():
+    """Two blocks out and one in: three of 4 tokens x 131,072 bytes at 1 MB/s, before the step's own second."""
+    capacity = ExecutorCapacity(num_blocks=8, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8)
+    roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
+    device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e6)
+    moves = SchedulerOutput(
+        epoch=0,
+        step=0,
+        swap_out=encode_columns(np.array([[1, 2], [0, 1]], dtype=np.int32)),
+        swap_in=encode_columns(np.array([[1], [3]], dtype=np.int32)),
+    )
+    device.take(moves, now=0.0)
+    step, answer = device.answer()
+    swap_s = 3 * 4 * 131_072 / 1e6
+    assert (step.num_swapped_blocks, step.swap_s) == (3, pytest.approx(swap_s))
+    assert step.end_s == pytest.approx(1.0 + swap_s)
+    assert answer.device_time_us == 1_000_000
+
+
+def test_noise_has_the_deviation_that_was_asked_for_and_a_mean_of_one():
+    disturbance = Disturbance(0.3, (), rng_of(5, STEP_NOISE))
+    factors = np.array([disturbance.factor(0.0) for _ in range(20_000)])
+    assert factors.mean() == pytest.approx(1.0, rel=0.01)
+    assert factors.std() == pytest.approx(0.3, rel=0.03)
+    assert factors.min() > 0
+
+
+def test_a_slowdown_lasts_until_the_next():
+    disturbance = Disturbance(0.0, parse_slowdowns(("20:1", "10:2.5")), rng_of(0, 0))
+    assert [disturbance.factor(start_s) for start_s in (9.9, 10.0, 19.9, 20.0)] == [1.0, 2.5, 2.5, 1.0]
+
+
+def test_a_disturbed_run_is_the_same_every_time_and_slower():
+    options = {"num_requests": 60, "users": 8, "output_tokens": "16"}
+    plain, noisy, again = (result_of(noise=noise, **options) for noise in (0.0, 0.2, 0.2))
+    slow = result_of(slowdown=("0:2",), **options)
+    assert noisy.steps == again.steps
+    assert noisy.steps != plain.steps
+    assert slow.totals.mean_step_ms == pytest.approx(2 * plain.totals.mean_step_ms, rel=0.05)
+
+
+def test_priorities_have_figures_of_their_own():
+    totals = result_of(
+        {"order": "priority", "max_num_seqs": 4},
+        users=24,
+        num_requests=120,
+        output_tokens="20",
+        tenants={"a": "1:high", "b": "1:low", "c": "1:low"},
+    ).totals
+    assert list(totals.priorities) == ["high", "low"]
+    assert sum(group.num_finished for group in totals.priorities.values()) == 120
+    assert totals.priorities["high"].ttft_ms.p99 < totals.priorities["low"].ttft_ms.p50
 
 
 @pytest.mark.parametrize("think_s", [0.0, 0.5])

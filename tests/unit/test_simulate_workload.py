@@ -10,7 +10,15 @@ from headway.settings import ConfigurationError
 from headway.simulate.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
 from headway.simulate.lengths import parse_lengths
 from headway.simulate.trace import read_trace
-from headway.simulate.workload import PromptSource, Tenant, WorkloadShape, draw_requests, parse_tenants, rng_of
+from headway.simulate.workload import (
+    Objectives,
+    PromptSource,
+    Tenant,
+    WorkloadShape,
+    draw_requests,
+    parse_tenants,
+    rng_of,
+)
 
 
 def drawn(text, count=20_000):
@@ -74,6 +82,28 @@ def test_tenants_send_their_shares_with_their_priority():
     assert {(request.tenant, request.priority) for request in requests} == {("chat", 2), ("batch", 4)}
 
 
+def test_a_tenant_has_the_common_objectives_unless_it_names_its_own():
+    common = Objectives(ttft_slo_ms=900, itl_slo_ms=90)
+    texts = {"a": "1", "b": "1:high:500", "c": "2::500:50", "d": "1:low::0"}
+    tenants = parse_tenants(texts, common)
+    assert [(tenant.objectives.ttft_slo_ms, tenant.objectives.itl_slo_ms) for tenant in tenants] == [
+        (900, 90),
+        (500, 90),
+        (500, 50),
+        (900, 0),
+    ]
+    requests = draw_requests(shape_of(tenants=tenants), 4096, seed=0)
+    own = {tenant.name: tenant.objectives for tenant in tenants}
+    assert all(request.objectives == own[request.tenant] for request in requests)
+    assert {request.objectives for request in draw_requests(shape_of(objectives=common), 4096, seed=0)} == {common}
+
+
+@pytest.mark.parametrize("text", ["1:high:x", "1:high:1:2:3", "1:high:-1", "1:high:1.5", "inf", "1:urgent"])
+def test_what_is_no_tenant_is_refused(text):
+    with pytest.raises(ValueError, match="allowed: NAME=SHARE"):
+        parse_tenants({"a": text})
+
+
 def test_prompts_of_a_prefix_begin_alike_and_end_differently():
     requests = draw_requests(shape_of(num_prefixes=2, num_prefix_tokens=32), 4096, seed=0)
     source = PromptSource(0, vocab_size=1000)
@@ -116,7 +146,15 @@ def test_a_trace_gives_requests_by_arrival(tmp_path):
     lines = [
         {"arrival_s": 2.0, "prompt_tokens": 40, "output_tokens": 5, "tenant": "b", "priority": "low"},
         {"arrival_s": 0.5, "prompt_tokens": 64, "output_tokens": 9, "prefix": "system", "prefix_tokens": 48},
-        {"arrival_s": 1.0, "prompt_tokens": 60, "output_tokens": 9, "prefix": "system", "prefix_tokens": 32},
+        {
+            "arrival_s": 1.0,
+            "prompt_tokens": 60,
+            "output_tokens": 9,
+            "prefix": "system",
+            "prefix_tokens": 32,
+            "ttft_slo_ms": 300,
+            "itl_slo_ms": 0,
+        },
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)))
@@ -124,6 +162,12 @@ def test_a_trace_gives_requests_by_arrival(tmp_path):
     assert times == [0.5, 1.0, 2.0]
     assert [request.number for request in requests] == [0, 1, 2]
     assert (requests[2].tenant, requests[2].priority, requests[2].num_prompt_tokens) == ("b", 4, 40)
+    common = Objectives(ttft_slo_ms=800, itl_slo_ms=80)
+    assert [request.objectives for request in read_trace(str(path), common)[0]] == [
+        common,
+        Objectives(ttft_slo_ms=300, itl_slo_ms=0),
+        common,
+    ]
     long, short = (PromptSource(0, 500).prompt(request) for request in requests[:2])
     assert long[:32].tobytes() == short[:32].tobytes()
     assert long[32:48].tobytes() != short[32:48].tobytes()

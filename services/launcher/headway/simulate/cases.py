@@ -57,10 +57,16 @@ def make_cases(
         origin = "--sweep-budget" if swept else "--compare"
         axes = [_axis(name, values, settings, origin) for name, values in compared.items()]
         variants = [dict(variant) for variant in itertools.product(*axes)]
-    return tuple(
-        Case(label=_label(variant), limits=build(SchedulerLimits, {**given, **variant}, _validate))
-        for variant in variants
-    )
+    return tuple(case_of(_label(variant), {**given, **variant}) for variant in variants)
+
+
+def case_of(label: str, given: Layer) -> Case:
+    """The case with these limits.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    return Case(label=label, limits=build(SchedulerLimits, given, _validate))
 
 
 def _axis(name: str, values: str, settings: Mapping[str, Setting], origin: str) -> list[tuple[str, Given]]:

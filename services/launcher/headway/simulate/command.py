@@ -14,9 +14,16 @@ from typing import Any
 
 import msgspec
 
-from headway.configuration import add_flags, build, given_by_flags
-from headway.settings import ConfigurationError, settings_of, shown
+from headway.configuration import add_flags, build, given_by_flags, merged
+from headway.settings import ConfigurationError, metavar, settings_of, shown
 from headway.simulate.cases import Case, limit_settings, make_cases
+from headway.simulate.comparison import (
+    COMPARE_SOURCES,
+    comparison_document,
+    comparison_text,
+    settings_layer,
+    source_cases,
+)
 from headway.simulate.loop import NoProgress
 from headway.simulate.measurement import Measurement
 from headway.simulate.options import SimulationOptions
@@ -30,7 +37,18 @@ INTERRUPTED_EXIT_CODE = 130
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway simulate``."""
-    add_flags(parser, settings_of(SimulationOptions).values(), title="device, workload and output")
+    settings = settings_of(SimulationOptions)
+    compare = settings.pop("compare")
+    add_flags(parser, settings.values(), title="device, workload and output")
+    parser.add_argument(
+        compare.flag,
+        action="append",
+        nargs="?",
+        const=COMPARE_SOURCES,
+        default=argparse.SUPPRESS,
+        metavar=metavar(compare),
+        help=compare.description,
+    )
     parser.add_argument(
         "--case",
         action="append",
@@ -47,10 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a flag or a file cannot be used.
     """
+    compares_sources = _take_compare_sources(arguments)
     given = given_by_flags(arguments, settings_of(SimulationOptions))
+    if compares_sources:
+        given = merged((given, settings_layer(given)))
     options = build(SimulationOptions, given, SimulationOptions.validate)
     limits = given_by_flags(arguments, limit_settings())
-    cases = make_cases(limits, options.compare, options.sweep_budget, arguments.case)
+    if compares_sources:
+        cases = source_cases(limits, options.users)
+    else:
+        cases = make_cases(limits, options.compare, options.sweep_budget, arguments.case)
     _check_outputs(options)
     world = make_world(options)
     try:
@@ -63,8 +87,24 @@ def run(arguments: argparse.Namespace) -> int:
         return STOPPED_EXIT_CODE
     knee = knee_of(results) if options.sweep_budget else None
     sys.stdout.write(f"{_title(world)}\n\n{table(results, knee)}")
-    _write_outputs(world, results, knee)
+    if compares_sources:
+        sys.stdout.write(f"\n{comparison_text(results)}")
+    _write_outputs(world, results, knee, comparison_document(results) if compares_sources else None)
     return 0
+
+
+def _take_compare_sources(arguments: argparse.Namespace) -> bool:
+    """Whether the published comparison is asked for; if so, ``--compare`` is as if it had not been given."""
+    texts: list[str] = getattr(arguments, "compare", [])
+    if COMPARE_SOURCES not in texts:
+        return False
+    if len(texts) > 1 or arguments.case or hasattr(arguments, "sweep_budget") or hasattr(arguments, "trace"):
+        raise ConfigurationError(
+            "--compare without FIELD=VALUE is not allowed beside another --compare, --case, --sweep-budget or --trace; "
+            "allowed: alone"
+        )
+    del arguments.compare
+    return True
 
 
 def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
@@ -91,9 +131,9 @@ def _title(world: World) -> str:
         arrivals = f"{options.users} users" + f" who think for {options.think_s:g} s" * (options.think_s > 0)
     else:
         arrivals = f"{options.arrivals} arrivals at {options.rate:g}/s"
-    devices = f"{options.tensor_parallel} x {options.hardware}"
+    devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
     return (
-        f"{options.model} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
+        f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
         f"{len(world.requests)} requests, {arrivals}; seed {options.seed}"
     )
 
@@ -109,10 +149,13 @@ def _check_outputs(options: SimulationOptions) -> None:
         raise ConfigurationError("--png: this host lacks matplotlib; install it, or headway[dev], or leave --png out")
 
 
-def _write_outputs(world: World, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
+def _write_outputs(
+    world: World, results: Sequence[CaseResult], knee: CaseResult | None, comparison: dict[str, Any] | None
+) -> None:
     options = world.options
     if options.json:
-        document = as_json(_described(world), results, knee)
+        added = {} if comparison is None else {"comparison": comparison}
+        document = as_json(_described(world), results, knee, added)
         _write("--json", options.json, lambda path: path.write_bytes(document))
     if options.png:
         from headway.simulate.picture import draw
@@ -135,5 +178,9 @@ def _described(world: World) -> dict[str, Any]:
         "options": options,
         "accelerator": world.roofline.accelerator,
         "model": world.roofline.shape,
-        "capacity": {"num_blocks": world.capacity.num_blocks, "max_model_len": world.capacity.max_model_len},
+        "capacity": {
+            "num_blocks": world.capacity.num_blocks,
+            "max_model_len": world.capacity.max_model_len,
+            "num_host_blocks": world.capacity.num_host_blocks,
+        },
     }

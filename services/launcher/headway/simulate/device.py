@@ -4,37 +4,93 @@ Owns: the virtual device: which step it runs, until when, and the tokens it inve
 
 Steps are applied to the executor's own batch state, which refuses an impossible diff and answers with the digests that
 the scheduler checks. So a run also proves that both ends agree, as in production.
+
+A step's time is the cost model's and that of the blocks it moves to and from the host, one after the other; a
+*disturbance* multiplies it, so that it can be seen what a scheduler makes of a device that does not keep its word.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from headway.settings import shown
 from headway.simulate.roofline import Roofline
-from headway_executor.batch_state import BatchState
+from headway_executor.batch_state import BatchState, BlockMoves
 from headway_proto.columns import encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity
 
+SLOWDOWN_NOTATION = "AT_S:FACTOR"
+
+
+class Slowdown(msgspec.Struct, frozen=True):
+    """From ``at_s`` on, steps take ``factor`` times as long."""
+
+    at_s: float
+    factor: float
+
+
+class Disturbance:
+    """What multiplies the time of a step: chance, and slowdowns, of which the latest counts.
+
+    Chance is lognormal with mean 1 and standard deviation ``noise``, a draw for each step.
+    """
+
+    def __init__(self, noise: float, slowdowns: Sequence[Slowdown], rng: np.random.Generator) -> None:
+        self._sigma = float(np.sqrt(np.log1p(noise**2)))
+        self._slowdowns = sorted(slowdowns, key=lambda slowdown: slowdown.at_s)
+        self._rng = rng
+
+    def factor(self, start_s: float) -> float:
+        """For the next step, which starts at ``start_s``."""
+        factor = 1.0
+        for slowdown in self._slowdowns:
+            if slowdown.at_s <= start_s:
+                factor = slowdown.factor
+        if self._sigma:
+            factor *= float(np.exp(self._sigma * self._rng.standard_normal() - self._sigma**2 / 2))
+        return factor
+
 
 class StepRecord(NamedTuple):
-    """One step as the device ran it; times in seconds. ``num_decodes`` of its rows run a single token and sample."""
+    """One step as the device ran it; times in seconds. ``num_decodes`` of its rows run a single token and sample.
+
+    Before it ran, ``num_swapped_blocks`` went to the host or came from there, which took ``swap_s`` of its time.
+    """
 
     start_s: float
     end_s: float
     num_tokens: int
     num_rows: int
     num_decodes: int
+    num_swapped_blocks: int
+    swap_s: float
 
 
 class VirtualDevice:
-    """Runs one step after the other, each for as long as the roofline says."""
+    """Runs one step after the other, each for as long as the roofline says.
 
-    def __init__(self, roofline: Roofline, capacity: ExecutorCapacity, rng: np.random.Generator) -> None:
+    ``host_bandwidth``: bytes per second that each device moves to or from the host.
+    """
+
+    def __init__(
+        self,
+        roofline: Roofline,
+        capacity: ExecutorCapacity,
+        rng: np.random.Generator,
+        *,
+        host_bandwidth: float,
+        disturbance: Disturbance | None = None,
+    ) -> None:
         self._roofline = roofline
+        self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._rng = rng
+        self._host_bandwidth = host_bandwidth
+        self._disturbance = disturbance
         self._state = BatchState(_info(roofline, capacity))
         self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
         self._free_s = 0.0
@@ -50,24 +106,29 @@ class VirtualDevice:
         Raises:
             ImpossibleDiff: the scheduler contradicts what it sent before.
         """
-        batch = self._state.apply(output).batch
+        batch, moves = self._state.apply(output)
         sampling = batch.samples != 0
         num_samples = int(np.count_nonzero(sampling))
-        time = self._roofline.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
         start_s = max(now, self._free_s)
-        self._free_s = start_s + time.total_s
+        factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
+        time = self._roofline.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
+        num_swapped_blocks = _num_swapped(moves)
+        swap_s = factor * self._roofline.swap_time(num_swapped_blocks, self._block_size, self._host_bandwidth)
+        self._free_s = start_s + factor * time.total_s + swap_s
         record = StepRecord(
             start_s=start_s,
             end_s=self._free_s,
             num_tokens=output.total_num_scheduled_tokens,
             num_rows=len(batch.rows),
             num_decodes=int(np.count_nonzero(sampling & (batch.num_scheduled_tokens == 1))),
+            num_swapped_blocks=num_swapped_blocks,
+            swap_s=swap_s,
         )
         answer = ExecutorOutput(
             epoch=output.epoch,
             step=output.step,
             sampled_token_ids=encode_column(self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)),
-            device_time_us=round(time.total_s * 1e6),
+            device_time_us=round(factor * time.total_s * 1e6),
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
         )
         self._steps.append((record, answer))
@@ -75,6 +136,33 @@ class VirtualDevice:
     def answer(self) -> tuple[StepRecord, ExecutorOutput]:
         """End the oldest step."""
         return self._steps.popleft()
+
+
+def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:
+    """Read slowdowns, ``AT_S:FACTOR`` each.
+
+    Raises:
+        ValueError: one is no time and a positive factor.
+    """
+    return tuple(_slowdown(text) for text in texts)
+
+
+def _slowdown(text: str) -> Slowdown:
+    at_s, _, factor = text.partition(":")
+    try:
+        slowdown = Slowdown(float(at_s), float(factor))
+    except ValueError:
+        slowdown = Slowdown(-1.0, 0.0)
+    if not (0 <= slowdown.at_s < float("inf") and 0 < slowdown.factor <= 1e6):
+        raise ValueError(
+            f"{shown(text)} is not allowed; allowed: {SLOWDOWN_NOTATION}, seconds from 0 and a factor above 0, "
+            "at most 1e6"
+        )
+    return slowdown
+
+
+def _num_swapped(moves: BlockMoves | None) -> int:
+    return 0 if moves is None else moves.swap_out.shape[1] + moves.swap_in.shape[1]
 
 
 def _info(roofline: Roofline, capacity: ExecutorCapacity) -> BackendInfo:

@@ -3,35 +3,66 @@
 Owns: what each can do at best, and which share of that good kernels reach. Must not know: models or steps.
 
 Peaks are NVIDIA's data sheets' (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16, without sparsity; memory in decimal
-gigabytes; NVLink in one direction, half of the bidirectional figure. Shares:
+gigabytes; NVLink and PCI Express in one direction, half of the bidirectional figure. The rest:
 
-- GEMM 0.80 and memory 0.90: measured on one H200 with large bf16 products (790 of 989.4 TFLOP/s) and a copy (4.3 of
-  4.8 TB/s). For the others the same shares are assumed.
+- GEMM 0.80 of the peak and memory 0.90: measured on one H200 with large bf16 products (790 of 989.4 TFLOP/s) and a copy
+  (4.3 of 4.8 TB/s). For the others the same shares are assumed.
+- A product of few tokens reads its weights at 0.80 of the peak, and arithmetic and reading overlap with exponent 2.5
+  (see ``roofline``): DeepGEMM's first published table, dense products on an H800 (3.35 TB/s), where that of 7168 x 16384
+  reads 2,668 GB/s with 64 tokens. Its times with 64, 128 and 4,096 tokens give the exponents 2.8, 2.5, 1.9 and 1.6, the
+  smaller the smaller the matrix. They are FP8 products; in bf16 both bytes and operations take twice as long, which
+  leaves the shape of the curve as it is. For the A100 the same is assumed.
+- A product runs in tiles of 64 tokens on Hopper, the rows of one of its matrix instructions (PTX ISA, ``wgmma``), and 128
+  on Ampere, where Sarathi-Serve saw a chunk of 257 tokens take 32% longer than one of 256 (Agrawal et al., 2024, 4.3).
 - Attention 0.75 on Hopper: FlashAttention-3's 740 TFLOP/s on H100 (Shah et al., 2024). 0.73 on Ampere:
-  FlashAttention-2's 230 TFLOP/s on A100 (Dao, 2023).
+  FlashAttention-2's 230 TFLOP/s on A100 (Dao, 2023). Both give each head of each 128 queries to one processor.
+- Processors (SMs): 132 and 108, the data sheets'.
 - NVLink 0.80: assumed, about what collective libraries report for large messages within one machine.
 - An all-reduce of few bytes takes 10 us: assumed, the order of magnitude of one between the devices of one machine.
 - From the start of a kernel that has little to do to the start of the next 2 us: assumed, for kernels that are
   replayed from a graph.
+- Between the end of a step and the start of the next 0.3 ms: assumed, for inputs that are prepared, a graph that is
+  started and ids that come back. The scheduler's own time is not in it.
+- Host memory 0.78 of the link: 50 of PCI Express 5's 64 GB/s, measured on one H200. For PCI Express 4 the same is assumed.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+_Positive = Annotated[float, Meta(gt=0)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+_Duration = Annotated[float, Meta(ge=0)]
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. Rates per second, sizes in bytes, times in seconds; shares of the peak from 0 to 1."""
+    """One device. Rates per second, sizes in bytes, times in seconds; shares of the peak from 0 to 1.
+
+    ``overlap_exponent``: how far a product's arithmetic hides its reading, 1 not at all, large values wholly.
+    ``gemm_tile_tokens`` and ``attention_tile_queries``: what a kernel computes at once, so that less takes as long.
+    ``num_processors``: the parts of the device that work on different tiles.
+    """
 
     name: str
-    peak_flops: float
-    memory_bandwidth: float
-    memory_bytes: float
-    link_bandwidth: float
-    attention_share: float
-    gemm_share: float = 0.80
-    memory_share: float = 0.90
-    link_share: float = 0.80
-    all_reduce_latency_s: float = 10e-6
-    kernel_launch_s: float = 2e-6
+    peak_flops: _Positive
+    memory_bandwidth: _Positive
+    memory_bytes: _Positive
+    link_bandwidth: _Positive
+    host_bandwidth: _Positive
+    num_processors: Annotated[int, Meta(ge=1)]
+    attention_share: _Share
+    gemm_tile_tokens: Annotated[int, Meta(ge=1)]
+    attention_tile_queries: Annotated[int, Meta(ge=1)] = 128
+    gemm_share: _Share = 0.80
+    weights_share: _Share = 0.80
+    memory_share: _Share = 0.90
+    link_share: _Share = 0.80
+    host_share: _Share = 0.78
+    overlap_exponent: Annotated[float, Meta(ge=1)] = 2.5
+    all_reduce_latency_s: _Duration = 10e-6
+    kernel_launch_s: _Duration = 2e-6
+    step_overhead_s: _Duration = 300e-6
 
 
 ACCELERATORS = {
@@ -43,7 +74,10 @@ ACCELERATORS = {
             memory_bandwidth=2.039e12,
             memory_bytes=80e9,
             link_bandwidth=300e9,
+            host_bandwidth=32e9,
+            num_processors=108,
             attention_share=0.73,
+            gemm_tile_tokens=128,
         ),
         Accelerator(
             name="h100",
@@ -51,7 +85,10 @@ ACCELERATORS = {
             memory_bandwidth=3.35e12,
             memory_bytes=80e9,
             link_bandwidth=450e9,
+            host_bandwidth=64e9,
+            num_processors=132,
             attention_share=0.75,
+            gemm_tile_tokens=64,
         ),
         Accelerator(
             name="h200",
@@ -59,7 +96,10 @@ ACCELERATORS = {
             memory_bandwidth=4.8e12,
             memory_bytes=141e9,
             link_bandwidth=450e9,
+            host_bandwidth=64e9,
+            num_processors=132,
             attention_share=0.75,
+            gemm_tile_tokens=64,
         ),
     )
 }

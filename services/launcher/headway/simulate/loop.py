@@ -111,4 +111,6 @@ class Simulation:
             stop_token_ids=frozenset(),
             priority=request.priority,
             tenant=request.tenant,
+            ttft_slo_ms=request.objectives.ttft_slo_ms,
+            itl_slo_ms=request.objectives.itl_slo_ms,
         )

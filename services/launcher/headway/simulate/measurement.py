@@ -6,6 +6,9 @@ Must not know: how requests are scheduled, or how figures are shown.
 Times are virtual. Latencies count from the intended arrival. An ITL is one gap between two tokens of a request; all
 gaps of all requests count alike. The window of throughputs begins with the first measured arrival and ends with the
 last token; every output token in it counts, and the prompts of the requests that are measured.
+
+A request meets its objectives if its first token and each further gap came within them; goodput counts those that do
+(Zhong et al., DistServe, OSDI 2024), and who has no objective meets it.
 """
 
 from collections.abc import Sequence
@@ -15,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.simulate.device import StepRecord
-from headway.simulate.workload import PlannedRequest
+from headway.simulate.workload import PRIORITIES, PlannedRequest
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import FinishedEvent
 
 _NEVER = float("nan")
+_PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +40,7 @@ class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     tenant: str
+    priority: str
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
@@ -44,20 +49,26 @@ class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     end_to_end_s: float
     itl_ms: tuple[float, ...]
+    meets_objectives: bool
 
 
-class TenantTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's part of a run, in the units of ``Totals``."""
+class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's or a priority's part of a run, in the units of ``Totals``."""
 
     num_finished: int
+    num_preemptions: int
     output_tokens_per_s: float
     total_tokens_per_s: float
+    goodput_requests_per_s: float | None
     ttft_ms: Percentiles
     itl_ms: Percentiles
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in figures. Rates per second of virtual time; latencies in milliseconds; shares from 0 to 1."""
+    """A run in figures. Rates per second of virtual time; latencies in milliseconds; shares from 0 to 1.
+
+    Goodput is None where no request has an objective.
+    """
 
     num_requests: int
     num_finished: int
@@ -68,6 +79,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float
+    goodput_requests_per_s: float | None
     asked_requests_per_s: float | None
     ttft_ms: Percentiles
     itl_ms: Percentiles
@@ -78,8 +90,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     mean_step_ms: float
     mean_concurrency: float
     device_busy_share: float
-    tenants: dict[str, TenantTotals]
+    num_swapped_blocks: int
+    swap_share: float
+    """Of the time that the device was busy."""
+    tenants: dict[str, GroupTotals]
     """Of those that have a name; throughput counts requests that arrived in the window."""
+    priorities: dict[str, GroupTotals]
+    """The most urgent first; likewise."""
 
 
 class Measurement:
@@ -139,15 +156,19 @@ class Measurement:
         owners, gaps = self._all_gaps()
         order = np.argsort(owners, kind="stable")
         owners, gaps = owners[order], gaps[order]
-        return [self._figures(number, owners, gaps) for number in sorted(self._ends)]
+        meets = self._meets_objectives()
+        return [self._figures(number, owners, gaps, meets) for number in sorted(self._ends)]
 
-    def _figures(self, number: int, owners: Int32Array, gaps: NDArray[np.float64]) -> RequestFigures:
+    def _figures(
+        self, number: int, owners: Int32Array, gaps: NDArray[np.float64], meets: NDArray[np.bool_]
+    ) -> RequestFigures:
         event, request = self._ends[number], self._requests[number]
         place = slice(int(owners.searchsorted(number)), int(owners.searchsorted(number, side="right")))
         arrival_s = float(self._arrival_s[number])
         return RequestFigures(
             number=number,
             tenant=request.tenant,
+            priority=_PRIORITY_NAMES[request.priority],
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=event.num_output_tokens,
             num_preemptions=event.num_preemptions,
@@ -156,7 +177,20 @@ class Measurement:
             ttft_s=_rounded(float(self._first_token_s[number]) - arrival_s),
             end_to_end_s=_rounded(float(self._end_s[number]) - arrival_s),
             itl_ms=tuple((gaps[place] * 1e3).round(6).tolist()),
+            meets_objectives=bool(meets[number]),
         )
+
+    def _meets_objectives(self) -> NDArray[np.bool_]:
+        """By request number; meaningless for those that have not ended."""
+        owners, gaps = self._all_gaps()
+        longest_s = np.zeros(len(self._arrival_s))
+        np.maximum.at(longest_s, owners, gaps)
+        limits_s = np.full((2, len(self._arrival_s)), np.inf)
+        for number, request in self._requests.items():
+            limits_s[:, number] = request.objectives.limits_s
+        first_s = self._first_token_s - self._arrival_s
+        meets: NDArray[np.bool_] = (first_s <= limits_s[0]) & (longest_s <= limits_s[1])
+        return meets
 
     def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> Totals:
         """The whole run, warm-up left out where it says so above."""
@@ -180,6 +214,7 @@ class Measurement:
             output_tokens_per_s=_ratio(num_output_tokens, window_s),
             total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
             requests_per_s=_ratio(len(measured), window_s),
+            goodput_requests_per_s=self._goodput(measured, window_s),
             asked_requests_per_s=asked_requests_per_s,
             ttft_ms=_percentiles((self._first_token_s[measured] - arrival_s) * 1e3),
             itl_ms=_percentiles(gaps[owners >= self._first_measured] * 1e3),
@@ -190,25 +225,44 @@ class Measurement:
             mean_step_ms=_ratio(busy_s * 1e3, len(steps)),
             mean_concurrency=_ratio(float((end_s - arrival_s).sum()), window_s),
             device_busy_share=_ratio(busy_s, window_s),
+            num_swapped_blocks=sum(step.num_swapped_blocks for step in steps),
+            swap_share=_ratio(sum(step.swap_s for step in steps), busy_s),
             tenants=self._tenants(measured, window_s),
+            priorities=self._priorities(measured, window_s),
         )
 
-    def _tenants(self, measured: Sequence[int], window_s: float) -> dict[str, TenantTotals]:
+    def _goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
+        if not any(self._requests[number].objectives.are_some for number in numbers):
+            return None
+        return _ratio(int(np.count_nonzero(self._meets_objectives()[numbers])), window_s)
+
+    def _tenants(self, measured: Sequence[int], window_s: float) -> dict[str, GroupTotals]:
         numbers_of: dict[str, list[int]] = {}
         for number in measured:
             numbers_of.setdefault(self._requests[number].tenant, []).append(number)
-        return {name: self._tenant(numbers_of[name], window_s) for name in sorted(numbers_of) if name}
+        return {name: self._group(numbers_of[name], window_s) for name in sorted(numbers_of) if name}
 
-    def _tenant(self, numbers: list[int], window_s: float) -> TenantTotals:
+    def _priorities(self, measured: Sequence[int], window_s: float) -> dict[str, GroupTotals]:
+        numbers_of: dict[int, list[int]] = {}
+        for number in measured:
+            numbers_of.setdefault(self._requests[number].priority, []).append(number)
+        return {
+            _PRIORITY_NAMES[priority]: self._group(numbers_of[priority], window_s) for priority in sorted(numbers_of)
+        }
+
+    def _group(self, numbers: list[int], window_s: float) -> GroupTotals:
         owners, gaps = self._all_gaps()
         is_own = np.zeros(len(self._arrival_s), dtype=np.bool_)
         is_own[numbers] = True
-        num_output_tokens = sum(self._ends[number].num_output_tokens for number in numbers)
+        ends = [self._ends[number] for number in numbers]
+        num_output_tokens = sum(end.num_output_tokens for end in ends)
         num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in numbers)
-        return TenantTotals(
+        return GroupTotals(
             num_finished=len(numbers),
+            num_preemptions=sum(end.num_preemptions for end in ends),
             output_tokens_per_s=_ratio(num_output_tokens, window_s),
             total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
+            goodput_requests_per_s=self._goodput(numbers, window_s),
             ttft_ms=_percentiles((self._first_token_s[numbers] - self._arrival_s[numbers]) * 1e3),
             itl_ms=_percentiles(gaps[is_own[owners]] * 1e3),
         )

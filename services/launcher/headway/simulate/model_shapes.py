@@ -2,14 +2,13 @@
 
 Owns: the dimensions of each and what follows from them. Must not know: hardware.
 
+Weights, activations and KV have ``bytes_per_value`` each: two, as in bfloat16, unless a model says otherwise.
+
 Dimensions are those of the config.json that each model is published with; the number of parameters that follows from
 them is the published one, to the last.
 """
 
 import msgspec
-
-BYTES_PER_VALUE = 2
-"""Weights, activations and KV are bfloat16."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +23,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     vocab_size: int
     context_length: int
+    bytes_per_value: int = 2
 
     @property
     def num_layer_parameters(self) -> int:
@@ -42,10 +42,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         norms = (2 * self.num_layers + 1) * self.hidden_size
         return self.num_layer_parameters + 2 * self.num_head_parameters + norms
 
+    def elementwise_bytes_per_token(self, tensor_parallel: int = 1) -> float:
+        """What the operators between products read and write for a token, on each of ``tensor_parallel`` devices.
+
+        Per layer: two additions with a norm (two values of the hidden state read, two written), the activation (two
+        read, one written), the rotation of queries and keys, and keys and values on their way into the cache.
+        """
+        heads = 2 * self.num_heads + 4 * self.num_kv_heads
+        values = 8 * self.hidden_size + (3 * self.intermediate_size + heads * self.head_dim) / tensor_parallel
+        return self.num_layers * values * self.bytes_per_value
+
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
         """On each of ``tensor_parallel`` devices; one that would get less than a KV head holds a copy of a whole one."""
         num_kv_heads = -(-self.num_kv_heads // tensor_parallel)
-        return 2 * self.num_layers * num_kv_heads * self.head_dim * BYTES_PER_VALUE
+        return 2 * self.num_layers * num_kv_heads * self.head_dim * self.bytes_per_value
 
 
 MODEL_SHAPES = {

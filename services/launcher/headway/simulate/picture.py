@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from headway.simulate.cases import SWEPT_LIMIT
 from headway.simulate.report import CaseResult
 
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8a8a"
@@ -20,7 +21,7 @@ def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult
     Raises:
         OSError: the file cannot be written.
     """
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(9, 7), layout="constrained")
     figure.suptitle(title, fontsize=10)
     upper, lower = figure.subplots(2, 1)
     if len(results) == 1:
@@ -75,24 +76,38 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
         for result in results
         if result.totals.itl_ms.p99 is not None
     ]
-    axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
     field = _only_field(results)
+    if field == SWEPT_LIMIT:
+        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
+        _name_points(axes, points, f"{field}=", knee)
+    else:
+        # In the colors that each case has in the panel below, since names beside the points may cover each other.
+        for itl_ms, throughput, result in points:
+            axes.plot([itl_ms], [throughput], "o", label=result.case.label.removeprefix(f"{field}="))
+        axes.legend(frameon=False, fontsize=8, title=field or None, title_fontsize=8)
+    axes.margins(x=0.12, y=0.15)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_title(f"by {field}" * bool(field), fontsize=9, color=_GREY)
+    axes.set_xlabel("P99 ITL, ms")
+    axes.set_ylabel("output tokens/s")
+
+
+def _name_points(
+    axes: Axes, points: Sequence[tuple[float, float, CaseResult]], prefix: str, knee: CaseResult | None
+) -> None:
     for itl_ms, throughput, result in points:
         is_knee = result is knee
         if is_knee:
             axes.plot([itl_ms], [throughput], "o", markersize=14, fillstyle="none", markeredgewidth=2, color=_ORANGE)
         axes.annotate(
-            result.case.label.removeprefix(f"{field}=") + " (knee)" * is_knee,
+            result.case.label.removeprefix(prefix) + " (knee)" * is_knee,
             (itl_ms, throughput),
             xytext=(8, -12),
             textcoords="offset points",
             fontsize=8,
             color=_ORANGE if is_knee else _GREY,
         )
-    axes.margins(x=0.12, y=0.12)
-    axes.set_title(f"by {field}" * bool(field), fontsize=9, color=_GREY)
-    axes.set_xlabel("P99 ITL, ms")
-    axes.set_ylabel("output tokens/s")
 
 
 def _only_field(results: Sequence[CaseResult]) -> str:
@@ -103,10 +118,12 @@ def _only_field(results: Sequence[CaseResult]) -> str:
 
 
 def _draw_step_times(axes: Axes, results: Sequence[CaseResult]) -> None:
+    field = _only_field(results)
     for result in results:
         times = sorted(result.steps.step_ms)
         shares = [(place + 1) / len(times) for place in range(len(times))]
-        axes.plot(times, shares, label=result.case.label)
+        axes.plot(times, shares, label=result.case.label.removeprefix(f"{field}="))
     axes.set_xlabel("step time, ms")
     axes.set_ylabel("share of steps up to")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", title=field or None, title_fontsize=8)

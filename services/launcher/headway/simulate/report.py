@@ -6,14 +6,14 @@ The JSON depends on the flags and nothing else: the same command writes the same
 was is therefore only in the table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from headway.simulate.cases import Case
-from headway.simulate.measurement import Percentiles, RequestFigures, TenantTotals, Totals
+from headway.simulate.measurement import GroupTotals, Percentiles, RequestFigures, Totals
 
 JSON_SCHEMA = 1
 _COLUMNS = (
@@ -22,12 +22,14 @@ _COLUMNS = (
     "total tok/s",
     "TTFT ms p50/p90/p99",
     "ITL ms p50/p90/p99",
+    "goodput req/s",
     "preempted",
     "prefix hits",
     "mean batch",
     "achieved/asked req/s",
     "x real time",
 )
+_GOODPUT_COLUMN = _COLUMNS.index("goodput req/s")
 
 
 class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: list[int]
     num_rows: list[int]
     num_decodes: list[int]
+    num_swapped_blocks: list[int]
 
 
 class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,50 +68,74 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return the table: a line per case, the tenants of each below it; the knee has a star."""
+    """Return the table: a line per case, the tenants and priorities of each below it; the knee has a star.
+
+    Goodput has a column where there are objectives.
+    """
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))
-        rows.extend(_tenant_row(name, tenant) for name, tenant in result.totals.tenants.items())
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+        rows.extend(_group_row(name, group) for name, group in _groups(result.totals))
+    if all(result.totals.goodput_requests_per_s is None for result in results):
+        rows = [row[:_GOODPUT_COLUMN] + row[_GOODPUT_COLUMN + 1 :] for row in rows]
+    lines = aligned(rows)
     notes = [note for result in results if (note := _note(result))]
     if knee is not None:
         notes.append("* the knee: beyond it, latency grows faster than throughput")
-    return "\n".join((*(line.rstrip() for line in lines), *notes, ""))
+    return "\n".join((*lines, *notes, ""))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the cells of each column below each other, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _groups(totals: Totals) -> list[tuple[str, GroupTotals]]:
+    """Tenants, and priorities unless there is but one, or each tenant has its own and they would say the same."""
+    tenants = list(totals.tenants.items())
+    if len(totals.priorities) == 1 or len(totals.priorities) == len(tenants):
+        return tenants
+    return tenants + [(f"priority {name}", group) for name, group in totals.priorities.items()]
 
 
 def _row(result: CaseResult, *, is_knee: bool) -> tuple[str, ...]:
     totals = result.totals
-    asked = "-" if totals.asked_requests_per_s is None else f"{totals.asked_requests_per_s:.2f}"
     return (
         (result.case.label or "as given") + " *" * is_knee,
         f"{totals.output_tokens_per_s:.0f}",
         f"{totals.total_tokens_per_s:.0f}",
         _percentiles(totals.ttft_ms, digits=0),
         _percentiles(totals.itl_ms, digits=1),
+        _rate(totals.goodput_requests_per_s),
         str(totals.num_preemptions),
         f"{100 * totals.prefix_hit_rate:.1f}%",
         f"{totals.mean_batch_size:.1f}",
-        f"{totals.requests_per_s:.2f}/{asked}",
+        f"{totals.requests_per_s:.2f}/{_rate(totals.asked_requests_per_s)}",
         f"{result.speed:.0f}",
     )
 
 
-def _tenant_row(name: str, tenant: TenantTotals) -> tuple[str, ...]:
+def _group_row(name: str, group: GroupTotals) -> tuple[str, ...]:
     figures = (
         f"  {name}",
-        f"{tenant.output_tokens_per_s:.0f}",
-        f"{tenant.total_tokens_per_s:.0f}",
-        _percentiles(tenant.ttft_ms, digits=0),
-        _percentiles(tenant.itl_ms, digits=1),
+        f"{group.output_tokens_per_s:.0f}",
+        f"{group.total_tokens_per_s:.0f}",
+        _percentiles(group.ttft_ms, digits=0),
+        _percentiles(group.itl_ms, digits=1),
+        _rate(group.goodput_requests_per_s),
+        str(group.num_preemptions),
     )
     return figures + ("",) * (len(_COLUMNS) - len(figures))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _percentiles(values: Percentiles, digits: int) -> str:
@@ -116,10 +143,14 @@ def _percentiles(values: Percentiles, digits: int) -> str:
 
 
 def _note(result: CaseResult) -> str:
-    if not result.totals.num_rejected:
-        return ""
+    totals = result.totals
+    parts = []
+    if totals.num_rejected:
+        parts.append(f"{totals.num_rejected} of {totals.num_requests} requests were refused")
+    if totals.num_swapped_blocks:
+        parts.append(f"{totals.num_swapped_blocks} blocks swapped in {100 * totals.swap_share:.1f}% of the busy time")
     name = f"{result.case.label}: " * bool(result.case.label)
-    return f"{name}{result.totals.num_rejected} of {result.totals.num_requests} requests were refused"
+    return name + ", ".join(parts) if parts else ""
 
 
 def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
@@ -145,8 +176,10 @@ def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
     return results[points[int((rise - run).argmax())][2]]
 
 
-def as_json(world: dict[str, Any], results: Sequence[CaseResult], knee: CaseResult | None) -> bytes:
-    """Return the whole result; ``world`` says what was simulated."""
+def as_json(
+    world: Mapping[str, Any], results: Sequence[CaseResult], knee: CaseResult | None, added: Mapping[str, Any]
+) -> bytes:
+    """Return the whole result; ``world`` says what was simulated, ``added`` what else was found."""
     document = {
         "schema": JSON_SCHEMA,
         **world,
@@ -162,5 +195,6 @@ def as_json(world: dict[str, Any], results: Sequence[CaseResult], knee: CaseResu
             for result in results
         ],
         "knee": None if knee is None else knee.case.label,
+        **added,
     }
     return msgspec.json.encode(document) + b"\n"

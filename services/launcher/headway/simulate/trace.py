@@ -5,10 +5,12 @@ Owns: the schema of a line, and reading a file. Must not know: how the requests 
 JSON Lines, one object per request, in any order:
 
     {"arrival_s": 0.25, "prompt_tokens": 700, "output_tokens": 120,
-     "tenant": "chat", "priority": "high", "prefix": "system prompt 3", "prefix_tokens": 512}
+     "tenant": "chat", "priority": "high", "ttft_slo_ms": 500, "itl_slo_ms": 50,
+     "prefix": "system prompt 3", "prefix_tokens": 512}
 
-``arrival_s`` counts seconds from the start. The last four are optional: of requests that name the same ``prefix``, the
-first ``prefix_tokens`` tokens of the prompt are the same (as far as both go); ``prompt_tokens`` includes them.
+``arrival_s`` counts seconds from the start. The last two lines are optional. A request without objectives has those that
+the command gives to all; an objective of 0 is none. Of requests that name the same ``prefix``, the first
+``prefix_tokens`` tokens of the prompt are the same (as far as both go); ``prompt_tokens`` includes them.
 """
 
 from collections.abc import Iterator
@@ -18,9 +20,17 @@ import msgspec
 from msgspec import Meta
 
 from headway.settings import ConfigurationError, bytes_of_file, shown
-from headway.simulate.workload import NO_PREFIX, PRIORITIES, PlannedRequest
+from headway.simulate.workload import (
+    MOST_OBJECTIVE_MS,
+    NO_OBJECTIVES,
+    NO_PREFIX,
+    PRIORITIES,
+    Objectives,
+    PlannedRequest,
+)
 
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Objective = Annotated[int, Meta(ge=0, le=MOST_OBJECTIVE_MS)]
 
 
 class TraceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,12 +41,16 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_tokens: _Tokens
     tenant: str = ""
     priority: Literal["realtime", "high", "normal", "low"] = "normal"
+    ttft_slo_ms: _Objective | None = None
+    itl_slo_ms: _Objective | None = None
     prefix: str = ""
     prefix_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
 
-def read_trace(path: str) -> tuple[list[PlannedRequest], list[float]]:
+def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[PlannedRequest], list[float]]:
     """Return a trace's requests by arrival, and their arrival times in seconds.
+
+    ``objectives`` are those of requests that name none of their own.
 
     Raises:
         ConfigurationError: the file cannot be read, has a bad line, or no line at all.
@@ -55,6 +69,10 @@ def read_trace(path: str) -> tuple[list[PlannedRequest], list[float]]:
                 num_output_tokens=line.output_tokens,
                 tenant=line.tenant,
                 priority=PRIORITIES[line.priority],
+                objectives=Objectives(
+                    ttft_slo_ms=objectives.ttft_slo_ms if line.ttft_slo_ms is None else line.ttft_slo_ms,
+                    itl_slo_ms=objectives.itl_slo_ms if line.itl_slo_ms is None else line.itl_slo_ms,
+                ),
                 prefix=prefixes.setdefault(line.prefix, len(prefixes)) if has_prefix else NO_PREFIX,
                 num_prefix_tokens=line.prefix_tokens if has_prefix else 0,
             )

@@ -1,4 +1,4 @@
-"""The requests of a run: how long, whose, how urgent, and which begin alike.
+"""The requests of a run: how long, whose, how urgent, with which objectives, and which begin alike.
 
 Owns: drawing them all from one seed, and the token ids of prompts. Must not know: when they arrive, or what serves them.
 
@@ -22,9 +22,41 @@ PRIORITIES = {
     "low": PRIORITY_LOW,
 }
 NO_PREFIX = -1
+TENANT_NOTATION = "NAME=SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]"
+MOST_OBJECTIVE_MS = 1 << 30
 
-PROMPT_LENGTHS, OUTPUT_LENGTHS, TENANTS, PREFIXES, ARRIVALS, PROMPT_TOKENS, PREFIX_TOKENS, SAMPLED_TOKENS = range(8)
+(
+    PROMPT_LENGTHS,
+    OUTPUT_LENGTHS,
+    TENANTS,
+    PREFIXES,
+    ARRIVALS,
+    PROMPT_TOKENS,
+    PREFIX_TOKENS,
+    SAMPLED_TOKENS,
+    STEP_NOISE,
+) = range(9)
 """The streams of random numbers."""
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request is to keep, in milliseconds, 0 for none: the time to its first token, and each further gap."""
+
+    ttft_slo_ms: int = 0
+    itl_slo_ms: int = 0
+
+    @property
+    def are_some(self) -> bool:
+        """Whether there is anything to keep."""
+        return bool(self.ttft_slo_ms or self.itl_slo_ms)
+
+    @property
+    def limits_s(self) -> tuple[float, float]:
+        """The longest time to the first token and the longest gap, in seconds; infinite where there is no objective."""
+        return self.ttft_slo_ms / 1e3 or float("inf"), self.itl_slo_ms / 1e3 or float("inf")
+
+
+NO_OBJECTIVES = Objectives()
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,16 +67,18 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int
     tenant: str = ""
     priority: int = PRIORITY_NORMAL
+    objectives: Objectives = NO_OBJECTIVES
     prefix: int = NO_PREFIX
     num_prefix_tokens: int = 0
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sends ``share`` (relative to the others') of the requests, all of one priority."""
+    """Who sends ``share`` (relative to the others') of the requests, all of one priority, with the same objectives."""
 
     name: str
     share: float
     priority: int = PRIORITY_NORMAL
+    objectives: Objectives = NO_OBJECTIVES
 
 
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +94,8 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     num_prefixes: int = 0
     num_prefix_tokens: int = 0
     tenants: Sequence[Tenant] = ()
+    objectives: Objectives = NO_OBJECTIVES
+    """Of the requests if there are no tenants."""
 
 
 def rng_of(seed: int, stream: int, *path: int) -> np.random.Generator:
@@ -74,7 +110,7 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
     then the prompt to what the answer leaves.
     """
     count = shape.num_requests
-    tenants = shape.tenants or (Tenant(name="", share=1.0),)
+    tenants = shape.tenants or (Tenant(name="", share=1.0, objectives=shape.objectives),)
     shares = np.array([tenant.share for tenant in tenants])
     least_prompt = shape.num_prefix_tokens + 1
     outputs = np.minimum(shape.output.draw(rng_of(seed, OUTPUT_LENGTHS), count), context_length - least_prompt)
@@ -89,6 +125,7 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
             num_output_tokens=int(outputs[number]),
             tenant=tenants[owners[number]].name,
             priority=tenants[owners[number]].priority,
+            objectives=tenants[owners[number]].objectives,
             prefix=int(prefixes[number]) if shape.num_prefix_tokens else NO_PREFIX,
             num_prefix_tokens=shape.num_prefix_tokens,
         )
@@ -116,22 +153,35 @@ class PromptSource:
         return rng.integers(0, self._vocab_size, size=count, dtype=np.int32)
 
 
-def parse_tenants(given: Mapping[str, str]) -> tuple[Tenant, ...]:
-    """Read tenants from their names and, of each, ``SHARE`` or ``SHARE:PRIORITY``.
+def parse_tenants(given: Mapping[str, str], objectives: Objectives = NO_OBJECTIVES) -> tuple[Tenant, ...]:
+    """Read tenants from their names and, of each, ``SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]``.
+
+    What is left out or empty is priority normal and the given ``objectives``; an objective of 0 is none.
 
     Raises:
-        ValueError: a share is no positive number, or there is no such priority.
+        ValueError: a share is no positive number, there is no such priority, or an objective is no whole number.
     """
-    return tuple(_tenant(name, text) for name, text in given.items())
+    return tuple(_tenant(name, text, objectives) for name, text in given.items())
 
 
-def _tenant(name: str, text: str) -> Tenant:
-    share_text, _, priority = text.partition(":")
+def _tenant(name: str, text: str, default: Objectives) -> Tenant:
+    share, priority, ttft_ms, itl_ms, *rest = (*text.split(":"), "", "", "")
     try:
-        share = float(share_text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < float("inf") or priority not in {"", *PRIORITIES}:
+        tenant = Tenant(
+            name=name,
+            share=float(share),
+            priority=PRIORITIES[priority or "normal"],
+            objectives=Objectives(
+                ttft_slo_ms=int(ttft_ms or default.ttft_slo_ms), itl_slo_ms=int(itl_ms or default.itl_slo_ms)
+            ),
+        )
+        are_objectives = all(0 <= value <= MOST_OBJECTIVE_MS for value in msgspec.structs.astuple(tenant.objectives))
+    except (ValueError, KeyError):
+        tenant, are_objectives = None, False
+    if tenant is None or not are_objectives or not 0 < tenant.share < float("inf") or any(rest):
         names = ", ".join(PRIORITIES)
-        raise ValueError(f"{shown(f'{name}={text}')} is not allowed; allowed: NAME=SHARE or NAME=SHARE:{{{names}}}")
-    return Tenant(name=name, share=share, priority=PRIORITIES[priority or "normal"])
+        raise ValueError(
+            f"{shown(f'{name}={text}')} is not allowed; allowed: {TENANT_NOTATION} with a positive share, a priority of "
+            f"{names}, and whole milliseconds"
+        )
+    return tenant

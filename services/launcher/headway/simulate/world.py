@@ -9,22 +9,24 @@ from typing import NamedTuple
 
 import msgspec
 
-from headway.settings import ConfigurationError
+from headway.settings import ConfigurationError, shown
 from headway.simulate.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
 from headway.simulate.cases import Case
-from headway.simulate.device import VirtualDevice
-from headway.simulate.hardware import ACCELERATORS
+from headway.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
+from headway.simulate.device_file import read_device
+from headway.simulate.hardware import ACCELERATORS, Accelerator
 from headway.simulate.lengths import parse_lengths
 from headway.simulate.loop import Simulation
 from headway.simulate.measurement import Measurement
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import SimulationOptions
+from headway.simulate.model_shapes import MODEL_SHAPES, ModelShape
+from headway.simulate.options import MEASURED_MODEL, SimulationOptions
 from headway.simulate.report import CaseResult, QueueColumns, StepColumns
 from headway.simulate.roofline import Roofline
 from headway.simulate.trace import read_trace
 from headway.simulate.workload import (
     ARRIVALS,
     SAMPLED_TOKENS,
+    STEP_NOISE,
     PlannedRequest,
     PromptSource,
     WorkloadShape,
@@ -57,6 +59,12 @@ class World(NamedTuple):
         span_s = self.times_s[-1] - self.times_s[0]
         return (len(self.times_s) - 1) / span_s if span_s else None
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between each device and the host."""
+        accelerator = self.roofline.accelerator
+        return self.options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
+
     def arrivals(self) -> Arrivals:
         """A fresh source of the requests."""
         if self.times_s is None:
@@ -70,17 +78,17 @@ def make_world(options: SimulationOptions) -> World:
     Raises:
         ConfigurationError: the model does not fit the device, or the workload not the model.
     """
-    shape = MODEL_SHAPES[options.model]
-    roofline = Roofline(ACCELERATORS[options.hardware], shape, options.tensor_parallel)
+    accelerator, shape = _accelerator_and_model(options)
+    roofline = Roofline(accelerator, shape, options.tensor_parallel)
     if options.max_model_len == 1 or options.max_model_len > shape.context_length:
         raise ConfigurationError(
             f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
-            f"the context of {options.model}, or 0 for all of it"
+            f"the context of {shape.name}, or 0 for all of it"
         )
     num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
     if num_blocks < 1:
         raise ConfigurationError(
-            f"--tensor-parallel: {options.model} does not fit into {options.tensor_parallel} x {options.hardware}; "
+            f"--tensor-parallel: {shape.name} does not fit into {options.tensor_parallel} x {accelerator.name}; "
             "allowed: more devices"
         )
     capacity = ExecutorCapacity(
@@ -89,9 +97,10 @@ def make_world(options: SimulationOptions) -> World:
         max_model_len=options.max_model_len or shape.context_length,
         vocab_size=shape.vocab_size,
         max_num_rows=1 << 16,
+        num_host_blocks=options.host_blocks,
     )
     if options.trace:
-        requests, times_s = read_trace(options.trace)
+        requests, times_s = read_trace(options.trace, options.objectives)
         if options.warmup_requests >= len(requests):
             raise ConfigurationError(
                 f"--warmup-requests: {options.warmup_requests} is not allowed; "
@@ -110,10 +119,25 @@ def make_world(options: SimulationOptions) -> World:
         output=parse_lengths(options.output_tokens),
         num_prefixes=options.prefixes,
         num_prefix_tokens=options.prefix_tokens,
-        tenants=parse_tenants(options.tenants),
+        tenants=parse_tenants(options.tenants, options.objectives),
+        objectives=options.objectives,
     )
     requests = draw_requests(workload, context_length, options.seed)
     return World(options, roofline, capacity, requests, _arrival_times(options))
+
+
+def _accelerator_and_model(options: SimulationOptions) -> tuple[Accelerator, ModelShape]:
+    if not options.hardware_file:
+        return ACCELERATORS[options.hardware], MODEL_SHAPES[options.model]
+    described = read_device(options.hardware_file)
+    if options.model != MEASURED_MODEL:
+        return described.accelerator, MODEL_SHAPES[options.model]
+    if described.model is None:
+        raise ConfigurationError(
+            f"--model: {options.model} is not allowed, since {shown(options.hardware_file)} holds no model; "
+            "allowed: another model"
+        )
+    return described.accelerator, described.model
 
 
 def _arrival_times(options: SimulationOptions) -> list[float] | None:
@@ -139,7 +163,13 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         scheduler = Scheduler(case.limits, capacity)
     except (KeyError, ValueError) as error:
         raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
-    device = VirtualDevice(world.roofline, capacity, rng_of(world.options.seed, SAMPLED_TOKENS))
+    device = VirtualDevice(
+        world.roofline,
+        capacity,
+        rng_of(world.options.seed, SAMPLED_TOKENS),
+        host_bandwidth=world.host_bandwidth,
+        disturbance=_disturbance(world.options),
+    )
     measurement = Measurement(len(world.requests), world.options.warmup_requests)
     started = time.perf_counter()
     prompts = PromptSource(world.options.seed, capacity.vocab_size)
@@ -155,6 +185,12 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
     )
 
 
+def _disturbance(options: SimulationOptions) -> Disturbance | None:
+    if not options.noise and not options.slowdown:
+        return None
+    return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE))
+
+
 def _step_columns(measurement: Measurement) -> StepColumns:
     steps = measurement.steps
     return StepColumns(
@@ -163,6 +199,7 @@ def _step_columns(measurement: Measurement) -> StepColumns:
         num_tokens=[step.num_tokens for step in steps],
         num_rows=[step.num_rows for step in steps],
         num_decodes=[step.num_decodes for step in steps],
+        num_swapped_blocks=[step.num_swapped_blocks for step in steps],
     )
 
 
