@@ -170,7 +170,9 @@ def test_objectives_travel_to_the_core_and_goodput_comes_back():
 
 def test_swapped_blocks_take_their_time():
     """Two blocks out and one in: three of 4 tokens x 131,072 bytes at 1 MB/s, before the step's own second."""
-    capacity = ExecutorCapacity(num_blocks=8, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8)
+    capacity = ExecutorCapacity(
+        num_blocks=8, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8, num_host_blocks=2
+    )
     roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
     device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e6)
     moves = SchedulerOutput(
@@ -185,6 +187,7 @@ def test_swapped_blocks_take_their_time():
     assert (step.num_swapped_blocks, step.swap_s) == (3, pytest.approx(swap_s))
     assert step.end_s == pytest.approx(1.0 + swap_s)
     assert answer.device_time_us == 1_000_000
+    assert answer.move_time_us == pytest.approx(swap_s * 1e6, abs=1)
 
 
 def test_noise_has_the_deviation_that_was_asked_for_and_a_mean_of_one():

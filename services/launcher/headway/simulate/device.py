@@ -130,6 +130,7 @@ class VirtualDevice:
             sampled_token_ids=encode_column(self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)),
             device_time_us=round(factor * time.total_s * 1e6),
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
+            move_time_us=round(swap_s * 1e6),
         )
         self._steps.append((record, answer))
 
@@ -179,4 +180,6 @@ def _info(roofline: Roofline, capacity: ExecutorCapacity) -> BackendInfo:
         vocab_size=capacity.vocab_size,
         eos_token_ids=(),
         max_num_rows=capacity.max_num_rows,
+        num_host_blocks=capacity.num_host_blocks,
+        swap_us_per_block=capacity.swap_us_per_block,
     )

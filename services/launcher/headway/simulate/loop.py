@@ -73,6 +73,9 @@ class Simulation:
     def _schedule(self, now: float) -> None:
         while (output := self._scheduler.schedule(now)) is not None:
             self._device.take(output, now)
+        for _ in self._scheduler.take_shed():
+            self._measurement.rejected()
+            self._expect(self._arrivals.after_end(now, rejected=True))
 
     def _take_answer(self, now: float) -> None:
         step, answer = self._device.answer()

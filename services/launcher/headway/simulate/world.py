@@ -62,8 +62,7 @@ class World(NamedTuple):
     @property
     def host_bandwidth(self) -> float:
         """Bytes per second between each device and the host."""
-        accelerator = self.roofline.accelerator
-        return self.options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
+        return _host_bandwidth(self.options, self.roofline.accelerator)
 
     def arrivals(self) -> Arrivals:
         """A fresh source of the requests."""
@@ -98,6 +97,7 @@ def make_world(options: SimulationOptions) -> World:
         vocab_size=shape.vocab_size,
         max_num_rows=1 << 16,
         num_host_blocks=options.host_blocks,
+        swap_us_per_block=roofline.swap_time(1, options.block_size, _host_bandwidth(options, accelerator)) * 1e6,
     )
     if options.trace:
         requests, times_s = read_trace(options.trace, options.objectives)
@@ -138,6 +138,10 @@ def _accelerator_and_model(options: SimulationOptions) -> tuple[Accelerator, Mod
             "allowed: another model"
         )
     return described.accelerator, described.model
+
+
+def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> float:
+    return options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
 
 
 def _arrival_times(options: SimulationOptions) -> list[float] | None:
