@@ -52,6 +52,8 @@ _UNPUBLISHED_SHARE = 16
 """At most a sixteenth of what a prediction could know does not show in it yet."""
 _LEAST_SURVIVAL = 1e-9
 """Below, the difference of two sums over a survival function has no digits left."""
+_CHANCES = 1024.0
+"""Chances are multiples of one over this."""
 _NO_BUCKET = -1
 _MADE_AT_ONCE = 64
 """Curves whose tables are made together. The allocator returns columns of more to the system each time, and each curve
@@ -174,6 +176,42 @@ class OutputLengths:
         np.divide(sums[1] - sums[0], survival, out=expected, where=entries[0, :, _IS_KNOWN] > 0)
         np.minimum(expected, most, out=expected)
         return expected
+
+    def chances_to_go_on(
+        self, curves: IntArray, num_generated: IntArray, limits: IntArray, steps: NDArray[np.int64]
+    ) -> FloatArray:
+        """The probability that a request has not ended after further ``steps`` (``[m]``), float64 ``[n, m]``.
+
+        Multiples of 1 / 1024, so that sums of them are exact. 0 from the limit on. Of requests that have outlived all that
+        is known: as likely as not to become twice as old (at any age, so that the chance after ``t`` steps is
+        ``age / (age + t)``: Pareto's tail with exponent 1), as heavy as a tail gets. 0 where nothing is known at all: the
+        caller has to say what that means. Arguments as in ``expected_remaining``.
+        """
+        slots = self._slots_of(curves)
+        self._bring_up_to_date(slots)
+        ages = np.asarray(num_generated, dtype=np.int64)
+        first_cells = slots * (self._num_bins + 1)
+        later = ages[:, None] + steps
+        cells = self._bin_of_age.take(later, mode="clip") + first_cells[:, None]
+        cells *= 4
+        flat = self._table.reshape(-1)
+        chances = flat.take(cells + _SQUARE)
+        chances *= 2 * later + 1
+        chances += flat.take(cells + _LINEAR)
+        entries = self._table.take(self._bin_of_age.take(ages, mode="clip") + first_cells, axis=0)
+        survival = entries[:, _LINEAR] + (2 * ages + 1) * entries[:, _SQUARE]
+        is_known = entries[:, _IS_KNOWN] > 0
+        chances /= np.where(is_known, survival, 1.0)[:, None]
+        if not is_known.all():
+            unknown = (~is_known).nonzero()[0]
+            is_known_at_all = self._table[first_cells[unknown], _IS_KNOWN] > 0
+            old = (ages[unknown] * is_known_at_all)[:, None]
+            chances[unknown] = old / (old + steps)
+        chances *= later < np.asarray(limits)[:, None]
+        chances *= _CHANCES
+        np.rint(chances, out=chances)
+        chances /= _CHANCES
+        return chances
 
     def remaining_quantile(
         self, curves: IntArray, num_generated: IntArray, limits: IntArray, *, q: float
