@@ -276,6 +276,9 @@ class Specification:
         self.shed: list[Origin] = []
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
+        self.refused: SpecRequest | None = None
+        """The last that was foreseen not to fit; it is not asked before the step ``ask_again_at``."""
+        self.ask_again_at = 0
         self.lengths = OutputLengths()
         """What is to be expected of an output; what this answers is tested elsewhere."""
 
@@ -612,6 +615,8 @@ class Specification:
                 return
             if len(self.running) >= self.max_running and not self._make_room(request, 0):
                 return
+            if request is self.refused and self.step < self.ask_again_at and self.running:
+                return
             if self.forecast is None or self.short:
                 self._look_ahead()
             if not self._start(request):
@@ -647,7 +652,11 @@ class Specification:
             missing = -(-wanted // size) - len(shared) - free
         missing += self._headroom(request)
         if missing > 0:
-            if not self._make_room(request, missing) or self.in_flight:
+            if not self._make_room(request, missing):
+                if self.reserve == "predicted":
+                    self.refused, self.ask_again_at = request, self.step + 4
+                return False
+            if self.in_flight:
                 return False
             self._look_ahead()
             return self._start(request)

@@ -75,6 +75,9 @@ FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
 OBSERVED_DECODE_STEPS = 8
 """Of steps without a prompt, which are all alike, one in so many is worth learning from."""
 
+STEPS_BETWEEN_FORECASTS = 4
+"""Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
+
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
 MAX_WAYS_MADE = 4
@@ -158,6 +161,9 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
+        # The request that was refused last because of what is foreseen, and the step in which to ask again.
+        self._refused: Request | None = None
+        self._ask_again_at = 0
         self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
@@ -599,6 +605,8 @@ class Scheduler:
                 return
             if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
                 return
+            if request is self._refused and self.next_step < self._ask_again_at and rows.num_live:
+                return
             if books is None or plan.short_of_blocks:
                 books = self._open_books()
             if not self._admit(plan, request, cut, books, now):
@@ -724,7 +732,11 @@ class Scheduler:
         self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
     ) -> bool:
         """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
-        if not self._make_room(plan, request, num_blocks=num_missing_blocks) or self._in_flight:
+        if not self._make_room(plan, request, num_blocks=num_missing_blocks):
+            if self._reservation.predicts:
+                self._refused, self._ask_again_at = request, self.next_step + STEPS_BETWEEN_FORECASTS
+            return False
+        if self._in_flight:
             return False
         return self._admit(plan, request, cut, self._open_books(), now)
 
