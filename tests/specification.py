@@ -277,7 +277,7 @@ class Specification:
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
         self.refused: SpecRequest | None = None
-        """The last that was foreseen not to fit; it is not asked before the step ``ask_again_at``."""
+        """The first in the queue when one was foreseen not to fit; nobody is asked again before ``ask_again_at``, a step."""
         self.ask_again_at = 0
         self.lengths = OutputLengths()
         """What is to be expected of an output; what this answers is tested elsewhere."""
@@ -610,12 +610,12 @@ class Specification:
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new:
+            if self.step < self.ask_again_at and self.running and self.first(self.now) is self.refused:
+                return
             passed_over, request = self._next_to_start(self.now)
             if request is None or request.rank >= below_rank or request.unreturned or self._budget() <= 0:
                 return
             if len(self.running) >= self.max_running and not self._make_room(request, 0):
-                return
-            if request is self.refused and self.step < self.ask_again_at and self.running:
                 return
             if self.forecast is None or self.short:
                 self._look_ahead()
@@ -654,7 +654,7 @@ class Specification:
         if missing > 0:
             if not self._make_room(request, missing):
                 if self.reserve == "predicted":
-                    self.refused, self.ask_again_at = request, self.step + 4
+                    self.refused, self.ask_again_at = self.first(self.now), self.step + 4
                 return False
             if self.in_flight:
                 return False

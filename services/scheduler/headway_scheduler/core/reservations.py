@@ -147,6 +147,9 @@ class ForeseenBlocks:
         # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
         num_counted_again = int(rows.num_blocks[live].sum()) - (pool.num_blocks - pool.num_unused)
         self._num_usable = pool.num_blocks + max(num_counted_again, 0)
+        self._asked: Request | None = None
+        self._chances = np.zeros(0)
+        """Of the request that was asked about last."""
         self._forecast = MemoryForecast(rows.block_size, self._horizons)
         num_tokens, num_prompt_tokens = rows.num_tokens[live], rows.num_prompt_tokens[live]
         limits = rows.last_position[live] + 1 - num_prompt_tokens
@@ -179,11 +182,13 @@ class ForeseenBlocks:
         return self._forecast.peak_with(len(request.token_ids), self._chances_of(request)) - self._num_usable
 
     def _chances_of(self, request: Request) -> FloatArray:
-        num_prompt_tokens = request.new.num_prompt_tokens
-        asked = np.array(
-            [[request.curve], [len(request.token_ids) - num_prompt_tokens], [request.limit - num_prompt_tokens]]
-        )
-        return self._lengths.chances_to_go_on(*asked, self._horizons)[0]
+        if self._asked is not request:
+            columns = [[request.curve], [len(request.token_ids)], [request.limit]]
+            curves, num_tokens, limits = np.array(columns, dtype=np.int64)
+            prompt = request.new.num_prompt_tokens
+            self._chances = self._lengths.chances_to_go_on(curves, num_tokens - prompt, limits - prompt, self._horizons)[0]
+            self._asked = request
+        return self._chances
 
 
 class PredictedReservation:

@@ -161,7 +161,7 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
-        # The request that was refused last because of what is foreseen, and the step in which to ask again.
+        # The first in the queue when a request was refused because of what is foreseen, and the step in which to ask again.
         self._refused: Request | None = None
         self._ask_again_at = 0
         self._ask_policy(any_decoded=False)
@@ -600,12 +600,12 @@ class Scheduler:
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
+            if self._is_soon_after_refusal(now):
+                return
             passed_over, request = self._next_to_start(now)
             if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
                 return
             if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
-                return
-            if request is self._refused and self.next_step < self._ask_again_at and rows.num_live:
                 return
             if books is None or plan.short_of_blocks:
                 books = self._open_books()
@@ -613,6 +613,12 @@ class Scheduler:
                 return
             for other in passed_over:
                 other.num_passed_over += 1
+
+    def _is_soon_after_refusal(self, now: float) -> bool:
+        """Whether it is too early to ask again for the same queue. Never while nobody runs, who could change the answer."""
+        if self.next_step >= self._ask_again_at or not self.rows.num_live:
+            return False
+        return self._waiting.first(now) is self._refused
 
     def _next_to_start(self, now: float) -> tuple[list[Request], Request | None]:
         """The request that should start next, and those before it in the order that it passes over.
@@ -734,7 +740,8 @@ class Scheduler:
         """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
         if not self._make_room(plan, request, num_blocks=num_missing_blocks):
             if self._reservation.predicts:
-                self._refused, self._ask_again_at = request, self.next_step + STEPS_BETWEEN_FORECASTS
+                self._refused = self._waiting.first(now)
+                self._ask_again_at = self.next_step + STEPS_BETWEEN_FORECASTS
             return False
         if self._in_flight:
             return False
