@@ -76,6 +76,15 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     warmup_requests: Annotated[int, Meta(ge=0, description="leave the first N out of latencies and throughput")] = 0
     prompt_tokens: Annotated[str, Meta(description=f"a prompt's own tokens: {NOTATION}")] = "512"
     output_tokens: Annotated[str, Meta(description="an answer's tokens, in the same notation")] = "128"
+    max_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="limit that is sent with each request, so that the scheduler does not know where an answer stops; "
+            "0: the answer's length",
+        ),
+    ] = 0
     prefixes: Annotated[int, Meta(ge=1, le=1 << 20, description="different shared beginnings of prompts")] = 1
     prefix_tokens: Annotated[int, Meta(ge=0, le=1 << 20, description="tokens of a shared beginning; 0: none")] = 0
     tenants: Annotated[
