@@ -255,10 +255,10 @@ def test_executor_and_scheduler_die_on_bad_wires(seed: int) -> None:
 def test_the_bad_wires_met_every_way_to_preempt_and_promotions() -> None:
     """What the test above proves is worth as much as what came about in it."""
     totals = Story(*np.sum([deaths_on_bad_wires(seed)[1] for seed in SEEDS], axis=0).tolist())
-    assert totals.num_preemptions > 100
-    assert totals.num_swapped_out_blocks > 100
-    assert totals.num_ways_made > 10
-    assert totals.num_promoted > 10
+    assert totals.num_preemptions > 50
+    assert totals.num_swapped_out_blocks > 50
+    assert totals.num_ways_made > 5
+    assert totals.num_promoted > 5
 
 
 @pytest.mark.parametrize("seed", range(100, 105))
