@@ -26,7 +26,6 @@ from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.request import Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.waiting_queue import PROMOTED_RANK
 from simulation.world import SimulatedGateway, Trouble, World
 
 SEEDS = range(15)
@@ -148,6 +147,7 @@ class Chronicle:
         self._earlier = np.zeros(2, dtype=np.int64)
         self._current = np.zeros(2, dtype=np.int64)
         self._made_way: dict[tuple[int, Origin], int] = {}
+        self._first_rank: dict[tuple[int, Origin], int] = {}
         self._promoted: set[tuple[int, Origin]] = set()
 
     def beat(self) -> None:
@@ -164,7 +164,7 @@ class Chronicle:
         for origin, request in core._requests.items():
             if request.num_ways_made:
                 self._made_way[self._life, origin] = request.num_ways_made
-            elif request.rank == PROMOTED_RANK:
+            elif request.rank < self._first_rank.setdefault((self._life, origin), request.rank):
                 self._promoted.add((self._life, origin))
 
     def told(self) -> Story:
