@@ -139,7 +139,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     def described(self) -> dict[str, Any]:
         """For the result file."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value}
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value or name == "limits"}
 
 
 def documents(device: str, objective_ms: int, **limits: Any) -> Setup:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.memory_forecast import MemoryForecast
+from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.request import NewRequestEvent, Origin
 
@@ -280,6 +280,9 @@ class Specification:
         self.shed: list[Origin] = []
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
+        self.refused: SpecRequest | None = None
+        """The first in the queue when one was foreseen not to fit; nobody is asked again before ``ask_again_at``, a step."""
+        self.ask_again_at = 0
         self.lengths = OutputLengths()
         """What is to be expected of an output; what this answers is tested elsewhere."""
 
@@ -356,7 +359,9 @@ class Specification:
         num_running = sum(r.tenant == tenant for r in self.running)
         return (self.served[tenant], num_running, self.tenants_seen.index(tenant))
 
-    def _goes_before(self, request: SpecRequest, running: SpecRequest) -> bool:
+    def _goes_before(self, request: SpecRequest, running: SpecRequest | None) -> bool:
+        if running is None:
+            return True
         if self.limits.order == "fair":
             return self._tenant_place(request.tenant)[:2] < running.place
         return request.rank < running.rank
@@ -627,10 +632,10 @@ class Specification:
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new:
-            passed_over, request = self._next_to_start(self.now)
-            if request is None or request.unreturned or self._budget() <= 0:
+            if self.step < self.ask_again_at and self.running and self.first(self.now) is self.refused:
                 return
-            if before is not None and not self._goes_before(request, before):
+            passed_over, request = self._next_to_start(self.now)
+            if request is None or request.unreturned or self._budget() <= 0 or not self._goes_before(request, before):
                 return
             if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
                 return
@@ -656,17 +661,12 @@ class Specification:
         unshared = self.pool.num_free - sum(map(self.pool.is_evictable, shared))
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
-        left = len(request.tokens) - start
-        chunk = min(left, self._budget())
-        if self.limits.batching in {"static", "orca", "prefill_first"}:
-            if chunk < min(left, self.limits.max_num_batched_tokens):
-                chunk = 0  # the prompt is whole, or as much of it as a step can have
-        elif self.limits.batching == "split_fuse":
-            chunk = min(chunk, (len(shared) + free) * size - start)
+        chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
         if self.reserve == "predicted":
-            steps = self._expected_steps(request)
-            peak = self.forecast.peak_with(len(request.tokens), steps, num_shared_blocks=len(shared))
-            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - len(shared) - unshared)
+            peak = 0  # beside nobody, everything fits that was accepted
+            if self.running:
+                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
+            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - unshared) - len(shared)
         else:
             wanted = {
                 "none": start + max(chunk, 1),
@@ -676,37 +676,46 @@ class Specification:
             missing = -(-wanted // size) - len(shared) - free
         missing += self._headroom(request)
         if missing > 0:
-            if not self._make_room(request, missing) or self.in_flight:
+            if not self._make_room(request, missing):
+                if self.reserve == "predicted":
+                    self.refused, self.ask_again_at = self.first(self.now), self.step + 4
+                return False
+            if self.in_flight:
                 return False
             self._look_ahead()
             return self._start(request)
         if chunk <= 0:
             return False
         if self.reserve == "predicted":
-            self.forecast.add(len(request.tokens), self._expected_steps(request))
+            self.forecast.add(len(request.tokens), self._chances([request])[0])
         self._take_row(request, shared, chain, start, chunk)
         return True
 
+    def _first_chunk(self, left: int, room: int) -> int:
+        """Of the tokens that are left of a prompt, those that may run, ``room`` having blocks."""
+        chunk = min(left, self._budget())
+        if self.limits.batching == "split_fuse":
+            return min(chunk, room)
+        if self.limits.batching == "chunked" or chunk == min(left, self.limits.max_num_batched_tokens):
+            return chunk
+        return 0  # the prompt is whole, or as much of it as a step can have
+
     def _look_ahead(self) -> None:
         """Foresee what those that run will come to hold."""
-        running = sorted(self.running, key=lambda r: r.row)
-        curves = np.array([r.curve for r in running], dtype=np.int64)
-        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in running], dtype=np.int32)
-        limits = np.array([r.limit - r.num_prompt_tokens for r in running], dtype=np.int32)
-        expected = self.lengths.expected_remaining(curves, ages, limits)
-        most = np.array([r.limit - 1 - len(r.tokens) for r in running], dtype=np.int32)
-        steps = np.clip(np.where(self.lengths.is_known(curves, ages), expected - 1.0, 1.0), 0.0, most)
-        num_tokens = np.array([len(r.tokens) for r in running], dtype=np.int32)
-        self.forecast = MemoryForecast(num_tokens, steps, self.capacity.block_size)
+        size = self.capacity.block_size
+        self.horizons = horizons(size, self.capacity.max_model_len)
+        self.forecast = MemoryForecast(size, self.horizons)
+        for r in self.running:
+            self.forecast.add(len(r.tokens), self._chances([r])[0])
         num_used = sum(count > 0 for count in self.pool.references)
-        num_counted_again = sum(len(r.blocks) for r in running) - num_used
+        num_counted_again = sum(len(r.blocks) for r in self.running) - num_used
         self.num_usable = len(self.pool.references) + max(num_counted_again, 0)
 
-    def _expected_steps(self, request: SpecRequest) -> int:
-        age = len(request.tokens) - request.num_prompt_tokens
-        predicted = self.lengths.predicted_output(request.curve, age, request.limit - request.num_prompt_tokens)
-        steps = 1 if predicted is None else max(predicted - age - 1, 0)
-        return min(steps, request.limit - 1 - len(request.tokens))
+    def _chances(self, requests: list[SpecRequest]) -> np.ndarray:
+        curves = np.array([r.curve for r in requests], dtype=np.int64)
+        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in requests])
+        limits = np.array([r.limit - r.num_prompt_tokens for r in requests])
+        return self.lengths.chances_to_go_on(curves, ages, limits, self.horizons)
 
     def _expected_work(self, request: SpecRequest) -> int:
         """Tokens still to be computed, those of the output counted eightfold, when it takes its place in the queue."""

@@ -72,6 +72,9 @@ STEPS_ALIKE = 8
 
 NO_MOVES = b"", b"", 0
 
+STEPS_BETWEEN_FORECASTS = 4
+"""Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
+
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
 MAX_WAYS_MADE = 4
@@ -158,6 +161,9 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
+        # The first in the queue when a request was refused because of what is foreseen, and the step in which to ask again.
+        self._refused: Request | None = None
+        self._ask_again_at = 0
         self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
@@ -605,10 +611,12 @@ class Scheduler:
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
             request = self._waiting.first(now)
+            if request is None or self._is_soon_after_refusal(request):
+                return
             passed_over: list[Request] = []
-            if request is not None and self.limits.prefix_aware:
+            if self.limits.prefix_aware:
                 passed_over, request = self._with_longest_prefix(request)
-            if request is None or request.num_unreturned or self._budget_left(plan) <= 0:
+            if request.num_unreturned or self._budget_left(plan) <= 0:
                 return
             if before is not None and not self._waiting.goes_before(request, before):
                 return
@@ -621,6 +629,12 @@ class Scheduler:
                 return
             for other in passed_over:
                 other.num_passed_over += 1
+
+    def _is_soon_after_refusal(self, first: Request) -> bool:
+        """Whether it is too early to ask again for the same queue. Never while nobody runs, who could change the answer."""
+        if self.next_step >= self._ask_again_at or not self.rows.num_live:
+            return False
+        return first is self._refused
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
         """The request with the longest cached prefix among the next few that the order does not care to tell apart from
@@ -729,7 +743,12 @@ class Scheduler:
         self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
     ) -> bool:
         """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
-        if not self._make_room(plan, request, num_blocks=num_missing_blocks) or self._in_flight:
+        if not self._make_room(plan, request, num_blocks=num_missing_blocks):
+            if self._reservation.predicts:
+                self._refused = self._waiting.first(now)
+                self._ask_again_at = self.next_step + STEPS_BETWEEN_FORECASTS
+            return False
+        if self._in_flight:
             return False
         return self._admit(plan, request, cut, self._open_books(), now)
 
