@@ -500,10 +500,11 @@ class Specification:
 
     def _serve_prompts(self) -> None:
         under_way = [(r, r.stay) for r in self.may_run if r.computed < r.prompt_end]
-        if self.limits.order == "fair":
+        is_fair = self.limits.order == "fair" and not any(r.lane == 0 for r in self.waiting)  # nobody was preempted
+        if is_fair:
             under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
         for request, stay in under_way:
-            if self.limits.order in {"priority", "fair"}:
+            if is_fair or self.limits.order == "priority":
                 self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
@@ -530,15 +531,24 @@ class Specification:
                 self.promised += 1
                 return False
             victim = self._victim_for(request)
+            if victim is None:
+                return False
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim_for(self, request: SpecRequest) -> SpecRequest:
+    def _is_planned(self, request: SpecRequest) -> bool:
+        """Whether part of its prompt is in this step."""
+        return request.computed < request.prompt_end and request.row in self.tokens
+
+    def _victim_for(self, request: SpecRequest) -> SpecRequest | None:
         later = [r for r in self.running if r.key > request.key]
         if not later:
             return request
+        later = [r for r in later if not self._is_planned(r)]
+        if not later:
+            return None
         lowest = max(r.priority for r in later)
         candidates = sorted((r for r in later if r.priority == lowest), key=lambda r: r.key)[-16:]
         return self._in_victim_order(candidates)[0]
@@ -567,10 +577,7 @@ class Specification:
             [
                 r
                 for r in self.running
-                if r.rank % 2
-                and r.priority > own_class
-                and r.computed < r.limit - 1
-                and not (r.computed < r.prompt_end and r.row in self.tokens)
+                if r.rank % 2 and r.priority > own_class and r.computed < r.limit - 1 and not self._is_planned(r)
             ]
         ):
             victims.append(r)
@@ -631,9 +638,7 @@ class Specification:
         most_new = self.limits.max_num_batched_tokens
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
-        while not self.short and len(self.new_requests) < most_new:
-            if self.step < self.ask_again_at and self.running and self.first(self.now) is self.refused:
-                return
+        while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
             passed_over, request = self._next_to_start(self.now)
             if request is None or request.unreturned or self._budget() <= 0 or not self._goes_before(request, before):
                 return
@@ -645,6 +650,9 @@ class Specification:
                 return
             for other in passed_over:
                 other.passed_over += 1
+
+    def _is_soon_after_refusal(self) -> bool:
+        return self.step < self.ask_again_at and bool(self.running) and self.first(self.now) is self.refused
 
     def _num_kept_rows(self, request: SpecRequest) -> int:
         """fair: who runs its share of rows, as it would be with one tenant more, leaves a sixteenth of them alone."""

@@ -128,6 +128,7 @@ class Scheduler:
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self._num_waiting_tokens = 0
+        self._num_preempted = 0
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
         self._num_arrivals = 0
@@ -259,11 +260,13 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         self._num_waiting_tokens += len(request.token_ids)
+        self._num_preempted += request.status is RequestStatus.PREEMPTED
         request.num_queued_tokens = len(request.token_ids)
         self._waiting.push(request)
 
     def _no_longer_waits(self, request: Request) -> None:
         self._num_waiting_tokens -= request.num_queued_tokens
+        self._num_preempted -= request.status is RequestStatus.PREEMPTED
         self._waiting.remove(request)
 
     def _predicted_output(self, request: Request) -> int:
@@ -533,14 +536,17 @@ class Scheduler:
     def _obtain_block(self, plan: StepPlan, row: int) -> bool:
         """Whether a block is free for ``row`` now, after preempting requests that are served after it if need be.
 
-        A row sits out rather than preempt, if a step in flight is about to give back a block for it.
+        A row sits out rather than preempt, if a step in flight is about to give back a block for it, or if who is later in
+        the service order has had its part of this step already.
         """
         while not self.pool.num_free:
             plan.short_of_blocks = True
             if self.pool.num_fenced > plan.num_promised_blocks:
                 plan.num_promised_blocks += 1
                 return False
-            victim = choose_victim(self.rows, self.pool, row)
+            victim = choose_victim(self.rows, self.pool, row, plan.rows_in_prompt())
+            if victim is None:
+                return False
             self._preempt(plan, victim)
             if victim == row:
                 return False
@@ -553,8 +559,9 @@ class Scheduler:
         """
         rows = self.rows
         under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
+        is_overtaken = cut is not None and self._order.overtakes_prompts and not self._keeps_service_order
         for row, request in under_way:
-            if cut is not None and self._order.overtakes_prompts:
+            if cut is not None and is_overtaken:
                 self._admit_waiting(plan, cut, now, before=request)
             if row not in self._prefilling or rows.requests[row] is not request:
                 continue  # preempted for a request before it
@@ -564,8 +571,19 @@ class Scheduler:
             elif row in self._prefilling:
                 plan.exceptions.append((row, 0))
 
+    @property
+    def _keeps_service_order(self) -> bool:
+        """Whether prompts are served in the service order, whatever the order of the queue would like better.
+
+        Where both differ, they do while somebody who was preempted waits: memory is short then, and it is in the service
+        order that it is taken away. Otherwise one could take what another must wait for, be preempted, and come back first.
+        """
+        return self._num_preempted > 0 and not self._order.ranks_classes
+
     def _prompts_under_way(self) -> list[int]:
         """Rows in their prompt, in the order in which they are served."""
+        if self._keeps_service_order:
+            return sorted(self._prefilling, key=self.rows.order_key.__getitem__)
         request_in, place = self.rows.request_in, self._waiting.prompt_place
         return sorted(self._prefilling, key=lambda row: place(request_in(row)))
 
@@ -777,7 +795,7 @@ class Scheduler:
             (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
         )  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
-        planned = {chunk.row for chunk in plan.chunks}
+        planned = plan.rows_in_prompt()
         candidates = [row for row in is_lower.nonzero()[0].tolist() if row not in planned]
         victims = []
         for row in in_victim_order(rows, self.pool, candidates):
