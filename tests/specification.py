@@ -638,18 +638,7 @@ class Specification:
                 chunk = 0  # the prompt is whole, or as much of it as a step can have
         elif self.limits.batching == "split_fuse":
             chunk = min(chunk, (len(shared) + free) * size - start)
-        if self.reserve == "predicted":
-            peak = 0  # beside nobody, everything fits that was accepted
-            if self.running:
-                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
-            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - unshared) - len(shared)
-        else:
-            wanted = {
-                "none": start + max(chunk, 1),
-                "prompt": min(len(request.tokens) + 1, request.limit - 1),
-                "full": request.limit - 1,
-            }[self.reserve]
-            missing = -(-wanted // size) - len(shared) - free
+        missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
         if missing > 0:
             if not self._make_room(request, missing):
@@ -666,6 +655,21 @@ class Specification:
             self.forecast.add(len(request.tokens), self._chances([request])[0])
         self._take_row(request, shared, chain, start, chunk)
         return True
+
+    def _num_missing(self, request: SpecRequest, chunk_end: int, num_shared: int, unshared: int) -> int:
+        """Blocks that ``request`` lacks to start; ``unshared`` are free beside those that it shares."""
+        size = self.capacity.block_size
+        if self.reserve == "predicted":
+            peak = 0  # beside nobody, everything fits that was accepted
+            if self.running:
+                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
+            return max(peak - self.num_usable, -(-chunk_end // size) - unshared) - num_shared
+        wanted = {
+            "none": chunk_end,
+            "prompt": min(len(request.tokens) + 1, request.limit - 1),
+            "full": request.limit - 1,
+        }[self.reserve]
+        return -(-wanted // size) - num_shared - (unshared - self._owed())
 
     def _look_ahead(self) -> None:
         """Foresee what those that run will come to hold."""

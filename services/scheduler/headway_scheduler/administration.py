@@ -156,8 +156,12 @@ class Administration:
         needed, free = core.blocks_for_start(request)
         if needed > free:
             tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
-            return f"{tokens} must find {needed} blocks, and {free} are free and not promised"
+            return f"{tokens} must find {needed} blocks, and {free} are free and not promised{self._shortage(core)}"
         return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
+
+    def _shortage(self, core: Scheduler) -> str:
+        steps = core.steps_until_shortage()
+        return "" if steps is None else f"; those that run may need more than there is in about {steps} steps"
 
     def _cancel(self, call: AdminCall, now: float) -> AdminReply:
         origins = self._engine.origins_named(call.request_id)

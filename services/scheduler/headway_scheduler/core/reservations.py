@@ -186,7 +186,9 @@ class ForeseenBlocks:
             columns = [[request.curve], [len(request.token_ids)], [request.limit]]
             curves, num_tokens, limits = np.array(columns, dtype=np.int64)
             prompt = request.new.num_prompt_tokens
-            self._chances = self._lengths.chances_to_go_on(curves, num_tokens - prompt, limits - prompt, self._horizons)[0]
+            self._chances = self._lengths.chances_to_go_on(
+                curves, num_tokens - prompt, limits - prompt, self._horizons
+            )[0]
             self._asked = request
         return self._chances
 

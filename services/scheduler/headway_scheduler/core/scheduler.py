@@ -56,7 +56,7 @@ from headway_scheduler.core.request import (
     Request,
     RequestStatus,
 )
-from headway_scheduler.core.reservations import RESERVATIONS, Books, PoolState
+from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
 from headway_scheduler.core.step_time import StepShape, StepTimeModel
@@ -219,9 +219,19 @@ class Scheduler:
         books = self._open_books()
         return books.num_needed(request, first_chunk), self.pool.num_free - books.owed_blocks
 
+    def steps_until_shortage(self) -> int | None:
+        """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
+
+        0 for at once. None if they probably never will, and where nothing is learned of outputs because neither the order
+        nor the reservation asks for that.
+        """
+        return ForeseenBlocks(self.rows, self._lengths, self._pool_state()).steps_until_shortage()
+
     def _open_books(self) -> Books:
-        pool = PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
-        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, pool)
+        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state())
+
+    def _pool_state(self) -> PoolState:
+        return PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
 
     def find(self, origin: Origin) -> Request | None:
         """The live request of this origin."""
