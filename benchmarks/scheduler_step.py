@@ -6,6 +6,11 @@ Must not know: any executor or gateway.
 All-decode: N requests with 512-token contexts, greedy, nothing finishes; block boundaries are spread over the steps
 (``--aligned`` puts all of them into one step out of ``block_size``). Churn: in every step 2% of the rows finish and as
 many new 512-token requests arrive; the token budget is large enough to start them all, so that N keep running. Encoding the tokens of the step for one gateway comes on top, as a figure of its own.
+"Default" are the settings as shipped; "everything" is every policy at once: order by priority, budgets from objectives,
+predicted reservation, preemption by cost, with requests of all classes, four tenants, and an objective of 50 ms that
+steps of virtual time keep. "Waiting" puts 100,000 requests behind those that run, under each order: what an
+arrival, the cancelling of a waiting request and the end of a running one cost then.
+
 Times in microseconds; "bytes" is the smallest step message seen.
 
 A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that prints one JSON object with
@@ -13,14 +18,20 @@ A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that
 """
 
 import argparse
+import cProfile
 import gc
+import io
 import json
+import pstats
 import shlex
 import statistics
 import subprocess
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +41,7 @@ from headway_proto.ingress import Tokens
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.process import relax_collector
@@ -37,14 +49,34 @@ from provenance import provenance
 
 PROMPT_TOKENS = 512
 BLOCK_SIZE = 16
+STEP_S = 0.01
+NUM_WAITING = 100_000
+NUM_SAMPLED = 2_000
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "everything": {
+        "order": "priority",
+        "budget": "slo",
+        "preemption": "auto",
+        "reserve": "predicted",
+        "default_itl_slo_ms": 50,
+    },
+}
 CHURN_SHARE = 0.02
 VOCAB_SIZE = 128_256
+
+
+Profiling = AbstractContextManager[object]
+UNPROFILED: Profiling = nullcontext()
 
 
 class Bench:
     """A scheduler with N running requests, and the executor's and gateway's ends of its frames."""
 
-    def __init__(self, num_running: int, depth: int, seed: int, *, aligned: bool, prefix_caching: bool) -> None:
+    def __init__(
+        self, num_running: int, depth: int, seed: int, *, aligned: bool = False, policies: dict[str, Any] | None = None
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.num_running = num_running
         self.aligned = aligned
@@ -53,14 +85,17 @@ class Bench:
             max_num_seqs=num_running,
             max_steps_in_flight=depth,
             max_num_waiting=1 << 20,
-            enable_prefix_caching=prefix_caching,
+            **(policies or {}),
         )
+        self.now = 0.0
         capacity = ExecutorCapacity(
             num_blocks=num_running * 160 + 4096,
             block_size=BLOCK_SIZE,
             max_model_len=2600,
             vocab_size=VOCAB_SIZE,
             max_num_rows=num_running,
+            num_host_blocks=num_running * 160,
+            swap_us_per_block=10.0,
         )
         self.core = Scheduler(limits, capacity, epoch=1 << 20)
         self.step_writer = step.scheduler_frame_writer()
@@ -72,7 +107,7 @@ class Bench:
         self.message_bytes: list[int] = []
         self.gateway_us: list[float] = []
         for _ in range(num_running):
-            self.core.add_request(self.new_request(max_tokens=2000), now=0.0)
+            self.core.add_request(self.new_request(max_tokens=2000), now=self.now)
 
     def new_request(self, max_tokens: int) -> NewRequestEvent:
         """A request as it comes off the wire."""
@@ -87,11 +122,13 @@ class Bench:
             max_tokens=max_tokens,
             sampling=SamplingParams(temperature=0.0),
             stop_token_ids=frozenset({2}),
+            priority=number % 4 + 1,
+            tenant=f"tenant {number % 4}",
         )
 
     def schedule(self) -> bytes | None:
         """One step out, as a frame; and, untimed by the caller, the answer that an executor would give."""
-        output = self.core.schedule(0.0)
+        output = self.core.schedule(self.now)
         return None if output is None else self.step_writer.encode(output)
 
     def answer(self) -> bytes:
@@ -111,7 +148,8 @@ class Bench:
         """Take one answer in."""
         body = self.reader.decode(frame).body
         assert isinstance(body, step.ExecutorOutput)
-        return self.core.update(body, 0.0)
+        self.now += STEP_S
+        return self.core.update(body, self.now)
 
     def tell_gateway(self, events: StepEvents) -> None:
         """Encode the gateway's message."""
@@ -136,7 +174,7 @@ class Bench:
         clock = time.perf_counter_ns
         start = clock()
         for new in arrivals:
-            self.core.add_request(new, now=0.0)
+            self.core.add_request(new, now=self.now)
         frame = self.schedule()
         spent = clock() - start
         assert frame is not None
@@ -154,11 +192,21 @@ class Bench:
         return spent / 1e3
 
 
-def all_decode(num_running: int, steps: int, depth: int, seed: int, *, aligned: bool) -> dict[str, float]:
-    bench = Bench(num_running, depth, seed, aligned=aligned, prefix_caching=True)
+def all_decode(
+    num_running: int,
+    steps: int,
+    depth: int,
+    seed: int,
+    *,
+    aligned: bool,
+    policies: dict[str, Any],
+    profile: Profiling = UNPROFILED,
+) -> dict[str, float]:
+    bench = Bench(num_running, depth, seed, aligned=aligned, policies=policies)
     bench.settle()
     relax_collector()
-    times = [bench.timed_step([]) for _ in range(steps)]
+    with profile:
+        times = [bench.timed_step([]) for _ in range(steps)]
     gc.unfreeze()
     return {
         **figures(times),
@@ -167,26 +215,67 @@ def all_decode(num_running: int, steps: int, depth: int, seed: int, *, aligned: 
     }
 
 
-def churn(num_running: int, steps: int, depth: int, seed: int) -> dict[str, float]:
-    bench = Bench(num_running, depth, seed, aligned=False, prefix_caching=True)
+def churn(
+    num_running: int, steps: int, depth: int, seed: int, policies: dict[str, Any], profile: Profiling = UNPROFILED
+) -> dict[str, float]:
+    bench = Bench(num_running, depth, seed, policies=policies)
     bench.settle()
     share = num_leaving(num_running)
     origins = deque(request.new.origin for request in bench.core.requests())
     relax_collector()
     times = []
-    for _ in range(steps):
-        # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.
-        leaving = [origins.popleft() for _ in range(share)]
-        origins.extend(Origin(1, bench.num_arrived + place) for place in range(share))
-        arrivals = [bench.new_request(max_tokens=2000) for _ in range(share)]
-        start = time.perf_counter_ns()
-        for origin in leaving:
-            bench.core.abort(origin)
-        ending = (time.perf_counter_ns() - start) / 1e3
-        times.append(ending + bench.timed_step(arrivals))
+    with profile:
+        for _ in range(steps):
+            # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.
+            leaving = [origins.popleft() for _ in range(share)]
+            origins.extend(Origin(1, bench.num_arrived + place) for place in range(share))
+            arrivals = [bench.new_request(max_tokens=2000) for _ in range(share)]
+            start = time.perf_counter_ns()
+            for origin in leaving:
+                bench.core.abort(origin)
+            ending = (time.perf_counter_ns() - start) / 1e3
+            times.append(ending + bench.timed_step(arrivals))
     gc.unfreeze()
     assert bench.core.num_running == num_running, "arrivals were left waiting: these steps cost less than was meant"
     return figures(times)
+
+
+def waiting(order: str, num_running: int, num_waiting: int, depth: int, seed: int) -> dict[str, dict[str, float]]:
+    """What single events cost with ``num_waiting`` requests in the queue."""
+    bench = Bench(num_running, depth, seed, policies={**POLICIES["everything"], "order": order})
+    bench.settle()
+    running = [request.new.origin for request in bench.core.requests()]
+    arrivals = [bench.new_request(max_tokens=2000) for _ in range(num_waiting + NUM_SAMPLED)]
+    for new in arrivals[:num_waiting]:
+        bench.core.add_request(new, now=bench.now)
+    relax_collector()
+    arriving = [timed(lambda new=new: bench.core.add_request(new, now=bench.now)) for new in arrivals[num_waiting:]]
+    chosen = bench.rng.choice(num_waiting, size=min(NUM_SAMPLED, num_waiting), replace=False)
+    cancelling = [timed(lambda place=place: bench.core.abort(arrivals[place].origin)) for place in chosen.tolist()]
+    ending = [timed(lambda origin=origin: bench.core.abort(origin)) for origin in running]
+    gc.unfreeze()
+    return {"arrival": figures(arriving), "cancelled": figures(cancelling), "end": figures(ending)}
+
+
+def profiled(num_running: int, steps: int, depth: int, seed: int) -> str:
+    """Where the time goes with every policy: all-decode steps, then churn. The profiler's own cost is in the figures."""
+    text = io.StringIO()
+    for title in ("all-decode", "churn"):
+        profile = cProfile.Profile()
+        if title == "churn":
+            churn(num_running, steps, depth, seed, POLICIES["everything"], profile)
+        else:
+            all_decode(num_running, steps, depth, seed, aligned=False, policies=POLICIES["everything"], profile=profile)
+        text.write(f"{title}, {num_running} running, {steps} steps\n")
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(25)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Microseconds for a call."""
+    start = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start) / 1e3
 
 
 def num_leaving(num_running: int) -> int:
@@ -210,6 +299,31 @@ def run_peer(command: str) -> dict[str, dict[str, float]]:
     return result
 
 
+def measured(
+    name: str, policies: dict[str, Any], size: int, peer: dict[str, dict[str, float]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """One row of the table, which it prints."""
+    steps, depth, seed = arguments.steps, arguments.depth, arguments.seed
+    decode = all_decode(size, steps, depth, seed, aligned=arguments.aligned, policies=policies)
+    turnover = churn(size, steps, depth, seed, policies)
+    entry = peer.get(f"prefix_off/n{size}")
+    peer_us = round(entry["sched_us"] + entry["update_us"], 1) if entry else None
+    ratio = round(peer_us / decode["median_us"], 1) if peer_us else None
+    print(
+        f"{name:<10} {size:>8} {decode['median_us']:>14} {decode['mean_us']:>8} {decode['p99_us']:>8} "
+        f"{decode['gateway_message_us']:>8} {decode['message_bytes_min']:>6} {turnover['median_us']:>13} "
+        f"{turnover['mean_us']:>8} {peer_us or '-':>12} {f'{ratio:.0f}x' if ratio else '-':>7}"
+    )
+    return {
+        "policies": name,
+        "running": size,
+        "decode": decode,
+        "churn": turnover,
+        "peer_median_us": peer_us,
+        "ratio": ratio,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", default="32,128,256,1024,4096", help="numbers of running requests")
@@ -217,27 +331,30 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="steps in flight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aligned", action="store_true", help="all block boundaries in the same step")
+    parser.add_argument("--waiting", type=int, default=NUM_WAITING, help="requests in the queue while events are timed")
     parser.add_argument("--peer", default="", help="command that measures a peer's scheduler")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--profile", type=Path, help="write where the time of steps with every policy goes, as text")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
     peer = run_peer(arguments.peer) if arguments.peer else {}
     rows = []
     print(
-        f"{'running':>8} {'decode median':>14} {'mean':>8} {'p99':>8} {'gateway':>8} {'bytes':>6} {'churn median':>13} {'mean':>8} {'peer median':>12} {'ratio':>7}"
+        f"{'policies':<10} {'running':>8} {'decode median':>14} {'mean':>8} {'p99':>8} {'gateway':>8} {'bytes':>6} "
+        f"{'churn median':>13} {'mean':>8} {'peer median':>12} {'ratio':>7}"
     )
-    for size in sizes:
-        decode = all_decode(size, arguments.steps, arguments.depth, arguments.seed, aligned=arguments.aligned)
-        turnover = churn(size, arguments.steps, arguments.depth, arguments.seed)
-        entry = peer.get(f"prefix_off/n{size}")
-        peer_us = round(entry["sched_us"] + entry["update_us"], 1) if entry else None
-        ratio = round(peer_us / decode["median_us"], 1) if peer_us else None
-        rows.append({"running": size, "decode": decode, "churn": turnover, "peer_median_us": peer_us, "ratio": ratio})
-        print(
-            f"{size:>8} {decode['median_us']:>14} {decode['mean_us']:>8} {decode['p99_us']:>8} "
-            f"{decode['gateway_message_us']:>8} {decode['message_bytes_min']:>6} {turnover['median_us']:>13} {turnover['mean_us']:>8} "
-            f"{peer_us or '-':>12} {f'{ratio:.0f}x' if ratio else '-':>7}"
-        )
+    for name, policies in POLICIES.items():
+        rows += [measured(name, policies, size, peer, arguments) for size in sizes]
+    queues = {}
+    print(
+        f"\n{arguments.waiting} waiting: {'arrival':>14} {'p99':>8} {'cancelled':>10} {'p99':>8} {'end':>8} {'p99':>8}"
+    )
+    for order in ORDERS:
+        queues[order] = waiting(order, min(256, max(sizes)), arguments.waiting, arguments.depth, arguments.seed)
+        cells = "".join(f" {part['median_us']:>9} {part['p99_us']:>8}" for part in queues[order].values())
+        print(f"{order:<20}{cells}")
+    if arguments.profile:
+        arguments.profile.write_text(profiled(min(256, max(sizes)), arguments.steps, arguments.depth, arguments.seed))
     if arguments.output:
         record = {
             "benchmark": "scheduler_step",
@@ -246,6 +363,7 @@ def main() -> None:
             "depth": arguments.depth,
             "aligned": arguments.aligned,
             "rows": rows,
+            "waiting": {"num_waiting": arguments.waiting, "orders": queues},
             "peer": peer,
         }
         arguments.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -4,14 +4,18 @@ Owns: the grid of steps, their measurement, the fit, and its error on steps that
 Must not know: anything of the backend beyond its protocol, or of the cost model beyond its parameters.
 
 A step is a set of rows, each with the tokens that it runs and those that were computed before: decodes alone, chunks of
-a prompt alone, and both. Each is run several times in several rounds, in another order every round, and the median
-counts. A part of the steps, drawn by the seed, is held out; the parameters of the roofline are fitted to the logarithm of
+a prompt alone, and both. Each is run several times in several rounds, in another order every round, and the lower
+quartile counts, since whatever else runs on a machine only makes steps longer; how far the medians are above says how
+quiet it was. A part of the steps, drawn by the seed, is held out; the parameters of the roofline are fitted to the logarithm of
 the others by least squares (Levenberg and Marquardt's method), so that a percent counts alike in short and long steps.
 
     python benchmarks/step_time_fit.py --output benchmarks/results/step_time_fit.json
     headway simulate --hardware-file benchmarks/results/step_time_fit.json --model measured
 
-Left out: scheduler, links and gateway. Parameters that this machine cannot tell apart share what they explain; take the
+Then a whole run: prompts that arrive at once, through the real scheduler, against the simulation of the same on the
+fitted device. The scheduler's own time is in the one and not in the other.
+
+Left out: links and gateway. Parameters that this machine cannot tell apart share what they explain; take the
 device as a whole, not each figure of it, for a property of the machine.
 """
 
@@ -33,17 +37,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.simulate.arrivals import OpenArrivals
+from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import Accelerator
+from headway.simulate.loop import Simulation
+from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import ModelShape
 from headway.simulate.roofline import Roofline
+from headway.simulate.workload import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
 from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.scheduler import Scheduler
 from provenance import provenance
-from torch_cpu import SHAPE_135M, write_checkpoint
+from torch_cpu import SHAPE_135M, OfflineEngine, write_checkpoint
 
 RANDOM_SHAPE = {
     **SHAPE_135M,
@@ -57,6 +68,7 @@ RANDOM_SHAPE = {
 }
 BLOCK_SIZE = 16
 HELD_OUT_SHARE = 0.3
+RUN_BUDGET = 512
 FLOAT32_BYTES = 4
 
 
@@ -75,10 +87,11 @@ class StepShape(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A step and the median of its times."""
+    """A step, the lower quartile of its times, and their median."""
 
     shape: StepShape
     seconds: float
+    median_seconds: float
 
 
 class StepRunner:
@@ -168,7 +181,7 @@ def measure(runner: StepRunner, shapes: Sequence[StepShape], arguments: argparse
     for _ in range(arguments.rounds):
         for shape in order.sample(shapes, len(shapes)):
             times[shape] += runner.seconds(shape, arguments.repetitions)
-    return [MeasuredStep(shape, statistics.median(times[shape])) for shape in shapes]
+    return [MeasuredStep(shape, *np.percentile(times[shape], (25, 50)).tolist()) for shape in shapes]
 
 
 def shape_of(name: str, model: ModelConfig) -> ModelShape:
@@ -266,6 +279,57 @@ def least_squares(
     return parameters
 
 
+def run_ratio(
+    directory: Path, model: ModelShape, accelerator: Accelerator, arguments: argparse.Namespace
+) -> dict[str, object]:
+    """A whole run, measured (the lower quartile of several) and simulated, in seconds."""
+    num_requests, num_prompt, num_output = (int(part) for part in arguments.run.split(","))
+    config = BackendConfig(
+        model=str(directory),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_requests,
+        max_model_len=num_prompt + num_output,
+        num_kv_blocks=num_requests * -(-(num_prompt + num_output) // BLOCK_SIZE),
+        max_num_batched_tokens=RUN_BUDGET,
+        num_threads=arguments.threads,
+    )
+    engine = OfflineEngine(config)
+    draw = np.random.default_rng(arguments.seed)
+    prompts = draw.integers(3, model.vocab_size, size=(num_requests, num_prompt)).tolist()
+    times = [engine.seconds(prompts, num_output) for _ in range(arguments.rounds + 1)][1:]
+    planned = [
+        PlannedRequest(number=number, num_prompt_tokens=num_prompt, num_output_tokens=num_output)
+        for number in range(num_requests)
+    ]
+    capacity = ExecutorCapacity(
+        num_blocks=config.num_kv_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
+        max_num_rows=num_requests,
+    )
+    limits = SchedulerLimits(
+        max_num_batched_tokens=RUN_BUDGET, max_num_seqs=num_requests, max_steps_in_flight=1, enable_prefix_caching=False
+    )
+    measurement = Measurement(num_requests)
+    device = VirtualDevice(
+        Roofline(accelerator, model, 1), capacity, rng_of(arguments.seed, SAMPLED_TOKENS), host_bandwidth=1.0
+    )
+    source = PromptSource(arguments.seed, model.vocab_size)
+    arrivals = OpenArrivals(planned, [0.0] * num_requests)
+    Simulation(Scheduler(limits, capacity), device, arrivals, source, measurement).run()
+    measured_s, simulated_s = float(np.percentile(times, 25)), measurement.steps[-1].end_s
+    return {
+        "requests": num_requests,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "measured_s": round(measured_s, 4),
+        "simulated_s": round(simulated_s, 4),
+        "simulated_over_measured": round(simulated_s / measured_s, 4),
+    }
+
+
 def error_summary(errors: NDArray[np.float64]) -> dict[str, float]:
     """Median, 90th percentile and largest of the relative errors, sign left out."""
     relative = np.abs(np.expm1(errors))
@@ -279,8 +343,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decodes", default="1,2,4,8,16,32", help="decoding rows")
     parser.add_argument("--contexts", default="32,256,1024", help="tokens before a decode or a chunk")
     parser.add_argument("--chunks", default="16,64,128,256,512", help="prompt tokens of a step")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repetitions", type=int, default=4, help="runs of a step per round, after one to warm up")
+    parser.add_argument("--run", default="16,256,64", help="the whole run: requests, prompt tokens, output tokens")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the result here")
@@ -318,6 +383,9 @@ def run(directory: Path, arguments: argparse.Namespace) -> dict[str, object]:
         "what": "the simulator's cost model, fitted to steps of the torch backend in float32",
         **provenance(arguments.seed),
         "torch": torch.__version__,
+        "median_above_quartile": round(
+            statistics.median(step.median_seconds / step.seconds - 1.0 for step in steps), 4
+        ),
         "accelerator": msgspec.to_builtins(accelerator),
         "model": msgspec.to_builtins(model),
         "fitted": {"num_steps": len(fitted), "relative_error": error_summary(log_errors(parameters, model, fitted))},
@@ -325,6 +393,7 @@ def run(directory: Path, arguments: argparse.Namespace) -> dict[str, object]:
             "num_steps": len(held_out),
             "relative_error": error_summary(log_errors(parameters, model, held_out)),
         },
+        "whole_run": run_ratio(directory, model, accelerator, arguments),
         "steps": [
             {
                 **step.shape._asdict(),
@@ -345,7 +414,8 @@ def main() -> None:
             directory = Path(scratch)
             write_checkpoint(directory, arguments.seed, RANDOM_SHAPE)
         record = run(directory, arguments)
-    for part in ("fitted", "held_out"):
+    print("medians above lower quartiles by", record["median_above_quartile"])
+    for part in ("fitted", "held_out", "whole_run"):
         print(part.replace("_", " "), record[part])
     text = json.dumps(record, indent=1) + "\n"
     if arguments.output:

@@ -11,9 +11,9 @@ import numpy as np
 from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput
+from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.request import NewRequestEvent, Origin, Request
 from headway_scheduler.core.scheduler import Scheduler
 
 STOP_TOKEN = 0
@@ -44,6 +44,9 @@ class CoreDriver:
             )
         )
         self.now = 0.0
+        self.sent: SchedulerOutput | None = None
+        """The last step."""
+        self._epoch = 0
         self._mirror.begin_epoch()
         self._in_flight: deque[tuple[int, list[int], int | None]] = deque()
 
@@ -57,14 +60,17 @@ class CoreDriver:
         tenant: str = "",
         ttft_slo_ms: int = 0,
         itl_slo_ms: int = 0,
+        begins_with: int = OTHER_TOKEN,
     ) -> None:
-        """A request that may stop at ``STOP_TOKEN``. All prompts are alike."""
+        """A request that may stop at ``STOP_TOKEN``. All prompts are alike but for the token they begin with."""
         self.num_output_tokens[handle] = 0
+        token_ids = np.full(num_prompt_tokens, OTHER_TOKEN, dtype=np.int32)
+        token_ids[0] = begins_with
         self.core.add_request(
             NewRequestEvent(
                 origin=Origin(0, handle),
                 request_id=str(handle),
-                token_ids=np.full(num_prompt_tokens, OTHER_TOKEN, dtype=np.int32),
+                token_ids=token_ids,
                 num_prompt_tokens=num_prompt_tokens,
                 max_tokens=max_tokens,
                 sampling=SamplingParams(),
@@ -87,6 +93,7 @@ class CoreDriver:
         if output is None:
             return None
         batch = self._mirror.apply(output).batch
+        self.sent = output
         digest = self._mirror.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
         handles = [self.core.rows.request_in(row).new.origin.handle for row in batch.rows.tolist()]
         sampling = [handle for handle, samples in zip(handles, batch.samples.tolist(), strict=True) if samples]
@@ -98,7 +105,11 @@ class CoreDriver:
         step, sampling, digest = self._in_flight.popleft()
         tokens = [STOP_TOKEN if handle in stopping else OTHER_TOKEN for handle in sampling]
         answer = ExecutorOutput(
-            epoch=0, step=step, sampled_token_ids=encode_column(tokens), state_digest=digest, move_time_us=move_time_us
+            epoch=self._epoch,
+            step=step,
+            sampled_token_ids=encode_column(tokens),
+            state_digest=digest,
+            move_time_us=move_time_us,
         )
         events = self.core.update(answer, now=self.now)
         for handle, index in zip(events.handles.tolist(), events.indices.tolist(), strict=True):
@@ -107,6 +118,26 @@ class CoreDriver:
         ended = sorted(end.origin.handle for end in events.finished)
         self.finished += ended
         return ended
+
+    def begin_epoch(self, capacity: ExecutorCapacity) -> None:
+        """The executor has lost its state and the steps in flight."""
+        self._epoch += 1
+        self._in_flight.clear()
+        self._mirror.begin_epoch()
+        events = self.core.begin_epoch(capacity, self._epoch)
+        self.finished += [end.origin.handle for end in events.finished]
+
+    def request(self, handle: int) -> Request:
+        """A live request."""
+        request = self.core.find(Origin(0, handle))
+        assert request is not None
+        return request
+
+    @property
+    def running(self) -> list[int]:
+        """Who has a row, ascending."""
+        rows = self.core.rows
+        return sorted(rows.request_in(row).new.origin.handle for row in rows.live_rows().tolist())
 
     @property
     def num_in_flight(self) -> int:

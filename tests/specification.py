@@ -631,13 +631,7 @@ class Specification:
         unshared = self.pool.num_free - sum(map(self.pool.is_evictable, shared))
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
-        left = len(request.tokens) - start
-        chunk = min(left, self._budget())
-        if self.limits.batching in {"static", "orca", "prefill_first"}:
-            if chunk < min(left, self.limits.max_num_batched_tokens):
-                chunk = 0  # the prompt is whole, or as much of it as a step can have
-        elif self.limits.batching == "split_fuse":
-            chunk = min(chunk, (len(shared) + free) * size - start)
+        chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
         missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
         if missing > 0:
@@ -670,6 +664,15 @@ class Specification:
             "full": request.limit - 1,
         }[self.reserve]
         return -(-wanted // size) - num_shared - (unshared - self._owed())
+
+    def _first_chunk(self, left: int, room: int) -> int:
+        """Of the tokens that are left of a prompt, those that may run, ``room`` having blocks."""
+        chunk = min(left, self._budget())
+        if self.limits.batching == "split_fuse":
+            return min(chunk, room)
+        if self.limits.batching == "chunked" or chunk == min(left, self.limits.max_num_batched_tokens):
+            return chunk
+        return 0  # the prompt is whole, or as much of it as a step can have
 
     def _look_ahead(self) -> None:
         """Foresee what those that run will come to hold."""

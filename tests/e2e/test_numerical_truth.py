@@ -9,6 +9,7 @@ import itertools
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -122,6 +123,73 @@ async def test_greedy_tokens_equal_transformers(
         assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
     got = tuple(tuple(result.token_ids) for result in results)
     assert got == expected_of(family, shared_prefixes, requests)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+async def test_swapped_requests_go_on_as_if_nothing_had_been(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """A pool for one longest request, large budgets, and no prefix cache that could bring back what a swap lost."""
+    config, limits = settings_of(checkpoints[family], 8, 512, small_pool=True)
+    config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
+    limits = msgspec.structs.replace(limits, preemption="swap", reserve="none", enable_prefix_caching=False)
+    requests = prompts(False)
+    with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:
+        got = await generate_all(headway.address, requests)
+        core = headway.core_when_quiet()
+        assert core.counters.num_swapped_out_blocks > 0
+        assert core.counters.num_preemptions > 0
+        assert core.pool.num_free == core.pool.num_blocks
+    assert got == expected(family, False)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
+    checkpoints: dict[str, Path], tmp_path: Path, preemption: str
+) -> None:
+    config, limits = settings_of(checkpoints["llama2"], 8, 64, small_pool=True)
+    limits = msgspec.structs.replace(
+        limits,
+        order="priority",
+        budget="slo",
+        preemption=preemption,
+        reserve="none",
+        prefix_aware=True,
+        aging_s=0.05,
+        default_itl_slo_ms=5,
+        default_ttft_slo_ms=500,
+        max_num_seqs=8,
+    )
+    with running(tmp_path, checkpoints["llama2"], TorchBackend(), config, limits) as headway:
+        got = await generate_all(headway.address, prompts(True), mixed=True)
+        core = headway.core_when_quiet()
+        assert core.counters.num_preemptions > 0
+        assert core.counters.num_prefix_hit_tokens > 0
+        assert core.pool.num_free == core.pool.num_blocks
+    assert got == expected("llama2", True)
+
+
+async def generate_all(
+    address: str, requests: tuple[tuple[tuple[int, ...], int], ...], *, mixed: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """The greedy tokens of all requests, sent at once; ``mixed``: of every class and with different objectives."""
+    classes = ("low", "normal", "realtime", "high")
+    async with AsyncClient(address) as client:
+        await client.wait_ready(20)
+        results = await asyncio.gather(
+            *(
+                client.generate(
+                    list(prompt),
+                    max_tokens=max_tokens,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    priority=classes[number % 4] if mixed else "normal",
+                    itl_slo_ms=(0, 1, 200)[number % 3] if mixed else 0,
+                ).result()
+                for number, (prompt, max_tokens) in enumerate(requests)
+            )
+        )
+    return tuple(tuple(result.token_ids) for result in results)
 
 
 def expected_of(

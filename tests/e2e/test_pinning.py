@@ -37,13 +37,13 @@ def test_the_beginning_of_chats_is_pinned_as_far_as_they_have_it_in_common(clien
     assert pinned.num_tokens == common
     assert (pinned.num_blocks, pinned.num_resident_blocks) == (common // 4, 0)
     for chat in chats:
-        client.generate(chat, max_tokens=2).result()
+        client.generate(chat, max_tokens=2, tenant="t").result()
     (listed,) = client.pinned_prefixes()
     assert (listed.name, listed.num_resident_blocks) == ("system", common // 4)
     status = client.status()
     assert status.num_pinned_blocks == common // 4
     assert (status.num_prefix_queries, status.num_prefix_hits) == (3, 2)
-    assert [(use.tenant, use.num_hit_tokens) for use in status.tenants] == [("", status.num_prefix_hit_tokens)]
+    assert [(use.tenant, use.num_hit_tokens) for use in status.tenants] == [("t", status.num_prefix_hit_tokens)]
     client.unpin_prefix("system")
     assert client.pinned_prefixes() == []
 

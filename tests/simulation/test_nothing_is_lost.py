@@ -1,5 +1,9 @@
 """Whatever happens on the wires or to a process, every stream brings exactly the undisturbed tokens."""
 
+from collections import Counter
+from functools import cache
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,14 +11,24 @@ import pytest
 from headway_executor.backend import BackendConfig
 from headway_gateway.ingress_link import LiveSequence
 from headway_proto.columns import decode_column
-from headway_proto.ingress import FINISH_LENGTH, Finished
+from headway_proto.ingress import (
+    FINISH_LENGTH,
+    PRIORITY_LOW,
+    PRIORITY_REALTIME,
+    REJECT_OVERLOADED,
+    Finished,
+    Rejected,
+)
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.request import Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from simulation.world import SimulatedGateway, Trouble, World
 
+SEEDS = range(15)
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=12, max_steps_in_flight=2)
 CONFIG = BackendConfig(
     model="",
@@ -24,6 +38,9 @@ CONFIG = BackendConfig(
     max_num_seqs=12,
     options={"vocab_size": "97", "context_length": "128", "real_time": "false"},
 )
+
+# Little more than the largest request needs: whoever runs beside another is soon preempted.
+TIGHT_CONFIG = msgspec.structs.replace(CONFIG, num_kv_blocks=34)
 
 
 def submit_some(world: World, count: int) -> None:
@@ -98,20 +115,119 @@ def test_no_policy_changes_a_token(batching: str, reserve: str) -> None:
     assert (core.counters.num_preemptions == 0) == (reserve == "full")
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_executor_and_scheduler_die_on_bad_wires(seed: int) -> None:
-    batching = sorted(BATCHING_POLICIES)[seed % len(BATCHING_POLICIES)]
-    world = World(msgspec.structs.replace(LIMITS, batching=batching), CONFIG, num_gateways=2, seed=seed)
-    submit_some(world, 30)
-    for _ in range(6):
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_no_order_and_no_preemption_changes_a_token(order: str, preemption: str) -> None:
+    limits = msgspec.structs.replace(
+        LIMITS, order=order, preemption=preemption, reserve="none", budget="slo", prefix_aware=True, aging_s=0.02
+    )
+    world = World(limits, TIGHT_CONFIG, num_gateways=2, seed=2)
+    core = run_undisturbed(world, 30)
+    assert core.counters.num_preemptions > 0
+    if preemption != "auto":
+        assert (core.counters.num_swapped_out_blocks > 0) == (preemption == "swap")
+
+
+class Story(NamedTuple):
+    """What came about in the course of one seed, over all lives of the scheduler."""
+
+    num_preemptions: int
+    num_swapped_out_blocks: int
+    num_ways_made: int
+    num_promoted: int
+
+
+class Chronicle:
+    """Looks at the core after every beat, because what it counted is gone when its process is."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._core: Scheduler | None = None
+        self._life = 0
+        self._earlier = np.zeros(2, dtype=np.int64)
+        self._current = np.zeros(2, dtype=np.int64)
+        self._made_way: dict[tuple[int, Origin], int] = {}
+        self._first_rank: dict[tuple[int, Origin], int] = {}
+        self._promoted: set[tuple[int, Origin]] = set()
+
+    def beat(self) -> None:
+        self._world.beat()
+        core = self._world.engine.core
+        if core is not self._core:
+            self._core = core
+            self._life += 1
+            self._earlier += self._current
+            self._current = np.zeros(2, dtype=np.int64)
+        if core is None:
+            return
+        self._current[:] = core.counters.num_preemptions, core.counters.num_swapped_out_blocks
+        for origin, request in core._requests.items():
+            if request.num_ways_made:
+                self._made_way[self._life, origin] = request.num_ways_made
+            elif request.rank < self._first_rank.setdefault((self._life, origin), request.rank):
+                self._promoted.add((self._life, origin))
+
+    def told(self) -> Story:
+        num_preemptions, num_swapped = (self._earlier + self._current).tolist()
+        return Story(num_preemptions, num_swapped, sum(self._made_way.values()), len(self._promoted))
+
+
+def policies(seed: int) -> SchedulerLimits:
+    """Policies of every axis, the axes out of step with each other."""
+    rng = np.random.default_rng(seed)
+    return msgspec.structs.replace(
+        LIMITS,
+        order=sorted(ORDERS)[seed % len(ORDERS)],
+        batching=sorted(BATCHING_POLICIES)[seed % len(BATCHING_POLICIES)],
+        reserve=str(rng.choice([*sorted(RESERVATIONS), "auto"])),
+        preemption=("swap", "recompute", "auto")[seed % 3],
+        budget=str(rng.choice(["fixed", "slo"])),
+        default_itl_slo_ms=int(rng.choice([0, 20])),
+        aging_s=float(rng.choice([0.02, 30.0])),
+        tenant_weights={"a": 3.0},
+        prefix_aware=bool(rng.random() < 0.5),
+        prefix_cache_scope=str(rng.choice(["shared", "tenant"])),
+        max_num_seqs=int(rng.choice([4, 12])),
+        max_steps_in_flight=int(rng.integers(1, 4)),
+    )
+
+
+def submit_of_all_kinds(world: World, count: int) -> None:
+    """Requests of mixed classes, tenants and objectives, some of which begin alike."""
+    rng = world.rng
+    for number in range(count):
+        gateway = world.gateways[number % len(world.gateways)]
+        shared = list(range(20)) if number % 3 == 0 else []
+        gateway.submit(
+            f"{number}-{gateway.name!r}-{len(gateway.sequences)}",
+            shared + rng.integers(0, 97, size=int(rng.integers(1, 40))).tolist(),
+            int(rng.integers(1, 50)),
+            SamplingParams(temperature=float(number % 2), seed=number),
+            priority=int(rng.integers(PRIORITY_REALTIME, PRIORITY_LOW + 1)),
+            tenant=str(rng.choice(["", "a", "b"])),
+            ttft_slo_ms=int(rng.choice([0, 30, 5000])),
+            itl_slo_ms=int(rng.choice([0, 10])),
+        )
+
+
+@cache
+def deaths_on_bad_wires(seed: int, shed_late: bool = False) -> tuple[World, Story]:
+    """A world in which frames go astray and processes die, at its end, and what came about."""
+    config = msgspec.structs.replace(TIGHT_CONFIG, num_kv_blocks=33 + seed % 4)
+    world = World(msgspec.structs.replace(policies(seed), shed_late=shed_late), config, num_gateways=2, seed=seed)
+    chronicle = Chronicle(world)
+    submit_of_all_kinds(world, 15)
+    for episode in range(6):
         world.trouble = Trouble(
             drop=float(world.rng.choice([0, 0.02])),
             duplicate=float(world.rng.choice([0, 0.05])),
             corrupt=float(world.rng.choice([0, 0.02])),
             delay=float(world.rng.choice([0, 0.05])),
         )
+        if episode < 5:
+            submit_of_all_kinds(world, 3)
         for _ in range(int(world.rng.integers(10, 400))):
-            world.beat()
+            chronicle.beat()
         if world.rng.random() < 0.5:
             world.start_executor()
         if world.rng.random() < 0.4:
@@ -121,9 +237,51 @@ def test_executor_and_scheduler_die_on_bad_wires(seed: int) -> None:
                 world.gateways[0].aborted.append(sequence)
                 world.gateways[0].link.abort([sequence])
     world.trouble = Trouble()
-    world.run_until(world.all_ended, 120)
+    limit = world.now + 120
+    while not world.all_ended():
+        assert world.now < limit, "no end in sight"
+        chronicle.beat()
+    return world, chronicle.told()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_executor_and_scheduler_die_on_bad_wires(seed: int) -> None:
+    world, _ = deaths_on_bad_wires(seed)
     for gateway in world.gateways:
         assert_undisturbed(world, gateway)
+    assert_quiet(world)
+
+
+def test_the_bad_wires_met_every_way_to_preempt_and_promotions() -> None:
+    """What the test above proves is worth as much as what came about in it."""
+    totals = Story(*np.sum([deaths_on_bad_wires(seed)[1] for seed in SEEDS], axis=0).tolist())
+    assert totals.num_preemptions > 50
+    assert totals.num_swapped_out_blocks > 50
+    assert totals.num_ways_made > 5
+    assert totals.num_promoted > 5
+
+
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_a_shed_request_ends_with_one_refusal_and_nothing_else(seed: int) -> None:
+    world, _ = deaths_on_bad_wires(seed, shed_late=True)
+    num_shed = 0
+    for gateway in world.gateways:
+        told = Counter(id(sequence) for sequence in gateway.ended)
+        for sequence in gateway.sequences:
+            if sequence in gateway.aborted:
+                continue
+            assert told[id(sequence)] == 1
+            if isinstance(sequence.end, Finished):
+                assert sequence.tokens == oracle(world, sequence)
+                continue
+            num_shed += 1
+            assert isinstance(sequence.end, Rejected)
+            assert sequence.end.reason == REJECT_OVERLOADED
+            assert "ttft_slo_ms" in sequence.end.message
+            assert sequence.end.retry_after_ms >= 1000
+            assert sequence.submission.ttft_slo_ms
+            assert not sequence.has_run
+    assert num_shed > 0
     assert_quiet(world)
 
 

@@ -17,7 +17,7 @@ from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, LinkOutcome, StepLink, StepReady
 from headway_gateway.ingress_link import IngressLink, LiveSequence
 from headway_proto.columns import encode_column
-from headway_proto.ingress import Submit
+from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
 from headway_scheduler.core.limits import SchedulerLimits
@@ -75,6 +75,9 @@ class SimulatedExecutor:
         except ImpossibleDiff as error:
             raise AssertionError(f"the scheduler sent an impossible diff: {error}") from error
         digest = self.state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        if applied.moves is not None:
+            moves = applied.moves
+            self.backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
         result = self.backend.execute(applied.batch)
         self.outbox += self.link.result(epoch=output.epoch, step=output.step, result=result, state_digest=digest)
 
@@ -87,8 +90,21 @@ class SimulatedGateway:
         self.link = IngressLink(incarnation=1000 + number, now=now)
         self.sequences: list[LiveSequence] = []
         self.aborted: list[LiveSequence] = []
+        self.ended: list[LiveSequence] = []
+        """Each time that the end of a sequence was told."""
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int, sampling: SamplingParams) -> LiveSequence:
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        *,
+        priority: int = PRIORITY_NORMAL,
+        tenant: str = "",
+        ttft_slo_ms: int = 0,
+        itl_slo_ms: int = 0,
+    ) -> LiveSequence:
         submission = Submit(
             handle=self.link.next_handle(),
             request_id=request_id,
@@ -97,6 +113,10 @@ class SimulatedGateway:
             num_prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             sampling=sampling,
+            priority=priority,
+            tenant=tenant,
+            ttft_slo_ms=ttft_slo_ms,
+            itl_slo_ms=itl_slo_ms,
         )
         sequence = LiveSequence(submission, (), lambda: None)
         self.sequences.append(sequence)
@@ -166,7 +186,7 @@ class World:
                 self._send(
                     gateway.name, "up", frame, lambda peer, data: self.engine.gateway_frame(peer, data, self.now)
                 )
-            gateway.link.take_news()
+            gateway.ended += [sequence for sequence in gateway.link.take_news() if sequence.end is not None]
 
     def _send(self, peer: bytes, direction: str, frame: bytes, deliver: Callable[[bytes, bytes], None]) -> None:
         trouble, copies = self.trouble, 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import headway
 from headway.__main__ import main as headway_main
+from headway_scheduler.core.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
@@ -42,11 +43,33 @@ def test_torch_cpu(tmp_path):
 
 
 def test_scheduler_step(tmp_path):
-    result = tmp_path / "result.json"
-    printed = run("scheduler_step.py", "--running", "4,8", "--steps", "40", "--output", str(result), cwd=tmp_path)
+    result, profile = tmp_path / "result.json", tmp_path / "profile.txt"
+    printed = run(
+        "scheduler_step.py",
+        "--running",
+        "4,8",
+        "--steps",
+        "40",
+        "--waiting",
+        "100",
+        "--output",
+        str(result),
+        "--profile",
+        str(profile),
+        cwd=tmp_path,
+    )
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
-    assert [row["running"] for row in record["rows"]] == [4, 8]
+    assert [(row["policies"], row["running"]) for row in record["rows"]] == [
+        ("default", 4),
+        ("default", 8),
+        ("everything", 4),
+        ("everything", 8),
+    ]
+    orders = record["waiting"]["orders"]
+    assert set(orders) == set(ORDERS)
+    assert all(orders[order]["arrival"]["median_us"] > 0 for order in ORDERS)
+    assert "schedule" in profile.read_text()
     for row in record["rows"]:
         assert row["decode"]["median_us"] > 0
         assert row["decode"]["message_bytes_min"] > 0
@@ -57,13 +80,15 @@ def test_scheduler_step(tmp_path):
 def test_step_time_fit_writes_a_device_that_can_be_simulated(tmp_path):
     result = tmp_path / "result.json"
     grid = ("--decodes", "1,4,8", "--contexts", "16,64", "--chunks", "16,64", "--rounds", "1", "--repetitions", "2")
-    printed = run("step_time_fit.py", "--model", str(DEMO_MODEL), *grid, "--output", str(result), cwd=tmp_path)
+    load = (*grid, "--run", "4,32,8")
+    printed = run("step_time_fit.py", "--model", str(DEMO_MODEL), *load, "--output", str(result), cwd=tmp_path)
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
     assert record["fitted"]["num_steps"] + record["held_out"]["num_steps"] == len(record["steps"]) == 12
     assert sum(step["held_out"] for step in record["steps"]) == record["held_out"]["num_steps"] == 4
     assert 0 < record["held_out"]["relative_error"]["median"] <= record["held_out"]["relative_error"]["max"]
     assert str(record["held_out"]["relative_error"]) in printed
+    assert record["whole_run"]["simulated_over_measured"] > 0
     options = ("--num-requests", "4", "--prompt-tokens", "64", "--output-tokens", "4")
     device = ("--hardware-file", str(result), "--model", "measured")
     assert headway_main(["simulate", *device, *options]) == 0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import NOT_CACHED, ONCE, PINNED, REUSED, ROOT_NODE, PrefixCache
+from headway_scheduler.core.prefix_cache import ONCE, PINNED, REUSED, ROOT_NODE, PrefixCache
 
 
 def column(values: list[int]) -> Int32Array:
@@ -102,7 +102,7 @@ def test_a_pin_is_for_one_scope() -> None:
     assert cache.num_resident("p") == 0
     cache.register(ROOT_NODE, column([1, 1]).tobytes(), indices([1]), "a")
     assert cache.num_resident("p") == 1
-    assert cache.worth_of(indices([0, 1, 2])).tolist() == [ONCE, PINNED, NOT_CACHED]
+    assert cache.worth_of(indices([0, 1])).tolist() == [ONCE, PINNED]
 
 
 def test_a_block_of_two_pins_stays_pinned_until_both_are_gone() -> None:
@@ -136,7 +136,7 @@ def test_a_pin_holds_what_a_search_finds(story: list[tuple[int, list[int], int]]
             next_block += len(tokens)
             cache.register(ROOT_NODE, column(tokens).tobytes(), indices(list(blocks)))
         elif action == 2:
-            known = [block for block in range(next_block) if cache.worth_of(indices([block]))[0] != NOT_CACHED]
+            known = cache.holds(np.arange(next_block)).nonzero()[0].tolist()
             if known:
                 cache.forget(indices([known[number % len(known)]]))
         elif name in pins:

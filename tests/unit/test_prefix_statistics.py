@@ -5,8 +5,9 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.prefix_statistics import MAX_TENANTS, RECENT_REQUESTS, PrefixStatistics
+from headway_scheduler.core.prefix_statistics import MAX_TENANTS, RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import NewRequestEvent, Origin
 
 CAPACITY = ExecutorCapacity(num_blocks=16, block_size=4, max_model_len=64, vocab_size=64, max_num_rows=4)
@@ -62,33 +63,34 @@ def test_a_request_that_finds_its_own_blocks_after_a_preemption_is_no_hit() -> N
     assert core.cache.num_worth()[1] == 0  # nor are its blocks worth more
 
 
-def test_nothing_is_asked_where_nothing_is_cached() -> None:
-    driver = CoreDriver(SchedulerLimits(enable_prefix_caching=False), CAPACITY)
+def test_the_recent_hit_rate_is_that_of_the_last_requests() -> None:
+    driver = CoreDriver(SchedulerLimits(), CAPACITY)
+    assert driver.core.prefix_statistics.recent_hit_rate == 0.0
+    for handle in range(RECENT_QUERIES):
+        add(driver, handle, [handle % 60] + [handle // 60] * 9)  # nobody finds anything
+        driver.all_steps()
+    assert driver.core.prefix_statistics.recent_hit_rate == 0.0
+    for handle in range(RECENT_QUERIES, 3 * RECENT_QUERIES):
+        add(driver, handle, [1] * 10)
+        driver.all_steps()
+        if handle == 2 * RECENT_QUERIES - 2:  # the window reaches back to the very first request
+            assert driver.core.prefix_statistics.recent_hit_rate == pytest.approx(0.4, abs=0.001)
+    assert driver.core.prefix_statistics.recent_hit_rate == 0.8
+
+
+def test_requests_that_name_no_tenant_are_no_tenant() -> None:
+    driver = CoreDriver(SchedulerLimits(), CAPACITY)
     add(driver, 0, [1] * 10)
     driver.all_steps()
-    assert driver.core.counters.num_prefix_query_tokens == 0
     assert not driver.core.prefix_statistics.tenants
 
 
-def test_the_recent_hit_rate_follows_the_last_requests() -> None:
-    statistics = PrefixStatistics()
-    assert statistics.recent_hit_rate == 0.0
-    for _ in range(10 * RECENT_REQUESTS):
-        statistics.note("", 10, 0)
-    for _ in range(RECENT_REQUESTS):
-        statistics.note("", 10, 10)
-    assert statistics.recent_hit_rate == pytest.approx(1 - np.exp(-1), abs=0.01)
-    for _ in range(5 * RECENT_REQUESTS):
-        statistics.note("", 10, 10)
-    assert statistics.recent_hit_rate > 0.99
-
-
 def test_the_tenant_not_heard_of_for_longest_is_forgotten_first() -> None:
-    statistics = PrefixStatistics()
+    statistics = PrefixStatistics(SchedulerCounters())
     for number in range(MAX_TENANTS):
-        statistics.note(str(number), 10, 5)
-    statistics.note("0", 10, 5)
-    statistics.note("new", 10, 5)
+        statistics.note_tenant(str(number), 10, 5)
+    statistics.note_tenant("0", 10, 5)
+    statistics.note_tenant("new", 10, 5)
     assert len(statistics.tenants) == MAX_TENANTS
     assert "1" not in statistics.tenants
     assert statistics.tenants["0"].num_hit_tokens == 10

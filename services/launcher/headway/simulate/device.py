@@ -94,16 +94,15 @@ class VirtualDevice:
         lengths: Mapping[int, int] | None = None,
     ) -> None:
         self._roofline = roofline
-        self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._rng = rng
-        self._host_bandwidth = host_bandwidth
+        self._swap_block_s = roofline.swap_time(1, capacity.block_size, host_bandwidth)
         self._disturbance = disturbance
         self._lengths = lengths or {}
         self._stop_token_id = stop_token_of(capacity.vocab_size)
         # By row: how many tokens are computed when the stop token is drawn.
         self._stops_at = np.full(capacity.max_num_rows, _NEVER, dtype=np.int64)
-        self._state = BatchState(_info(roofline, capacity))
+        self._state = BatchState(self._info(capacity))
         self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
         self._free_s = 0.0
 
@@ -125,7 +124,7 @@ class VirtualDevice:
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
         time = self._roofline.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
         num_swapped_blocks = _num_swapped(moves)
-        swap_s = factor * self._roofline.swap_time(num_swapped_blocks, self._block_size, self._host_bandwidth)
+        swap_s = factor * num_swapped_blocks * self._swap_block_s
         self._free_s = start_s + factor * time.total_s + swap_s
         record = StepRecord(
             start_s=start_s,
@@ -149,6 +148,24 @@ class VirtualDevice:
     def answer(self) -> tuple[StepRecord, ExecutorOutput]:
         """End the oldest step."""
         return self._steps.popleft()
+
+    def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
+        name = self._roofline.shape.name
+        return BackendInfo(
+            backend="roofline",
+            device=self._roofline.accelerator.name,
+            dtype="bfloat16",
+            model_name=name,
+            model_fingerprint=name,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_model_len=capacity.max_model_len,
+            vocab_size=capacity.vocab_size,
+            eos_token_ids=(),
+            max_num_rows=capacity.max_num_rows,
+            num_host_blocks=capacity.num_host_blocks,
+            swap_us_per_block=capacity.swap_us_per_block,
+        )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
         """A token for each row that samples: the stop token where a length is reached, and nowhere else."""
@@ -194,22 +211,3 @@ def _slowdown(text: str) -> Slowdown:
 
 def _num_swapped(moves: BlockMoves | None) -> int:
     return 0 if moves is None else moves.swap_out.shape[1] + moves.swap_in.shape[1]
-
-
-def _info(roofline: Roofline, capacity: ExecutorCapacity) -> BackendInfo:
-    name = roofline.shape.name
-    return BackendInfo(
-        backend="roofline",
-        device=roofline.accelerator.name,
-        dtype="bfloat16",
-        model_name=name,
-        model_fingerprint=name,
-        num_blocks=capacity.num_blocks,
-        block_size=capacity.block_size,
-        max_model_len=capacity.max_model_len,
-        vocab_size=capacity.vocab_size,
-        eos_token_ids=(),
-        max_num_rows=capacity.max_num_rows,
-        num_host_blocks=capacity.num_host_blocks,
-        swap_us_per_block=capacity.swap_us_per_block,
-    )

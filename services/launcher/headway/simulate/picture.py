@@ -80,10 +80,12 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
     if field == SWEPT_LIMIT:
         axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
         _name_points(axes, points, f"{field}=", knee)
-    else:
+    elif points:
         # In the colors that each case has in the panel below, since names beside the points may cover each other.
+        places = {id(result): place for place, result in enumerate(results)}
         for itl_ms, throughput, result in points:
-            axes.plot([itl_ms], [throughput], "o", label=result.case.label.removeprefix(f"{field}="))
+            label, color = result.case.label.removeprefix(f"{field}="), f"C{places[id(result)] % 10}"
+            axes.plot([itl_ms], [throughput], "o", color=color, label=label)
         axes.legend(frameon=False, fontsize=8, title=field or None, title_fontsize=8)
     axes.margins(x=0.12, y=0.15)
     axes.set_ylim(bottom=0)

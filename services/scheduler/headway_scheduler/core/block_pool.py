@@ -24,7 +24,6 @@ is not free anyway, and one operation over all that left during a step costs lit
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.eviction_queues import EvictionQueues
@@ -125,7 +124,7 @@ class BlockPool:
         free = self._evictable.among(blocks)
         if len(free):
             self._evictable.take_out(free)
-            self._enqueue(free, self._cache.worth_of(free))
+            self._enqueue(free)
 
     def num_held_once(self, blocks: BlockIndices) -> int:
         """How many of these blocks only one table has: those that become free when it is given up."""
@@ -166,19 +165,19 @@ class BlockPool:
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
-        worth = self._cache.worth_of(blocks)
-        cached = worth >= 0
+        cached = self._cache.holds(blocks)
         num_cached = np.count_nonzero(cached)
         if num_cached == len(blocks):
-            self._enqueue(blocks, worth)
+            self._enqueue(blocks)
             return
         if num_cached:
-            self._enqueue(blocks[cached], worth[cached])
+            self._enqueue(blocks[cached])
             blocks = blocks[~cached]
         self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
         self._plain_top -= len(blocks)
 
-    def _enqueue(self, blocks: BlockIndices, worth: NDArray[np.int8]) -> None:
+    def _enqueue(self, blocks: BlockIndices) -> None:
+        worth = self._cache.worth_of(blocks)
         if not np.count_nonzero(worth):
             self._evictable.append(ONCE, blocks)
             return
@@ -206,7 +205,9 @@ class BlockPool:
                 (blocks, queues.take_oldest(REUSED, num_reused), queues.take_oldest(PINNED, num_pinned))
             )
         self._counters.num_evicted_blocks += len(blocks)
-        self.reorder(self._cache.forget(blocks))
+        unpinned = self._cache.forget(blocks)
+        if len(unpinned):
+            self.reorder(unpinned)
         return blocks
 
     def _age_reused(self) -> None:

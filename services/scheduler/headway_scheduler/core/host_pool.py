@@ -25,6 +25,11 @@ class HostPool:
         """Blocks that can be allocated now."""
         return self.num_blocks - self._top
 
+    @property
+    def has_released(self) -> bool:
+        """Whether blocks wait for ``complete_plan``."""
+        return bool(self._released)
+
     def allocate(self, count: int) -> BlockIndices:
         """Take ``count`` free blocks, shape ``[count]``; at most ``num_free``."""
         assert count <= self.num_free

@@ -53,6 +53,8 @@ class FirstTokenWatch:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Danger, Request]] = []
         self._prune_at = _LEAST_PRUNED
+        self.next_due = float("inf")
+        """When ``due`` has something to tell, in seconds."""
 
     def watch(self, request: Request, objective_s: float) -> None:
         """A request with a ``latest_start`` begins to wait; its objective in seconds."""
@@ -65,6 +67,7 @@ class FirstTokenWatch:
             self._due = [entry for entry in self._due if entry[3].status is RequestStatus.WAITING]
             heapq.heapify(self._due)
             self._prune_at = 2 * len(self._due) + _LEAST_PRUNED
+        self.next_due = self._due[0][0] if self._due else float("inf")
 
     def due(self, now: float) -> list[tuple[Request, Danger]]:
         """What has come about up to ``now`` for requests that still wait, in the order of time."""
@@ -73,4 +76,5 @@ class FirstTokenWatch:
             _, _, danger, request = heapq.heappop(self._due)
             if request.status is RequestStatus.WAITING:
                 found.append((request, danger))
+        self.next_due = self._due[0][0] if self._due else float("inf")
         return found

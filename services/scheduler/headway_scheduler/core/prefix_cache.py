@@ -31,11 +31,11 @@ from headway_scheduler.core.indices import NO_BLOCKS, BlockIndices
 ROOT_NODE = 0
 """The node before the first block of every prompt."""
 
-NOT_CACHED, ONCE, REUSED, PINNED = -1, 0, 1, 2
-"""What a block is worth."""
+ONCE, REUSED, PINNED = 0, 1, 2
+"""What a cached block is worth."""
 
 NUM_WORTHS = 3
-"""How many kinds of cached blocks there are, numbered from 0."""
+"""How many kinds of cached blocks there are."""
 
 _Branch: TypeAlias = tuple[int | str, bytes]
 """The node before a run, or its scope if there is none, and the tokens of the run's first block."""
@@ -48,10 +48,11 @@ _NO_NODE = -1
 class _Run:
     """Blocks registered at once. ``length`` of them can still be reached, ``num_left`` are not yet evicted."""
 
-    __slots__ = ("blocks", "branch", "length", "num_left", "number", "token_bytes")
+    __slots__ = ("blocks", "branch", "length", "num_left", "number", "parent", "token_bytes")
 
-    def __init__(self, number: int, branch: _Branch, token_bytes: bytes, blocks: BlockIndices) -> None:
+    def __init__(self, number: int, parent: int, branch: _Branch, token_bytes: bytes, blocks: BlockIndices) -> None:
         self.number = number
+        self.parent = parent
         self.branch = branch
         self.token_bytes = token_bytes
         self.blocks = blocks
@@ -88,24 +89,30 @@ class PrefixCache:
         self._branches: dict[_Branch, _Run] = {}
         self._last_number = 0
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
-        # Pins apart: what a pinned block is worth once nobody pins it stays known.
-        self._worth = np.full(num_blocks, NOT_CACHED, dtype=np.int8)
+        # Reuse and pins apart: what a pinned block is worth once nobody pins it stays known. Both are 0 for blocks that are
+        # not cached.
+        self._is_reused = np.zeros(num_blocks, dtype=np.int8)
         self._num_pins_of_block = np.zeros(num_blocks, dtype=np.int32)
         self._pins: dict[str, _Pin] = {}
         self._awaited: dict[_Branch, list[_Pin]] = {}
         self.num_cached = 0
 
+    def holds(self, blocks: BlockIndices) -> NDArray[np.bool_]:
+        """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
+        held: NDArray[np.bool_] = self._node_of_block[blocks] != _NO_NODE
+        return held
+
     def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
-        """What each of ``blocks`` is worth, shape ``[len(blocks)]``: NOT_CACHED, ONCE, REUSED or PINNED."""
-        worth = self._worth[blocks]
+        """What each of these cached blocks is worth, shape ``[len(blocks)]``: ONCE, REUSED or PINNED."""
+        worth = self._is_reused[blocks]
         if self._pins:
             worth[self._num_pins_of_block[blocks] > 0] = PINNED
         return worth
 
     def num_worth(self) -> list[int]:
         """How many cached blocks are ONCE, REUSED and PINNED; O(blocks), for operators."""
-        worth = self.worth_of(np.arange(len(self._worth)))
-        counts: list[int] = np.bincount(worth[worth != NOT_CACHED], minlength=NUM_WORTHS).tolist()
+        cached = (self._node_of_block != _NO_NODE).nonzero()[0]
+        counts: list[int] = np.bincount(self.worth_of(cached), minlength=NUM_WORTHS).tolist()
         return counts
 
     def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
@@ -121,7 +128,7 @@ class PrefixCache:
         Where other blocks already hold the same, those stay the cached ones: block tables are append-only, so nobody's
         blocks are exchanged after the fact. Behind a node that can no longer be reached nothing is kept.
         """
-        if not self._is_reachable(parent_node):
+        if parent_node != ROOT_NODE and not self._is_reachable(parent_node):
             return parent_node
         known, node = self._walk(parent_node, scope, token_bytes, len(blocks))
         if known:
@@ -131,12 +138,11 @@ class PrefixCache:
             token_bytes, blocks = token_bytes[num_known * self._block_bytes :], blocks[num_known:]
         branch = (scope if node == ROOT_NODE else node, token_bytes[: self._block_bytes])
         self._last_number += 1
-        run = _Run(self._last_number, branch, token_bytes, blocks)
+        run = _Run(self._last_number, node, branch, token_bytes, blocks)
         self._runs[run.number] = self._branches[branch] = run
         first_node = run.node(0)
         end_node = first_node + run.length
         self._node_of_block[blocks] = np.arange(first_node, end_node)
-        self._worth[blocks] = ONCE
         self.num_cached += run.length
         if self._awaited:
             for pin in self._awaited.pop(branch, ()):
@@ -145,11 +151,11 @@ class PrefixCache:
 
     def note_reuse(self, blocks: BlockIndices) -> None:
         """A request has found these cached blocks, which somebody holds."""
-        self._worth[blocks] = REUSED
+        self._is_reused[blocks] = 1
 
     def forget_reuse(self, blocks: BlockIndices) -> None:
         """These cached blocks have not been found for long: they are worth as much as if they never had."""
-        self._worth[blocks] = ONCE
+        self._is_reused[blocks] = 0
 
     def forget(self, blocks: BlockIndices) -> BlockIndices:
         """Cached ``blocks`` will be overwritten: cut their runs.
@@ -158,7 +164,7 @@ class PrefixCache:
         """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
-        self._worth[blocks] = NOT_CACHED
+        self._is_reused[blocks] = 0
         self.num_cached -= len(blocks)
         numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
@@ -226,15 +232,14 @@ class PrefixCache:
         """Leave only the first ``length`` blocks; return the others that are cached and not pinned any more."""
         lost, pin.blocks = pin.blocks[length:], pin.blocks[:length]
         self._num_pins_of_block[lost] -= 1
-        is_cached = self._worth[lost] != NOT_CACHED
-        changed: BlockIndices = lost[is_cached & (self._num_pins_of_block[lost] == 0)][::-1]
+        changed: BlockIndices = lost[self.holds(lost) & (self._num_pins_of_block[lost] == 0)][::-1]
         return changed
 
     def _shorten_pins(self) -> BlockIndices:
         """Some pinned blocks have been forgotten: what is behind them is nobody's prefix any more."""
         changed = []
         for pin in self._pins.values():
-            forgotten = (self._worth[pin.blocks] == NOT_CACHED).nonzero()[0]
+            forgotten = (~self.holds(pin.blocks)).nonzero()[0]
             if len(forgotten):
                 length = int(forgotten[0])
                 self._stop_awaiting(pin)
@@ -249,9 +254,7 @@ class PrefixCache:
             run = self._runs.get(node >> _PLACE_BITS)
             if run is None or node & _PLACE_MASK >= run.length:
                 return False
-            if isinstance(run.branch[0], str):
-                return True
-            node = run.branch[0]
+            node = run.parent
         return True
 
     def _cut(self, run: _Run, first: int, count: int) -> None:

@@ -74,6 +74,7 @@ class Request:
         "curve",
         "first_token_time",
         "host_blocks",
+        "itl_slo_ms",
         "lane",
         "latest_start",
         "limit",
@@ -105,6 +106,8 @@ class Request:
         self.arrival_time = now
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.itl_slo_ms = 0
+        """The objective on the gaps between its tokens, 0 for none."""
         self.latest_start: float | None = None
         """When its prompt has to start at the latest for its first token to be in time."""
         self.curve = 0

@@ -14,8 +14,8 @@ the next request asks. Numbers of tokens are places in the cache; the very last 
   (``output_lengths``, ``memory_forecast``). Of whom nothing can be expected yet, one token is, as with ``prompt``.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,9 @@ class PoolState(NamedTuple):
 
     num_blocks: int
     num_unused: int
+
+
+AskPool: TypeAlias = Callable[[], PoolState]
 
 
 class Books(Protocol):
@@ -58,8 +61,8 @@ class Reservation(Protocol):
     @property
     def predicts(self) -> bool: ...  # noqa: D102 - told above
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
-        """What is promised to those that run. ``prefilling``: rows in their prompt."""
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
+        """What is promised to those that run. ``prefilling``: rows in their prompt. Asking the pool costs something."""
 
 
 class PromisedBlocks:
@@ -101,7 +104,7 @@ class NoReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """Nothing is owed."""
         del prefilling, lengths, pool
         return PromisedBlocks(rows.block_size, 0, wants_prompt=False, wants_all=False)
@@ -112,7 +115,7 @@ class PromptReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """The rest of every prompt under way is owed."""
         del lengths, pool
         owed = sum(-(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in prefilling)
@@ -124,7 +127,7 @@ class FullReservation:
 
     predicts = False
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """The rest of every running request is owed: O(rows), only when a request wants to start."""
         del prefilling, lengths, pool
         live = rows.live_rows()
@@ -198,10 +201,10 @@ class PredictedReservation:
 
     predicts = True
 
-    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: PoolState) -> Books:
+    def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
         """Look ahead: O(rows), only when a request wants to start."""
         del prefilling
-        return ForeseenBlocks(rows, lengths, pool)
+        return ForeseenBlocks(rows, lengths, pool())
 
 
 RESERVATIONS: dict[str, Reservation] = {

@@ -47,7 +47,7 @@ from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
-from headway_scheduler.core.prefix_statistics import PrefixStatistics
+from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import (
     ARRIVAL_BITS,
     FinishReason,
@@ -59,7 +59,7 @@ from headway_scheduler.core.request import (
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.waiting_queue import PROMOTED_RANK, Lane
@@ -72,8 +72,10 @@ HIGHEST_CLASS = 1
 FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
 """Order keys below it belong to promoted requests."""
 
-OBSERVED_DECODE_STEPS = 8
-"""Of steps without a prompt, which are all alike, one in so many is worth learning from."""
+STEPS_ALIKE = 8
+"""Of steps that are alike one in so many is worth learning from."""
+
+NO_MOVES = b"", b"", 0
 
 STEPS_BETWEEN_FORECASTS = 4
 """Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
@@ -111,8 +113,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
         self.counters = SchedulerCounters()
-        self.prefix_statistics = PrefixStatistics()
+        self.prefix_statistics = PrefixStatistics(self.counters)
         self.pinned_prefixes = PinnedPrefixes(limits)
+        self._caches_by_tenant = limits.prefix_cache_scope == "tenant"
         self.paused = False
         self._order = ORDERS[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
@@ -153,6 +156,8 @@ class Scheduler:
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
         self._last_answer_time = 0.0
+        # The next step without and with a prompt that is worth learning from.
+        self._learn_from_step = [0, 0]
         self._finished_rows: list[int] = []
         # Blocks to swap out with the next step, by the arrival of their request, and those to swap in.
         self._swap_out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
@@ -228,7 +233,7 @@ class Scheduler:
         return ForeseenBlocks(self.rows, self._lengths, self._pool_state()).steps_until_shortage()
 
     def _open_books(self) -> Books:
-        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state())
+        return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state)
 
     def _pool_state(self) -> PoolState:
         return PoolState(self.pool.num_blocks, self.pool.num_free + self.pool.num_fenced)
@@ -249,22 +254,21 @@ class Scheduler:
         self._num_arrivals += 1
         rank = new.priority if self._order.ranks_classes else UNRANKED
         request = Request(new, arrival=arrival, rank=rank, limit=limit, now=now)
+        request.itl_slo_ms = new.itl_slo_ms or self.limits.default_itl_slo_ms
         if self._predicts:
             request.curve = self._lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self._requests[new.origin] = request
-        self._watch_first_token(request)
+        ttft_slo_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
+        if ttft_slo_ms and len(new.token_ids) == new.num_prompt_tokens:  # or the first token has come before
+            self._watch_first_token(request, ttft_slo_ms / 1e3)
         self._wait(request)
 
-    def _watch_first_token(self, request: Request) -> None:
-        """Note by when a request has to start for its first token to be in time, unless it has had that already."""
-        new = request.new
-        objective_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
-        if not objective_ms or len(new.token_ids) > new.num_prompt_tokens:
-            return
+    def _watch_first_token(self, request: Request, objective_s: float) -> None:
+        """Note by when a request has to start for its first token to be in time."""
         self._observes_steps = True
-        prefill_s = self._step_times.prefill_s(new.num_prompt_tokens, 0) or 0.0
-        request.latest_start = request.arrival_time + objective_ms / 1e3 - prefill_s
-        self._first_tokens.watch(request, objective_ms / 1e3)
+        prefill_s = self._step_times.prefill_s(request.new.num_prompt_tokens, 0) or 0.0
+        request.latest_start = request.arrival_time + objective_s - prefill_s
+        self._first_tokens.watch(request, objective_s)
 
     def _wait(self, request: Request) -> None:
         self._num_waiting_tokens += len(request.token_ids)
@@ -368,7 +372,8 @@ class Scheduler:
             self._ask_policy(any_decoded=False)
         plan = StepPlan(self.limits.max_num_batched_tokens)
         rules = self._rules
-        self._mind_first_tokens(now)
+        if now >= self._first_tokens.next_due:
+            self._mind_first_tokens(now)
         if not self._batching.overlaps_own_steps:
             self._choose_batch(plan)
         if not rules.prompts_run_alone:
@@ -377,7 +382,8 @@ class Scheduler:
                 self._serve_prompts(plan, rules, now)
         elif not self._run_prompts_alone(plan, rules, now):
             self._serve_decoding(plan)
-        self._host.complete_plan()
+        if self._host.has_released:
+            self._host.complete_plan()
         total = len(self._decoding()) + plan.num_chunk_tokens
         if not total:
             self._let_decode(plan.held_back, in_this_step=True)
@@ -598,8 +604,8 @@ class Scheduler:
         row = request.row
         self.rows.num_computed_tokens[row] = end
         completes = end == request.num_admitted_tokens
-        plan.add_chunk(row, num_tokens, end - num_tokens)
-        plan.chunks.append(PrefillChunk(request, row, request.num_preemptions, end, completes))
+        plan.add_chunk(row, num_tokens)
+        plan.chunks.append(PrefillChunk(request, row, end - num_tokens, end, completes))
         if completes:
             self._prefilling.discard(row)
         else:
@@ -610,10 +616,13 @@ class Scheduler:
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
-            if self._is_soon_after_refusal(now):
+            request = self._waiting.first(now)
+            if request is None or self._is_soon_after_refusal(request):
                 return
-            passed_over, request = self._next_to_start(now)
-            if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
+            passed_over: list[Request] = []
+            if self.limits.prefix_aware:
+                passed_over, request = self._with_longest_prefix(request)
+            if request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
                 return
             if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
                 return
@@ -624,20 +633,17 @@ class Scheduler:
             for other in passed_over:
                 other.num_passed_over += 1
 
-    def _is_soon_after_refusal(self, now: float) -> bool:
+    def _is_soon_after_refusal(self, first: Request) -> bool:
         """Whether it is too early to ask again for the same queue. Never while nobody runs, who could change the answer."""
         if self.next_step >= self._ask_again_at or not self.rows.num_live:
             return False
-        return self._waiting.first(now) is self._refused
+        return first is self._refused
 
-    def _next_to_start(self, now: float) -> tuple[list[Request], Request | None]:
-        """The request that should start next, and those before it in the order that it passes over.
-
-        With ``prefix_aware`` it is the one with the longest cached prefix among the first few, which the order does not
-        care to tell apart; nobody is passed over more than ``MAX_PASSED_OVER`` times.
+    def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
+        """The request with the longest cached prefix among the next few that the order does not care to tell apart from
+        ``first``, and those that it passes over; nobody is passed over more than ``MAX_PASSED_OVER`` times.
         """
-        first = self._waiting.first(now)
-        if first is None or not self.limits.prefix_aware or first.num_passed_over >= MAX_PASSED_OVER:
+        if first.num_passed_over >= MAX_PASSED_OVER:
             return [], first
         few = self._waiting.first_few(NUM_COMPARED_PREFIXES)
         num_cached = [
@@ -675,8 +681,10 @@ class Scheduler:
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
         row = rows.take(request, table)
         rows.tenant[row] = self._waiting.place_of_tenant(request)
-        self._swap_in_behind(request, table, len(shared))
-        self._count_objective(request, 1)
+        if request.num_swapped_tokens:
+            self._swap_in_behind(request, table, len(shared))
+        if request.itl_slo_ms:
+            self._tightest.change(request.itl_slo_ms, 1)
         request.num_cached_blocks = len(shared)
         request.cache_node = node
         request.status = RequestStatus.RUNNING
@@ -712,7 +720,7 @@ class Scheduler:
         """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
         if self.limits.budget == "fixed" or not len(self._decoding()):
             return True
-        objectives = [self._tightest.tightest_ms or 0, self._itl_objective_ms(request)]
+        objectives = [self._tightest.tightest_ms or 0, request.itl_slo_ms]
         tightest_ms = min((objective for objective in objectives if objective), default=None)
         return self._budget.admits_more(
             decoding=self._decoding_shape(),
@@ -720,19 +728,9 @@ class Scheduler:
             num_context_tokens=len(request.token_ids),
         )
 
-    def _itl_objective_ms(self, request: Request) -> int:
-        return request.new.itl_slo_ms or self.limits.default_itl_slo_ms
-
-    def _count_objective(self, request: Request, change: int) -> None:
-        objective_ms = self._itl_objective_ms(request)
-        if objective_ms:
-            self._tightest.change(objective_ms, change)
-
     def _swap_in_behind(self, request: Request, table: BlockIndices, num_shared: int) -> None:
         """Bring back what was swapped out, as far as the prefix cache does not have it."""
         host_blocks = request.host_blocks
-        if not len(host_blocks):
-            return
         if num_shared < len(host_blocks):
             self._swap_in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
         self._give_up_host_blocks(request)
@@ -798,11 +796,8 @@ class Scheduler:
         if not self.limits.enable_prefix_caching:
             return NO_BLOCKS, ROOT_NODE
         # At least one token must run, or there would be nothing to sample from.
-        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, self._scope_of(request))
-
-    def _scope_of(self, request: Request) -> str:
-        """Which requests share cached blocks with this one."""
-        return request.new.tenant if self.limits.prefix_cache_scope == "tenant" else ""
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, scope)
 
     def _note_admission(self, request: Request, num_tokens: int, shared: BlockIndices, now: float) -> None:
         counters = self.counters
@@ -814,15 +809,16 @@ class Scheduler:
         request.scheduled_time = now
         counters.num_prompt_tokens += request.new.num_prompt_tokens
         self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
-        if not self.limits.enable_prefix_caching:
-            return
         counters.num_prefix_queries += 1
         counters.num_prefix_query_tokens += num_tokens
         if len(shared):
             counters.num_prefix_hits += 1
             counters.num_prefix_hit_tokens += num_cached_tokens
             self.cache.note_reuse(shared)
-        self.prefix_statistics.note(request.new.tenant, num_tokens, num_cached_tokens)
+        if not counters.num_prefix_queries % RECENT_QUERIES:
+            self.prefix_statistics.mark()
+        if request.new.tenant:
+            self.prefix_statistics.note_tenant(request.new.tenant, num_tokens, num_cached_tokens)
 
     def _start_decoding(self, starting: list[int], tick: int) -> None:
         """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
@@ -886,7 +882,8 @@ class Scheduler:
                 step.leavers[row] = request if owes else None
                 request.num_unreturned += owes
         self.pool.release(rows.blocks_of(row), fence)
-        self._count_objective(request, -1)
+        if request.itl_slo_ms:
+            self._tightest.change(request.itl_slo_ms, -1)
         self._decoding_changed = True
         rows.give_back(row)
         self._prefilling.discard(row)
@@ -911,15 +908,15 @@ class Scheduler:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
+        scope = request.new.tenant if self._caches_by_tenant else ""
+        request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, scope)
         request.num_cached_blocks = end
 
     def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
-        is_observed = self._observes_steps and (plan.chunks or step % OBSERVED_DECODE_STEPS == 0)
-        load = self._load(plan, now) if is_observed else None
-        swap_out, swap_in = list(self._swap_out.values()), self._swap_in
+        load = self._load(plan, now) if self._observes_steps and self._is_worth_learning_from(plan, step) else None
+        swap_out, swap_in, num_moved_blocks = self._take_moves() if self._swap_out or self._swap_in else NO_MOVES
         self.next_step += 1
         if not self._any_decoded and total > plan.num_chunk_tokens:
             self._ask_policy(any_decoded=True)
@@ -934,34 +931,45 @@ class Scheduler:
             finished_rows=encode_column(sorted(self._finished_rows)) if self._finished_rows else b"",
             new_blocks=plan.new_blocks(),
             num_scheduled_tokens=plan.scheduled_tokens(self._idle, self._stalled, plan.held_back),
-            swap_out=block_pairs(swap_out),
-            swap_in=block_pairs(swap_in),
+            swap_out=swap_out,
+            swap_in=swap_in,
             total_num_scheduled_tokens=total,
         )
         self._finished_rows.clear()
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
         # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
-        num_moved_blocks = sum(len(blocks) for blocks, _ in swap_out + swap_in)
         self._in_flight.append(
             InFlightStep(
                 step, self._decoding(), plan.chunks, digest=digest, load=load, num_moved_blocks=num_moved_blocks
             )
         )
-        if num_moved_blocks:
-            self._swap_out = {}
-            self._swap_in = []
         if plan.held_back:
             self._let_decode(plan.held_back, in_this_step=False)
         self.counters.num_steps += 1
         return output
+
+    def _take_moves(self) -> tuple[bytes, bytes, int]:
+        """The column groups of blocks to swap out and in with this step, and how many they are."""
+        swap_out, swap_in = list(self._swap_out.values()), self._swap_in
+        self._swap_out, self._swap_in = {}, []
+        num_blocks = sum(len(blocks) for blocks, _ in swap_out + swap_in)
+        return block_pairs(swap_out), block_pairs(swap_in), num_blocks
+
+    def _is_worth_learning_from(self, plan: StepPlan, step: int) -> bool:
+        """Steps with a prompt if the budget depends on their time; of others, and of those without, one now and then."""
+        has_prompt = bool(plan.chunks)
+        if step < self._learn_from_step[has_prompt]:
+            return False
+        self._learn_from_step[has_prompt] = step + (1 if has_prompt and self.limits.budget != "fixed" else STEPS_ALIKE)
+        return True
 
     def _load(self, plan: StepPlan, now: float) -> StepLoad:
         decoding = self._decoding_shape()
         shape = StepShape(
             decoding.num_tokens + plan.num_chunk_tokens,
             decoding.num_rows + len(plan.chunks),
-            decoding.num_context_tokens + plan.num_chunk_context_tokens,
-            plan.num_chunk_pairs,
+            decoding.num_context_tokens + sum(chunk.start for chunk in plan.chunks),
+            sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in plan.chunks),
         )
         return StepLoad(shape, now, self._objective_s() if decoding.num_rows else None)
 
@@ -1148,8 +1156,9 @@ class Scheduler:
         else:
             num_tokens = len(request.token_ids)
             self._no_longer_waits(request)
-            self._swap_out.pop(request.arrival, None)
-            self._give_up_host_blocks(request)
+            if request.num_swapped_tokens:
+                self._swap_out.pop(request.arrival, None)
+                self._give_up_host_blocks(request)
         request.status = RequestStatus.FINISHED
         self._waiting.forget(request)
         new = request.new

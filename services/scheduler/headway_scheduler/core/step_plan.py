@@ -12,22 +12,23 @@ from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.request import Request
-from headway_scheduler.core.step_time import StepShape, prefill_pairs
+from headway_scheduler.core.step_time import StepShape
 
 
 class PrefillChunk:
     """Part of a prompt in a step.
 
-    When the step returns, ``num_computed_tokens`` tokens of ``request`` are in the blocks of ``row``, provided that the
+    Its tokens begin at position ``start``. When the step returns, ``num_computed_tokens`` tokens of ``request`` are in the blocks of ``row``, provided that the
     request has not been preempted since (its ``num_preemptions`` is still ``stay``). ``completes``: it samples.
     """
 
-    __slots__ = ("completes", "num_computed_tokens", "request", "row", "stay")
+    __slots__ = ("completes", "num_computed_tokens", "request", "row", "start", "stay")
 
-    def __init__(self, request: Request, row: int, stay: int, num_computed_tokens: int, completes: bool) -> None:
+    def __init__(self, request: Request, row: int, start: int, num_computed_tokens: int, completes: bool) -> None:
         self.request = request
         self.row = row
-        self.stay = stay
+        self.start = start
+        self.stay = request.num_preemptions
         self.num_computed_tokens = num_computed_tokens
         self.completes = completes
 
@@ -52,8 +53,6 @@ class StepPlan:
         "held_back",
         "max_new_requests",
         "new_requests",
-        "num_chunk_context_tokens",
-        "num_chunk_pairs",
         "num_chunk_tokens",
         "num_promised_blocks",
         "short_of_blocks",
@@ -63,8 +62,6 @@ class StepPlan:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_chunk_tokens = 0
-        self.num_chunk_context_tokens = 0
-        self.num_chunk_pairs = 0
         self.exceptions: list[tuple[int, int]] = []
         """(row, tokens) of live rows that do not run exactly one token."""
         self.new_requests: list[NewRequest] = []
@@ -86,11 +83,9 @@ class StepPlan:
             self._block_rows.append(rows)
             self._block_ids.append(blocks)
 
-    def add_chunk(self, row: int, num_tokens: int, num_computed_tokens: int) -> None:
-        """Run ``num_tokens`` tokens of ``row`` behind those that are computed."""
+    def add_chunk(self, row: int, num_tokens: int) -> None:
+        """Run ``num_tokens`` tokens of ``row``."""
         self.num_chunk_tokens += num_tokens
-        self.num_chunk_context_tokens += num_computed_tokens
-        self.num_chunk_pairs += prefill_pairs(num_tokens, num_computed_tokens)
         if num_tokens != 1:
             self.exceptions.append((row, num_tokens))
 

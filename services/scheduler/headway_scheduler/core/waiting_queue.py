@@ -124,6 +124,8 @@ class KeyedQueue:
         request = self._head()
         if request is None or self._num_starts < STARTS_PER_PROMOTION or request.rank == PROMOTED_RANK:
             return request
+        if self._arrivals and self._arrivals[0] == request.arrival and request.lane != Lane.RESUMING:
+            return request  # the usual case, told without a look at the others
         oldest = self._oldest()
         if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
             return request
@@ -150,8 +152,9 @@ class KeyedQueue:
 
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
-        del request
         self._num_starts += 1
+        if self._arrivals and self._arrivals[0] == request.arrival:
+            self._arrivals.popleft()
 
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""

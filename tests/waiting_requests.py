@@ -1,0 +1,42 @@
+"""Requests as queues see them, made from the few things that matter there."""
+
+import numpy as np
+
+from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.request import NewRequestEvent, Origin, Request, RequestStatus
+
+
+def make_request(
+    arrival: int,
+    *,
+    rank: int = 3,
+    priority: int = 3,
+    num_tokens: int = 4,
+    max_tokens: int = 8,
+    tenant: str = "",
+    now: float = 0.0,
+) -> Request:
+    """A request that waits for the first time."""
+    return Request(
+        NewRequestEvent(
+            origin=Origin(0, arrival),
+            request_id=str(arrival),
+            token_ids=np.zeros(num_tokens, dtype=np.int32),
+            num_prompt_tokens=num_tokens,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(),
+            stop_token_ids=frozenset(),
+            priority=priority,
+            tenant=tenant,
+        ),
+        arrival=arrival,
+        rank=rank,
+        limit=num_tokens + max_tokens,
+        now=now,
+    )
+
+
+def preempted(request: Request) -> Request:
+    """The same request, as it comes back to the queue."""
+    request.status = RequestStatus.PREEMPTED
+    return request
