@@ -131,6 +131,14 @@ def test_foresight_halves_preemptions_and_costs_no_throughput(workload: str) -> 
     assert predicted.throughput >= none.throughput
 
 
+def test_answers_stop_at_their_length_and_the_limit_cuts_the_rest() -> None:
+    requests = reserving("pareto, cut", "none").result.requests
+    assert {request.reason for request in requests} == {"stop", "length"}
+    assert all((request.num_output_tokens == 512) == (request.reason == "length") for request in requests)
+    same = reserving("pareto, cut", "predicted").result.requests
+    assert [request.num_output_tokens for request in requests] == [request.num_output_tokens for request in same]
+
+
 def test_a_full_reservation_never_preempts_and_pays_for_it() -> None:
     full = reserving("pareto, cut", "full")
     assert full.num_preemptions == 0
