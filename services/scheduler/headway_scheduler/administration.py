@@ -100,6 +100,7 @@ class Administration:
             num_reused_blocks=worth[REUSED] if worth else 0,
             num_pinned_blocks=worth[PINNED] if worth else 0,
             recent_prefix_hit_rate=0.0 if core is None else core.prefix_statistics.recent_hit_rate,
+            steps_until_shortage=None if core is None else core.steps_until_shortage(),
         )
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
