@@ -637,7 +637,7 @@ class Specification:
         if missing > 0:
             if not self._make_room(request, missing):
                 if self.reserve == "predicted":
-                    self.refused, self.ask_again_at = self.first(self.now), self.step + 4
+                    self.refused, self.ask_again_at = self.first(self.now), self.step + 2
                 return False
             if self.in_flight:
                 return False

@@ -162,6 +162,6 @@ def test_while_nothing_is_known_prediction_reserves_the_prompt() -> None:
     num_steps = np.searchsorted(runs["prompt"].result.steps.start_s, first_end_s)
     assert num_steps > 1000
     rows = {reserve: np.array(measured.result.steps.num_rows[:num_steps]) for reserve, measured in runs.items()}
-    # A refusal holds for four steps.
+    # A refusal holds for a step more.
     assert np.mean(rows["prompt"] != rows["predicted"]) < 0.02
     assert abs(rows["prompt"].mean() - rows["predicted"].mean()) < 0.2
