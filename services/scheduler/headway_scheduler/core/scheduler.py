@@ -78,7 +78,8 @@ STEPS_ALIKE = 8
 NO_MOVES = b"", b"", 0
 
 STEPS_BETWEEN_FORECASTS = 2
-"""Whoever was refused because of what is foreseen is not asked again sooner: that is not cheap. Longer, and requests start in bunches, which decodes wait for."""
+"""Whoever was refused because of what is foreseen is not asked again sooner, since that is not cheap. With more steps,
+requests would start in bunches, and decodes wait for those."""
 
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
