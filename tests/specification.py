@@ -359,7 +359,9 @@ class Specification:
         num_running = sum(r.tenant == tenant for r in self.running)
         return (self.served[tenant], num_running, self.tenants_seen.index(tenant))
 
-    def _goes_before(self, request: SpecRequest, running: SpecRequest) -> bool:
+    def _goes_before(self, request: SpecRequest, running: SpecRequest | None) -> bool:
+        if running is None:
+            return True
         if self.limits.order == "fair":
             return self._tenant_place(request.tenant)[:2] < running.place
         return request.rank < running.rank
@@ -638,9 +640,7 @@ class Specification:
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
             passed_over, request = self._next_to_start(self.now)
-            if request is None or request.unreturned or self._budget() <= 0:
-                return
-            if before is not None and not self._goes_before(request, before):
+            if request is None or request.unreturned or self._budget() <= 0 or not self._goes_before(request, before):
                 return
             if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
                 return

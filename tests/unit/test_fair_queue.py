@@ -20,7 +20,7 @@ def make_queue(weights: Mapping[str, float] | None = None) -> FairQueue:
         "aging_s": 30.0,
         "tenant_weights": weights or {},
         "predicted_output": lambda request: 0,
-        "longest_request": lambda: 0,
+        "burst_tokens": lambda: 0,
     }
     queue = ORDERS["fair"].make_queue(QueueSettings(**{name: settings[name] for name in QueueSettings._fields}))  # type: ignore[arg-type]
     assert isinstance(queue, FairQueue)

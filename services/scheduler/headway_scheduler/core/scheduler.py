@@ -451,7 +451,7 @@ class Scheduler:
             self._decoding_changed = True
 
     def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
-        """Prompts under way first, then waiting ones with what is left; waiting ones of a higher rank before either."""
+        """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
         cut = rules.cut if rules.admits and not self.paused else None
         if self.limits.budget != "fixed" and rules.cut is not PromptCut.NOWHERE:
             self._bound_prompts(plan, now)
