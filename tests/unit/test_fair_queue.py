@@ -15,14 +15,8 @@ from waiting_requests import make_request, preempted
 
 
 def make_queue(weights: Mapping[str, float] | None = None) -> FairQueue:
-    """An empty queue that lends nobody credit."""
-    settings: dict[str, object] = {
-        "aging_s": 30.0,
-        "tenant_weights": weights or {},
-        "predicted_output": lambda request: 0,
-        "longest_request": lambda: 0,
-    }
-    queue = ORDERS["fair"].make_queue(QueueSettings(**{name: settings[name] for name in QueueSettings._fields}))  # type: ignore[arg-type]
+    """An empty queue."""
+    queue = ORDERS["fair"].make_queue(QueueSettings(30.0, weights or {}, lambda _: 0))
     assert isinstance(queue, FairQueue)
     return queue
 
