@@ -85,6 +85,17 @@ async def test_the_refusal_is_status_details_that_machines_read(tmp_path: Path) 
     assert retry.retry_delay.ToMilliseconds() >= 1000
 
 
+async def test_of_two_continuations_the_one_that_has_begun_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, DEMO, SimulatedBackend(), CONFIG, ONE_AT_A_TIME) as served:
+        async with AsyncClient(served.address) as client:
+            await client.wait_ready(20)
+            result = await client.generate(PROMPT, max_tokens=100, ignore_eos=True, ttft_slo_ms=50, n=2).result()
+    first, second = result.completions
+    assert (len(first.token_ids), first.finish_reason) == (100, "length")
+    assert (len(second.token_ids), second.finish_reason) == (0, "error")
+    assert "ttft_slo_ms" in second.error
+
+
 async def test_without_shedding_the_late_are_served_last(tmp_path: Path) -> None:
     limits = SchedulerLimits(max_num_seqs=1)
     with running(tmp_path, DEMO, SimulatedBackend(), CONFIG, limits) as served:

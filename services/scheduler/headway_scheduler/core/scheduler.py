@@ -214,9 +214,10 @@ class Scheduler:
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
         """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
-        first_chunk = min(len(request.token_ids), self.limits.max_num_batched_tokens)
+        first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self.limits.max_num_batched_tokens)
         books = self._open_books()
-        return books.num_needed(request, first_chunk), self.pool.num_free - books.owed_blocks
+        num_needed = books.num_needed(request, first_chunk) + self._headroom(request)
+        return num_needed, self.pool.num_free - books.owed_blocks
 
     def _open_books(self) -> Books:
         return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state)
