@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_scheduler.core.fair_queue import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, FairQueue
-from headway_scheduler.core.orders import ORDERS, QueueSettings
+from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.request import Request
 from headway_scheduler.core.waiting_queue import Lane
-from waiting_requests import make_request, preempted
+from waiting_requests import make_request, preempted, queue_settings
 
 
 def make_queue(weights: Mapping[str, float] | None = None) -> FairQueue:
     """An empty queue."""
-    queue = ORDERS["fair"].make_queue(QueueSettings(30.0, weights or {}, lambda _: 0))
+    queue = ORDERS["fair"].make_queue(queue_settings(tenant_weights=weights))
     assert isinstance(queue, FairQueue)
     return queue
 

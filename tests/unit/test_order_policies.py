@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from headway_scheduler.core.orders import ORDERS, OUTPUT_TOKEN_WORK, QueueSettings
+from headway_scheduler.core.orders import ORDERS, OUTPUT_TOKEN_WORK
 from headway_scheduler.core.request import Request
 from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, WaitingQueue
-from waiting_requests import make_request, preempted
+from waiting_requests import make_request, preempted, queue_settings
 
 
 def queue_of(order: str, requests: list[Request], *, predicted: dict[int, int] | None = None) -> WaitingQueue:
     """``predicted``: output tokens by arrival, none for those not named."""
     outputs = predicted or {}
-    queue = ORDERS[order].make_queue(QueueSettings(10.0, {}, lambda request: outputs.get(request.arrival, 0)))
+    queue = ORDERS[order].make_queue(queue_settings(predicted_output=lambda request: outputs.get(request.arrival, 0)))
     for request in requests:
         queue.push(request)
     return queue
