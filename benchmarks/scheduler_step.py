@@ -18,14 +18,18 @@ A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that
 """
 
 import argparse
+import cProfile
 import gc
+import io
 import json
+import pstats
 import shlex
 import statistics
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 CHURN_SHARE = 0.02
 VOCAB_SIZE = 128_256
+
+
+Profiling = AbstractContextManager[object]
+UNPROFILED: Profiling = nullcontext()
 
 
 class Bench:
@@ -185,12 +193,20 @@ class Bench:
 
 
 def all_decode(
-    num_running: int, steps: int, depth: int, seed: int, *, aligned: bool, policies: dict[str, Any]
+    num_running: int,
+    steps: int,
+    depth: int,
+    seed: int,
+    *,
+    aligned: bool,
+    policies: dict[str, Any],
+    profile: Profiling = UNPROFILED,
 ) -> dict[str, float]:
     bench = Bench(num_running, depth, seed, aligned=aligned, policies=policies)
     bench.settle()
     relax_collector()
-    times = [bench.timed_step([]) for _ in range(steps)]
+    with profile:
+        times = [bench.timed_step([]) for _ in range(steps)]
     gc.unfreeze()
     return {
         **figures(times),
@@ -199,23 +215,26 @@ def all_decode(
     }
 
 
-def churn(num_running: int, steps: int, depth: int, seed: int, policies: dict[str, Any]) -> dict[str, float]:
+def churn(
+    num_running: int, steps: int, depth: int, seed: int, policies: dict[str, Any], profile: Profiling = UNPROFILED
+) -> dict[str, float]:
     bench = Bench(num_running, depth, seed, policies=policies)
     bench.settle()
     share = num_leaving(num_running)
     origins = deque(request.new.origin for request in bench.core.requests())
     relax_collector()
     times = []
-    for _ in range(steps):
-        # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.
-        leaving = [origins.popleft() for _ in range(share)]
-        origins.extend(Origin(1, bench.num_arrived + place) for place in range(share))
-        arrivals = [bench.new_request(max_tokens=2000) for _ in range(share)]
-        start = time.perf_counter_ns()
-        for origin in leaving:
-            bench.core.abort(origin)
-        ending = (time.perf_counter_ns() - start) / 1e3
-        times.append(ending + bench.timed_step(arrivals))
+    with profile:
+        for _ in range(steps):
+            # The oldest rows end in this step, as if a stop token had been sampled, and as many requests arrive.
+            leaving = [origins.popleft() for _ in range(share)]
+            origins.extend(Origin(1, bench.num_arrived + place) for place in range(share))
+            arrivals = [bench.new_request(max_tokens=2000) for _ in range(share)]
+            start = time.perf_counter_ns()
+            for origin in leaving:
+                bench.core.abort(origin)
+            ending = (time.perf_counter_ns() - start) / 1e3
+            times.append(ending + bench.timed_step(arrivals))
     gc.unfreeze()
     assert bench.core.num_running == num_running, "arrivals were left waiting: these steps cost less than was meant"
     return figures(times)
@@ -236,6 +255,20 @@ def waiting(order: str, num_running: int, num_waiting: int, depth: int, seed: in
     ending = [timed(lambda origin=origin: bench.core.abort(origin)) for origin in running]
     gc.unfreeze()
     return {"arrival": figures(arriving), "cancelled": figures(cancelling), "end": figures(ending)}
+
+
+def profiled(num_running: int, steps: int, depth: int, seed: int) -> str:
+    """Where the time goes with every policy: all-decode steps, then churn. The profiler's own cost is in the figures."""
+    text = io.StringIO()
+    for title in ("all-decode", "churn"):
+        profile = cProfile.Profile()
+        if title == "churn":
+            churn(num_running, steps, depth, seed, POLICIES["everything"], profile)
+        else:
+            all_decode(num_running, steps, depth, seed, aligned=False, policies=POLICIES["everything"], profile=profile)
+        text.write(f"{title}, {num_running} running, {steps} steps\n")
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(25)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip()) + "\n"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -301,6 +334,7 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=NUM_WAITING, help="requests in the queue while events are timed")
     parser.add_argument("--peer", default="", help="command that measures a peer's scheduler")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--profile", type=Path, help="write where the time of steps with every policy goes, as text")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
     peer = run_peer(arguments.peer) if arguments.peer else {}
@@ -319,6 +353,8 @@ def main() -> None:
         queues[order] = waiting(order, min(256, max(sizes)), arguments.waiting, arguments.depth, arguments.seed)
         cells = "".join(f" {part['median_us']:>9} {part['p99_us']:>8}" for part in queues[order].values())
         print(f"{order:<20}{cells}")
+    if arguments.profile:
+        arguments.profile.write_text(profiled(min(256, max(sizes)), arguments.steps, arguments.depth, arguments.seed))
     if arguments.output:
         record = {
             "benchmark": "scheduler_step",

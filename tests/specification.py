@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.memory_forecast import MemoryForecast
+from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.output_lengths import OutputLengths
 from headway_scheduler.core.request import NewRequestEvent, Origin
 
@@ -34,6 +34,8 @@ class SpecRequest:
     scope: str
     """Only requests of the same scope share cached blocks."""
     row: int | None = None
+    place: tuple[float, int] = (0.0, 0)
+    """fair: where its tenant stood when it last started."""
     lane: int = 2
     """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
     has_started: bool = False
@@ -265,6 +267,8 @@ class Specification:
         self.batch_is_closed = False
         """static: somebody has decoded since the last time that nothing ran."""
         self.starts_since_promotion = 0
+        self.highest_starts = 0
+        """Since one of another class."""
         self.served: dict[str, float] = {}
         """fair: what each tenant has had, lifts included."""
         self.last_to_leave: str | None = None
@@ -276,6 +280,9 @@ class Specification:
         self.shed: list[Origin] = []
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
+        self.refused: SpecRequest | None = None
+        """The first in the queue when one was foreseen not to fit; nobody is asked again before ``ask_again_at``, a step."""
+        self.ask_again_at = 0
         self.lengths = OutputLengths()
         """What is to be expected of an output; what this answers is tested elsewhere."""
 
@@ -291,7 +298,7 @@ class Specification:
             arrival_time=now,
             priority=new.priority,
             tenant=new.tenant,
-            rank=new.priority if self.limits.order == "priority" else 1,
+            rank=2 * new.priority - 1 if self.limits.order == "priority" else 3,
             # What a prefill takes is not known here: nothing has a duration.
             latest_start=now + objective_ms / 1e3 if has_objective else None,
             tokens=tokens,
@@ -307,13 +314,18 @@ class Specification:
         self.arrivals += 1
         if new.tenant not in self.tenants_seen:
             self.tenants_seen.append(new.tenant)
-        if self.limits.order == "fair" and not any(r.tenant == new.tenant for r in self._fresh()):
-            rivals = [self.served.get(r.tenant, 0.0) for r in self._fresh()]
-            left = self.last_to_leave
-            floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
-            self.served[new.tenant] = max(self.served.get(new.tenant, 0.0), floor)
+        self._lift(new.tenant)
         request.work = self._expected_work(request)
         self.waiting.append(request)
+
+    def _lift(self, tenant: str) -> None:
+        """fair: who had nothing waiting begins no lower than those that had, but for a burst."""
+        if self.limits.order == "fair" and not any(r.tenant == tenant for r in self.waiting):
+            rivals = [self.served.get(r.tenant, 0.0) for r in self.waiting]
+            left = self.last_to_leave
+            floor = min(rivals) if rivals else self.served.get(left, 0.0) if left is not None else 0.0
+            credit = min(4 * self.capacity.max_request_tokens, self.capacity.num_blocks * self.capacity.block_size // 2)
+            self.served[tenant] = max(self.served.get(tenant, 0.0), floor - credit)
 
     def take_shed(self) -> list[Origin]:
         shed, self.shed = self.shed, []
@@ -324,9 +336,8 @@ class Specification:
         return [r for r in self.waiting if r.lane != 0]
 
     def _leave_queue(self, request: SpecRequest) -> None:
-        was_fresh = request.lane != 0
         self.waiting.remove(request)
-        if was_fresh and not any(r.tenant == request.tenant for r in self._fresh()):
+        if not any(r.tenant == request.tenant for r in self.waiting):
             self.last_to_leave = request.tenant
 
     # -- the queue
@@ -337,24 +348,33 @@ class Specification:
 
     def _queue_key(self, request: SpecRequest) -> tuple[float, ...]:
         if self.limits.order == "fair":
-            if request.lane == 0:
-                return (-1, 0, request.rank, request.arrival)
-            return (self.served[request.tenant], self.tenants_seen.index(request.tenant), 0, request.arrival)
+            return (*self._tenant_place(request.tenant), request.lane, request.arrival)
         value = {
             "shortest": request.work,
             "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
         }.get(self.limits.order, 0)
         return (request.rank, request.lane, value, request.arrival)
 
+    def _tenant_place(self, tenant: str) -> tuple[float, int, int]:
+        num_running = sum(r.tenant == tenant for r in self.running)
+        return (self.served[tenant], num_running, self.tenants_seen.index(tenant))
+
+    def _goes_before(self, request: SpecRequest, running: SpecRequest) -> bool:
+        if self.limits.order == "fair":
+            return self._tenant_place(request.tenant)[:2] < running.place
+        return request.rank < running.rank
+
     def first(self, now: float) -> SpecRequest | None:
         queue = self.queue()
-        if not queue or self.limits.order == "fair" or self.starts_since_promotion < 8 or queue[0].rank == 0:
+        if not queue or self.limits.order == "fair" or self.starts_since_promotion < 8 or queue[0].rank % 2 == 0:
             return queue[0] if queue else None
+        if queue[0].rank == 1 and self.highest_starts < 8:
+            return queue[0]
         fresh = self._fresh()
         oldest = min(fresh, key=lambda r: r.arrival) if fresh else None
         if oldest is None or oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
             return queue[0]
-        oldest.rank = 0
+        oldest.rank = 0 if queue[0].rank == 1 else 2
         self.starts_since_promotion = 0
         return oldest
 
@@ -478,9 +498,12 @@ class Specification:
 
     def _serve_prompts(self) -> None:
         under_way = [(r, r.stay) for r in self.may_run if r.computed < r.prompt_end]
+        is_fair = self.limits.order == "fair" and not any(r.lane == 0 for r in self.waiting)  # nobody was preempted
+        if is_fair:
+            under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
         for request, stay in under_way:
-            if self.limits.order == "priority":
-                self._admit(below_rank=request.rank)
+            if is_fair or self.limits.order == "priority":
+                self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
             wanted = min(request.prompt_end - request.computed, self._budget())
@@ -506,15 +529,24 @@ class Specification:
                 self.promised += 1
                 return False
             victim = self._victim_for(request)
+            if victim is None:
+                return False
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim_for(self, request: SpecRequest) -> SpecRequest:
+    def _is_planned(self, request: SpecRequest) -> bool:
+        """Whether part of its prompt is in this step."""
+        return request.computed < request.prompt_end and request.row in self.tokens
+
+    def _victim_for(self, request: SpecRequest) -> SpecRequest | None:
         later = [r for r in self.running if r.key > request.key]
         if not later:
             return request
+        later = [r for r in later if not self._is_planned(r)]
+        if not later:
+            return None
         lowest = max(r.priority for r in later)
         candidates = sorted((r for r in later if r.priority == lowest), key=lambda r: r.key)[-16:]
         return self._in_victim_order(candidates)[0]
@@ -537,16 +569,13 @@ class Specification:
         num_blocks -= len(self.pool.fenced)
         if num_blocks <= 0 and len(self.running) < self.max_running:
             return False
-        own_class = 1 if request.rank == 0 else request.priority
+        own_class = 1 if request.rank % 2 == 0 else request.priority
         victims = []
         for r in self._in_victim_order(
             [
                 r
                 for r in self.running
-                if r.rank > 0
-                and r.priority > own_class
-                and r.computed < r.limit - 1
-                and not (r.computed < r.prompt_end and r.row in self.tokens)
+                if r.rank % 2 and r.priority > own_class and r.computed < r.limit - 1 and not self._is_planned(r)
             ]
         ):
             victims.append(r)
@@ -581,6 +610,7 @@ class Specification:
         victim.stay += 1
         self.num_preemptions += 1
         victim.work = self._expected_work(victim)
+        self._lift(victim.tenant)
         self.waiting.append(victim)
 
     def _leave(self, request: SpecRequest, *, cache: bool) -> None:
@@ -599,18 +629,20 @@ class Specification:
         num_batches = self.limits.max_steps_in_flight if self.limits.batching == "orca" else 1
         return min(self.max_batch * num_batches, self.capacity.max_num_rows)
 
-    def _admit(self, below_rank: int = 256) -> None:
+    def _admit(self, before: SpecRequest | None = None) -> None:
         if self.limits.batching == "static" and self.batch_is_closed:
             return
         self.forecast = None
         most_new = self.limits.max_num_batched_tokens
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
-        while not self.short and len(self.new_requests) < most_new:
+        while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
             passed_over, request = self._next_to_start(self.now)
-            if request is None or request.rank >= below_rank or request.unreturned or self._budget() <= 0:
+            if request is None or request.unreturned or self._budget() <= 0:
                 return
-            if len(self.running) >= self.max_running and not self._make_room(request, 0):
+            if before is not None and not self._goes_before(request, before):
+                return
+            if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
                 return
             if self.forecast is None or self.short:
                 self._look_ahead()
@@ -619,6 +651,17 @@ class Specification:
             for other in passed_over:
                 other.passed_over += 1
 
+    def _is_soon_after_refusal(self) -> bool:
+        return self.step < self.ask_again_at and bool(self.running) and self.first(self.now) is self.refused
+
+    def _num_kept_rows(self, request: SpecRequest) -> int:
+        """fair: who runs its share of rows, as it would be with one tenant more, leaves a sixteenth of them alone."""
+        if self.limits.order != "fair":
+            return 0
+        num_tenants = len({r.tenant for r in self.running + self.waiting})
+        num_own = sum(r.tenant == request.tenant for r in self.running)
+        return self.max_running // 16 if num_own * (num_tenants + 1) >= self.max_running else 0
+
     def _start(self, request: SpecRequest) -> bool:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
         size = self.capacity.block_size
@@ -626,17 +669,12 @@ class Specification:
         unshared = self.pool.num_free - sum(map(self.pool.is_evictable, shared))
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
-        left = len(request.tokens) - start
-        chunk = min(left, self._budget())
-        if self.limits.batching in {"static", "orca", "prefill_first"}:
-            if chunk < min(left, self.limits.max_num_batched_tokens):
-                chunk = 0  # the prompt is whole, or as much of it as a step can have
-        elif self.limits.batching == "split_fuse":
-            chunk = min(chunk, (len(shared) + free) * size - start)
+        chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
         if self.reserve == "predicted":
-            steps = self._expected_steps(request)
-            peak = self.forecast.peak_with(len(request.tokens), steps, num_shared_blocks=len(shared))
-            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - len(shared) - unshared)
+            peak = 0  # beside nobody, everything fits that was accepted
+            if self.running:
+                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
+            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - unshared) - len(shared)
         else:
             wanted = {
                 "none": start + max(chunk, 1),
@@ -646,37 +684,46 @@ class Specification:
             missing = -(-wanted // size) - len(shared) - free
         missing += self._headroom(request)
         if missing > 0:
-            if not self._make_room(request, missing) or self.in_flight:
+            if not self._make_room(request, missing):
+                if self.reserve == "predicted":
+                    self.refused, self.ask_again_at = self.first(self.now), self.step + 4
+                return False
+            if self.in_flight:
                 return False
             self._look_ahead()
             return self._start(request)
         if chunk <= 0:
             return False
         if self.reserve == "predicted":
-            self.forecast.add(len(request.tokens), self._expected_steps(request))
+            self.forecast.add(len(request.tokens), self._chances([request])[0])
         self._take_row(request, shared, chain, start, chunk)
         return True
 
+    def _first_chunk(self, left: int, room: int) -> int:
+        """Of the tokens that are left of a prompt, those that may run, ``room`` having blocks."""
+        chunk = min(left, self._budget())
+        if self.limits.batching == "split_fuse":
+            return min(chunk, room)
+        if self.limits.batching == "chunked" or chunk == min(left, self.limits.max_num_batched_tokens):
+            return chunk
+        return 0  # the prompt is whole, or as much of it as a step can have
+
     def _look_ahead(self) -> None:
         """Foresee what those that run will come to hold."""
-        running = sorted(self.running, key=lambda r: r.row)
-        curves = np.array([r.curve for r in running], dtype=np.int64)
-        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in running], dtype=np.int32)
-        limits = np.array([r.limit - r.num_prompt_tokens for r in running], dtype=np.int32)
-        expected = self.lengths.expected_remaining(curves, ages, limits)
-        most = np.array([r.limit - 1 - len(r.tokens) for r in running], dtype=np.int32)
-        steps = np.clip(np.where(self.lengths.is_known(curves, ages), expected - 1.0, 1.0), 0.0, most)
-        num_tokens = np.array([len(r.tokens) for r in running], dtype=np.int32)
-        self.forecast = MemoryForecast(num_tokens, steps, self.capacity.block_size)
+        size = self.capacity.block_size
+        self.horizons = horizons(size, self.capacity.max_model_len)
+        self.forecast = MemoryForecast(size, self.horizons)
+        for r in self.running:
+            self.forecast.add(len(r.tokens), self._chances([r])[0])
         num_used = sum(count > 0 for count in self.pool.references)
-        num_counted_again = sum(len(r.blocks) for r in running) - num_used
+        num_counted_again = sum(len(r.blocks) for r in self.running) - num_used
         self.num_usable = len(self.pool.references) + max(num_counted_again, 0)
 
-    def _expected_steps(self, request: SpecRequest) -> int:
-        age = len(request.tokens) - request.num_prompt_tokens
-        predicted = self.lengths.predicted_output(request.curve, age, request.limit - request.num_prompt_tokens)
-        steps = 1 if predicted is None else max(predicted - age - 1, 0)
-        return min(steps, request.limit - 1 - len(request.tokens))
+    def _chances(self, requests: list[SpecRequest]) -> np.ndarray:
+        curves = np.array([r.curve for r in requests], dtype=np.int64)
+        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in requests])
+        limits = np.array([r.limit - r.num_prompt_tokens for r in requests])
+        return self.lengths.chances_to_go_on(curves, ages, limits, self.horizons)
 
     def _expected_work(self, request: SpecRequest) -> int:
         """Tokens still to be computed, those of the output counted eightfold, when it takes its place in the queue."""
@@ -713,8 +760,11 @@ class Specification:
         taken = {r.row for r in self.running}
         self._leave_queue(request)
         self.starts_since_promotion += 1
-        if self.limits.order == "fair" and not request.has_started:
-            self.served[request.tenant] += len(request.tokens)
+        self.highest_starts = self.highest_starts + 1 if request.rank == 1 else 0
+        if self.limits.order == "fair":
+            request.place = self._tenant_place(request.tenant)[:2]
+            if not request.has_started:
+                self.served[request.tenant] += len(request.tokens)
         self.pool.share(shared, is_reuse=not request.has_started)
         self.num_hit_tokens += 0 if request.has_started else len(shared) * self.capacity.block_size
         request.has_started = True

@@ -29,6 +29,8 @@ from headway.simulate.world import make_world, simulate
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
 
+H100 = {"hardware": "h100", "tensor_parallel": 4}
+SHORT_ANSWERS = {"prompt_tokens": "lognormal:50,0.8,2000", "output_tokens": "lognormal:44,0.9,512"}
 PROMPTS_DOMINATE = {"prompt_tokens": "lognormal:1000,0.5,2000", "output_tokens": "64"}
 
 
@@ -41,7 +43,7 @@ def simulated(**changes):
 
 @pytest.fixture(scope="module", params=[0, 1])
 def short_answers(request):
-    return simulated(num_requests=640, seed=request.param)
+    return simulated(num_requests=640, seed=request.param, **H100, **SHORT_ANSWERS)
 
 
 def holding(figures):
@@ -52,16 +54,26 @@ def test_the_published_figures_are_in_the_published_order():
     assert holding(PUBLISHED) == {ordering.text for ordering in ORDERINGS}
 
 
-def test_the_published_orderings_hold(short_answers):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_published_ordering_holds_on_the_device_that_the_article_assumes(seed):
+    assert holding(simulated(seed=seed)) == {ordering.text for ordering in ORDERINGS}
+
+
+def test_all_but_those_of_throughput_hold_on_a_real_device(short_answers):
     assert holding(short_answers) >= {
         "static batching has the lowest throughput",
         "static batching has the longest P99 TTFT",
         "static batching has the longest P99 ITL",
-        "whole prompts have a longer P99 ITL than chunks",
         "P99 ITL falls with smaller chunks",
         "P50 ITL rises with smaller chunks",
         "P99 TTFT rises with smaller chunks",
     }
+
+
+def test_whole_prompts_have_longer_gaps_than_the_chunks_that_cut_them(short_answers):
+    """Few prompts of this workload are longer than 512 tokens, so with some seeds that chunk size is even with them."""
+    assert short_answers["orca"].itl_p99_ms > short_answers["chunk 256"].itl_p99_ms
+    assert short_answers["orca"].itl_p99_ms > 0.9 * short_answers["chunk 512"].itl_p99_ms
 
 
 def test_what_chunks_cost_in_throughput_is_less_than_published(short_answers):
@@ -75,14 +87,18 @@ def test_what_chunks_cost_in_throughput_is_less_than_published(short_answers):
 
 
 def test_where_prompts_dominate_smaller_chunks_cost_throughput():
-    figures = simulated(num_requests=384, **PROMPTS_DOMINATE)
-    assert holding(figures) >= {"throughput falls with smaller chunks", "P99 TTFT rises with smaller chunks"}
+    figures = simulated(num_requests=384, **H100, **PROMPTS_DOMINATE)
+    assert holding(figures) >= {
+        "throughput falls with smaller chunks",
+        "P99 TTFT rises with smaller chunks",
+        "whole prompts have a longer P99 ITL than chunks",
+    }
     assert figures["orca"].output_tokens_per_s > 0.99 * figures["chunk 512"].output_tokens_per_s
     assert figures["orca"].output_tokens_per_s > 1.1 * figures["chunk 256"].output_tokens_per_s
 
 
 def test_the_gap_that_makes_static_batching_the_worst_is_the_one_before_the_second_token():
-    world = make_world(SimulationOptions(**{**SETTINGS, "num_requests": 384}))
+    world = make_world(SimulationOptions(**{**SETTINGS, **H100, **SHORT_ANSWERS, "num_requests": 384}))
     (static,) = [case for case in source_cases({}, 128) if case.label == "static"]
     result = simulate(world, static)
     p99 = result.totals.itl_ms.p99

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import headway
 from headway.__main__ import main as headway_main
+from headway_scheduler.core.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
@@ -42,7 +43,7 @@ def test_torch_cpu(tmp_path):
 
 
 def test_scheduler_step(tmp_path):
-    result = tmp_path / "result.json"
+    result, profile = tmp_path / "result.json", tmp_path / "profile.txt"
     printed = run(
         "scheduler_step.py",
         "--running",
@@ -53,11 +54,22 @@ def test_scheduler_step(tmp_path):
         "100",
         "--output",
         str(result),
+        "--profile",
+        str(profile),
         cwd=tmp_path,
     )
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
-    assert [row["running"] for row in record["rows"]] == [4, 8]
+    assert [(row["policies"], row["running"]) for row in record["rows"]] == [
+        ("default", 4),
+        ("default", 8),
+        ("everything", 4),
+        ("everything", 8),
+    ]
+    orders = record["waiting"]["orders"]
+    assert set(orders) == set(ORDERS)
+    assert all(orders[order]["arrival"]["median_us"] > 0 for order in ORDERS)
+    assert "schedule" in profile.read_text()
     for row in record["rows"]:
         assert row["decode"]["median_us"] > 0
         assert row["decode"]["message_bytes_min"] > 0

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from headway_scheduler.core.step_time import PERSISTENT_RUN, WARM_UP_STEPS, StepShape, StepTimeModel
 from headway_scheduler.core.token_budget import (
     FIRST_STEP_TOKENS,
-    TILE_TOKENS,
+    LARGE_TILE_TOKENS,
+    SMALL_TILE_TOKENS,
     TOKEN_BUDGETS,
     SloBudget,
     TailRatio,
@@ -112,14 +113,15 @@ def test_the_largest_number_of_tiles_that_keeps_the_objective():
     budget = taught()
     for num_rows in (1, 37, 64, 100):
         total = num_rows + granted(budget, num_rows)
-        assert total % TILE_TOKENS == 0
+        assert total % LARGE_TILE_TOKENS == 0
         assert linear_device(StepShape(total)) <= OBJECTIVE_S
         assert linear_device(StepShape(total)) >= 0.93 * OBJECTIVE_S
 
 
 def test_the_operator_s_limit_holds_as_well():
     assert granted(taught(1024), 24) == 1000
-    assert granted(taught(1000), 24) == 960 - 24  # a whole number of tiles
+    assert granted(taught(1000), 24) == 896 - 24  # a whole number of tiles
+    assert granted(taught(255), 24) == 192 - 24  # of smaller ones in a small step
 
 
 def test_what_is_left_of_prompts_is_taken_whole_if_it_fits():
@@ -137,10 +139,10 @@ def test_a_noisy_device_gets_a_margin_that_urgency_may_spend():
 
 def test_prompts_never_starve():
     budget = taught()
-    assert granted(budget, 40, objective_s=1e-3) == TILE_TOKENS
+    assert granted(budget, 40, objective_s=1e-3) == SMALL_TILE_TOKENS
     assert granted(budget, 40, objective_s=1e-3, num_left=5) == 5
     # The decodes alone take longer than they may.
-    assert granted(budget, 3000) == TILE_TOKENS
+    assert granted(budget, 3000) == SMALL_TILE_TOKENS
     assert granted(budget, 8190) == 2
     assert granted(budget, 9000) == 0
 
@@ -162,7 +164,7 @@ def test_a_grant_is_within_the_limit_and_never_nothing_while_there_is_room(
     budget = SloBudget(limit, TAUGHT_MODEL if is_taught else StepTimeModel())
     grant = granted(budget, num_rows, objective_s=objective_s, num_left=num_left, is_urgent=is_urgent)
     room = max(limit - num_rows, 0)
-    assert min(num_left, room, TILE_TOKENS) <= grant <= room
+    assert min(num_left, room, SMALL_TILE_TOKENS) <= grant <= room
 
 
 def test_rows_join_until_decodes_and_the_least_chunk_fill_the_objective():

@@ -4,13 +4,32 @@ Owns: the settings, their defaults, help and allowed ranges. Must not know: flag
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from headway_proto.addresses import check_link_address
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.preemption import PREEMPTIONS
+from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.token_budget import TOKEN_BUDGETS
+
+if TYPE_CHECKING:
+    OrderName: TypeAlias = str
+    BatchingName: TypeAlias = str
+    ReserveName: TypeAlias = str
+    BudgetName: TypeAlias = str
+    PreemptionName: TypeAlias = str
+else:
+    # The registries are the only lists of names, so that a new policy is one file and one entry.
+    OrderName = Literal[tuple(ORDERS)]
+    BatchingName = Literal[tuple(BATCHING_POLICIES)]
+    ReserveName = Literal[("auto", *RESERVATIONS)]
+    BudgetName = Literal[tuple(TOKEN_BUDGETS)]
+    PreemptionName = Literal[tuple(PREEMPTIONS)]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,26 +46,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: Annotated[int, Meta(description="steps sent to the executor and not yet answered")] = 2
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
     order: Annotated[
-        Literal["fcfs", "priority", "shortest", "fair", "deadline"],
+        OrderName,
         Meta(description="who is served first: see Policies in the README"),
     ] = "fcfs"
     batching: Annotated[
-        Literal["static", "orca", "prefill_first", "chunked", "split_fuse"],
+        BatchingName,
         Meta(description="which prompts and decodes share a step: see Policies in the README"),
     ] = "chunked"
     reserve: Annotated[
-        Literal["auto", "none", "prompt", "full", "predicted"],
+        ReserveName,
         Meta(
             description="what must be free before a request starts: its first chunk, its prompt, all up to max_tokens, or "
             "what is to be expected of it; auto: what the batching policy was published with"
         ),
     ] = "auto"
     budget: Annotated[
-        Literal["fixed", "slo"],
+        BudgetName,
         Meta(description="prompt tokens beside decodes: up to max_num_batched_tokens, or what keeps itl_slo_ms"),
     ] = "fixed"
     preemption: Annotated[
-        Literal["recompute", "swap", "auto"],
+        PreemptionName,
         Meta(description="a preempted request is computed again, swapped to the host, or whichever costs less"),
     ] = "auto"
     aging_s: Annotated[

@@ -5,25 +5,31 @@ Owns: the virtual device: which step it runs, until when, and the tokens it inve
 Steps are applied to the executor's own batch state, which refuses an impossible diff and answers with the digests that
 the scheduler checks. So a run also proves that both ends agree, as in production.
 
+A request whose length is known to the device by the seed of its sampling draws the stop token at that length; all others draw
+anything at all.
+
 A step's time is the cost model's and that of the blocks it moves to and from the host, one after the other; a
 *disturbance* multiplies it, so that it can be seen what a scheduler makes of a device that does not keep its word.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.settings import shown
 from headway.simulate.roofline import Roofline
+from headway_executor.backend import StepBatch
 from headway_executor.batch_state import BatchState, BlockMoves
-from headway_proto.columns import encode_column
+from headway_proto.columns import Int32Array, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity
 
 SLOWDOWN_NOTATION = "AT_S:FACTOR"
+_NEVER = -1
 
 
 class Slowdown(msgspec.Struct, frozen=True):
@@ -73,7 +79,8 @@ class StepRecord(NamedTuple):
 class VirtualDevice:
     """Runs one step after the other, each for as long as the roofline says.
 
-    ``host_bandwidth``: bytes per second that each device moves to or from the host.
+    ``host_bandwidth``: bytes per second that each device moves to or from the host. ``lengths``: after how many output tokens
+    requests stop, by the seed of their sampling.
     """
 
     def __init__(
@@ -84,12 +91,17 @@ class VirtualDevice:
         *,
         host_bandwidth: float,
         disturbance: Disturbance | None = None,
+        lengths: Mapping[int, int] | None = None,
     ) -> None:
         self._roofline = roofline
         self._vocab_size = capacity.vocab_size
         self._rng = rng
         self._swap_block_s = roofline.swap_time(1, capacity.block_size, host_bandwidth)
         self._disturbance = disturbance
+        self._lengths = lengths or {}
+        self._stop_token_id = stop_token_of(capacity.vocab_size)
+        # By row: how many tokens are computed when the stop token is drawn.
+        self._stops_at = np.full(capacity.max_num_rows, _NEVER, dtype=np.int64)
         self._state = BatchState(self._info(capacity))
         self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
         self._free_s = 0.0
@@ -126,7 +138,7 @@ class VirtualDevice:
         answer = ExecutorOutput(
             epoch=output.epoch,
             step=output.step,
-            sampled_token_ids=encode_column(self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)),
+            sampled_token_ids=encode_column(self._draw(batch, sampling)),
             device_time_us=round(factor * time.total_s * 1e6),
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
             move_time_us=round(swap_s * 1e6),
@@ -154,6 +166,24 @@ class VirtualDevice:
             num_host_blocks=capacity.num_host_blocks,
             swap_us_per_block=capacity.swap_us_per_block,
         )
+
+    def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
+        """A token for each row that samples: the stop token where a length is reached, and nowhere else."""
+        num_samples = int(np.count_nonzero(sampling))
+        if not self._lengths:
+            return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)
+        for new in batch.new_rows:
+            length = self._lengths.get(new.sampling.seed)
+            self._stops_at[new.row] = _NEVER if length is None else new.num_prompt_tokens + length - 1
+        token_ids = self._rng.integers(0, self._stop_token_id, size=num_samples, dtype=np.int32)
+        num_computed = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling]
+        token_ids[num_computed == self._stops_at[batch.rows[sampling]]] = self._stop_token_id
+        return token_ids
+
+
+def stop_token_of(vocab_size: int) -> int:
+    """The token that ends an answer: the last of the vocabulary."""
+    return vocab_size - 1
 
 
 def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable
 
 from headway.simulate.arrivals import Arrival, Arrivals
-from headway.simulate.device import VirtualDevice
+from headway.simulate.device import VirtualDevice, stop_token_of
 from headway.simulate.measurement import Measurement
 from headway.simulate.workload import PlannedRequest, PromptSource
 from headway_proto.sampling import SamplingParams
@@ -45,6 +45,7 @@ class Simulation:
         self._prompts = prompts
         self._measurement = measurement
         self._on_progress = on_progress
+        self._stop_token_ids = frozenset({stop_token_of(scheduler.capacity.vocab_size)})
         self._pending: list[Arrival] = list(arrivals.first())
         heapq.heapify(self._pending)
 
@@ -109,9 +110,9 @@ class Simulation:
             request_id=str(request.number),
             token_ids=self._prompts.prompt(request),
             num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.num_output_tokens,
-            sampling=SamplingParams(),
-            stop_token_ids=frozenset(),
+            max_tokens=request.max_tokens or request.num_output_tokens,
+            sampling=SamplingParams(seed=request.number),
+            stop_token_ids=self._stop_token_ids if request.is_stopped else frozenset(),
             priority=request.priority,
             tenant=request.tenant,
             ttft_slo_ms=request.objectives.ttft_slo_ms,

@@ -3,18 +3,26 @@
 Owns: what can be simulated, defaults, help and allowed ranges. Must not know: how any of it is simulated.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from headway.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
+from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.lengths import NOTATION, parse_lengths
+from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.workload import MOST_OBJECTIVE_MS, TENANT_NOTATION, Objectives, parse_tenants
 
-ModelName: TypeAlias = Literal["llama-2-7b", "llama-3-8b", "llama-2-70b", "llama-3-70b", "measured"]
-HardwareName: TypeAlias = Literal["a100-80g", "h100", "h200"]
 MEASURED_MODEL = "measured"
+
+if TYPE_CHECKING:
+    ModelName: TypeAlias = str
+    HardwareName: TypeAlias = str
+else:
+    # What exists is told in one place each.
+    ModelName = Literal[(*MODEL_SHAPES, MEASURED_MODEL)]
+    HardwareName = Literal[tuple(ACCELERATORS)]
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +31,10 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         ModelName, Meta(description="the model's dimensions, in bfloat16; measured: the one in --hardware-file")
     ] = "llama-3-8b"
-    hardware: Annotated[HardwareName, Meta(description="the accelerator, in its SXM form")] = "h100"
+    hardware: Annotated[
+        HardwareName,
+        Meta(description="the accelerator, in its SXM form; compute-bound: one where only arithmetic counts"),
+    ] = "h100"
     hardware_file: Annotated[
         str, Meta(description="an accelerator from a JSON file instead, as benchmarks/step_time_fit.py writes it")
     ] = ""
@@ -65,6 +76,15 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     warmup_requests: Annotated[int, Meta(ge=0, description="leave the first N out of latencies and throughput")] = 0
     prompt_tokens: Annotated[str, Meta(description=f"a prompt's own tokens: {NOTATION}")] = "512"
     output_tokens: Annotated[str, Meta(description="an answer's tokens, in the same notation")] = "128"
+    max_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="limit that is sent with each request, so that the scheduler does not know where an answer stops; "
+            "0: the answer's length",
+        ),
+    ] = 0
     prefixes: Annotated[int, Meta(ge=1, le=1 << 20, description="different shared beginnings of prompts")] = 1
     prefix_tokens: Annotated[int, Meta(ge=0, le=1 << 20, description="tokens of a shared beginning; 0: none")] = 0
     tenants: Annotated[

@@ -60,7 +60,11 @@ NO_OBJECTIVES = Objectives()
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before it is sent. The first ``num_prefix_tokens`` of its prompt are those of all with its ``prefix``."""
+    """A request before it is sent. The first ``num_prefix_tokens`` of its prompt are those of all with its ``prefix``.
+
+    ``max_tokens`` is the limit that is sent with it, 0 if that is ``num_output_tokens``: with a higher one the scheduler does
+    not know when it will end, which a stop token then does.
+    """
 
     number: int
     num_prompt_tokens: int
@@ -70,6 +74,12 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     objectives: Objectives = NO_OBJECTIVES
     prefix: int = NO_PREFIX
     num_prefix_tokens: int = 0
+    max_tokens: int = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop token ends it."""
+        return self.max_tokens > self.num_output_tokens
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):

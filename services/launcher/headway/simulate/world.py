@@ -123,7 +123,14 @@ def make_world(options: SimulationOptions) -> World:
         objectives=options.objectives,
     )
     requests = draw_requests(workload, context_length, options.seed)
+    if options.max_tokens:
+        requests = [_with_limit(request, options.max_tokens) for request in requests]
     return World(options, roofline, capacity, requests, _arrival_times(options))
+
+
+def _with_limit(request: PlannedRequest, max_tokens: int) -> PlannedRequest:
+    num_output_tokens = min(request.num_output_tokens, max_tokens)
+    return msgspec.structs.replace(request, num_output_tokens=num_output_tokens, max_tokens=max_tokens)
 
 
 def _accelerator_and_model(options: SimulationOptions) -> tuple[Accelerator, ModelShape]:
@@ -173,6 +180,7 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         rng_of(world.options.seed, SAMPLED_TOKENS),
         host_bandwidth=world.host_bandwidth,
         disturbance=_disturbance(world.options),
+        lengths={request.number: request.num_output_tokens for request in world.requests if request.is_stopped},
     )
     measurement = Measurement(len(world.requests), world.options.warmup_requests)
     started = time.perf_counter()

@@ -32,23 +32,26 @@ class QueueSettings(NamedTuple):
     """What an order makes its queue from.
 
     ``aging_s``: seconds after which a request may be promoted; ``tenant_weights``: by name; ``predicted_output``: the output
-    tokens still to be expected of a request.
+    tokens still to be expected of a request; ``burst_tokens``: as ``FairQueue`` takes it.
     """
 
     aging_s: float
     tenant_weights: Mapping[str, float]
     predicted_output: Callable[[Request], int]
+    burst_tokens: Callable[[], int]
 
 
 class Order(NamedTuple):
     """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs. ``charges_output``: it
-    keeps books on the output of each tenant.
+    keeps books on the output of each tenant. ``overtakes_prompts``: a waiting request may start before prompts under way
+    go on.
     """
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     ranks_classes: bool = False
     predicts: bool = False
     charges_output: bool = False
+    overtakes_prompts: bool = False
 
 
 def _by_start_time(request: Request) -> int:
@@ -68,8 +71,12 @@ def _shortest(settings: QueueSettings) -> WaitingQueue:
 
 ORDERS: dict[str, Order] = {
     "fcfs": Order(_keyed(by_arrival)),
-    "priority": Order(_keyed(by_arrival), ranks_classes=True),
+    "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
     "shortest": Order(_shortest, predicts=True),
-    "fair": Order(lambda settings: FairQueue(settings.tenant_weights), charges_output=True),
+    "fair": Order(
+        lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
+        charges_output=True,
+        overtakes_prompts=True,
+    ),
     "deadline": Order(_keyed(_by_start_time)),
 }

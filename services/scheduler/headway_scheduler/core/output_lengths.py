@@ -52,6 +52,8 @@ _UNPUBLISHED_SHARE = 16
 """At most a sixteenth of what a prediction could know does not show in it yet."""
 _LEAST_SURVIVAL = 1e-9
 """Below, the difference of two sums over a survival function has no digits left."""
+_CHANCES = 1024.0
+"""Chances are multiples of one over this."""
 _NO_BUCKET = -1
 _MADE_AT_ONCE = 64
 """Curves whose tables are made together. The allocator returns columns of more to the system each time, and each curve
@@ -120,6 +122,10 @@ class OutputLengths:
         self._survival = np.zeros((max_curves, edges))
         self._table = np.zeros((max_curves * edges, 4))
         """Per curve and bin: the survival function's sum from 0 to an age in that bin, as a polynomial of the age."""
+        self._steps = np.empty(0, dtype=np.int64)
+        self._chances = np.empty((0, 0))
+        """Per curve and bin, where ``_has_chances``: of going on for so many steps."""
+        self._has_chances = np.zeros(max_curves * edges, dtype=np.bool_)
         self._room = np.empty((0, 4))
         """Kept, because the allocator returns arrays of this size to the system: that is three quarters of the time."""
 
@@ -174,6 +180,34 @@ class OutputLengths:
         np.divide(sums[1] - sums[0], survival, out=expected, where=entries[0, :, _IS_KNOWN] > 0)
         np.minimum(expected, most, out=expected)
         return expected
+
+    def chances_to_go_on(
+        self, curves: IntArray, num_generated: IntArray, limits: IntArray, steps: NDArray[np.int64]
+    ) -> FloatArray:
+        """The probability that a request has not ended after further ``steps`` (``[m]``), float64 ``[n, m]``.
+
+        Multiples of 1 / 1024, so that sums of them are exact. 0 from the limit on. Of requests that have outlived all that
+        is known: as likely as not to become twice as old (at any age, so that the chance after ``t`` steps is
+        ``age / (age + t)``: Pareto's tail with exponent 1), as heavy as a tail gets. 0 where nothing is known at all: the
+        caller has to say what that means. Arguments as in ``expected_remaining``.
+
+        All ages in a bin get the answer for its middle, which is kept until something new shows, or until ``steps`` is
+        another array.
+        """
+        slots = self._slots_of(curves)
+        self._bring_up_to_date(slots)
+        if steps is not self._steps:
+            self._steps = steps
+            self._chances = np.empty((len(self._table), len(steps)))
+            self._has_chances[:] = False
+        ages = np.asarray(num_generated, dtype=np.int64)
+        cells = self._bin_of_age.take(ages, mode="clip") + slots * (self._num_bins + 1)
+        has_chances = self._has_chances.take(cells)
+        if not has_chances.all():
+            self._make_chances(np.unique(cells[~has_chances]))
+        chances = self._chances.take(cells, axis=0)
+        chances *= steps < (limits - ages)[:, None]
+        return chances
 
     def remaining_quantile(
         self, curves: IntArray, num_generated: IntArray, limits: IntArray, *, q: float
@@ -338,11 +372,32 @@ class OutputLengths:
         square = slope * -0.5
         linear = survival + slope * (self._edges + 0.5)
         self._survival[slots] = survival
+        self._has_chances.reshape(-1, self._num_bins + 1)[slots] = False
         table = self._table.reshape(-1, self._num_bins + 1, 4)
         table[slots, :, _CONSTANT] = sums - self._edges * (linear + self._edges * square)
         table[slots, :, _LINEAR] = linear
         table[slots, :, _SQUARE] = square
         table[slots, :-1, _IS_KNOWN] = self._is_known[slots] & (before > _LEAST_SURVIVAL)
+
+    def _make_chances(self, cells: NDArray[np.intp]) -> None:
+        bins = cells % (self._num_bins + 1)
+        first_cells = cells - bins
+        middles = self._edges[bins]
+        middles[bins < self._num_bins] += self._widths[bins[bins < self._num_bins]] // 2
+        later = middles[:, None] + self._steps
+        entries = self._table[self._bin_of_age.take(later, mode="clip") + first_cells[:, None]]
+        survival_later = entries[..., _LINEAR] + (2 * later + 1) * entries[..., _SQUARE]
+        now = self._table[cells]
+        survival = now[:, _LINEAR] + (2 * middles + 1) * now[:, _SQUARE]
+        is_known = now[:, _IS_KNOWN] > 0
+        chances = survival_later / np.where(is_known, survival, 1.0)[:, None]
+        unknown = (~is_known).nonzero()[0]
+        if len(unknown):
+            is_known_at_all = self._table[first_cells[unknown], _IS_KNOWN] > 0
+            old = (middles[unknown] * is_known_at_all)[:, None]
+            chances[unknown] = old / (old + self._steps)
+        self._chances[cells] = np.rint(chances * _CHANCES) / _CHANCES
+        self._has_chances[cells] = True
 
     # Single answers.
 

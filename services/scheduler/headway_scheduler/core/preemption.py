@@ -16,7 +16,7 @@ order. Only ``MAX_CANDIDATES`` rows, the last in service order, are looked at cl
 nobody who came early be taken for a trifle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -107,12 +107,19 @@ class CheaperOfBoth:
 PREEMPTIONS: dict[str, PreemptionPolicy] = {"recompute": Recompute(), "swap": Swap(), "auto": CheaperOfBoth()}
 
 
-def choose_victim(rows: RowTable, pool: BlockPool, row: int) -> int:
-    """The row to preempt so that ``row`` gets a block: one that is served later, or itself if it is the last."""
+def choose_victim(rows: RowTable, pool: BlockPool, row: int, planned: Collection[int]) -> int | None:
+    """The row to preempt so that ``row`` gets a block: one that is later in the service order, or itself if it is the last.
+
+    Not one of ``planned``, whose prompts have got their part of this step; None if there are no others.
+    """
     keys = rows.order_key[: rows.end]
     later = (keys > keys[row]).nonzero()[0]
     if not len(later):
         return row
+    if planned:
+        later = later[~np.isin(later, list(planned))]
+        if not len(later):
+            return None
     classes = rows.priority[later]
     lowest = later[classes == classes.max()]
     last = lowest[keys[lowest].argsort()[-MAX_CANDIDATES:]]

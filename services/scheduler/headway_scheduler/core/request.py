@@ -90,6 +90,7 @@ class Request:
         "rank",
         "row",
         "scheduled_time",
+        "start_place",
         "status",
         "token_ids",
     )
@@ -98,9 +99,11 @@ class Request:
         self.new = new
         self.arrival = arrival
         self.rank = rank
-        """Its class, where the order ranks classes; 0 when it has been promoted for its age."""
+        """From its class, where the order ranks classes; even when it has been promoted for its age (``waiting_queue``)."""
         self.lane = NORMAL_LANE
         """Where it stands among those of its rank while it waits."""
+        self.start_place = (0.0, 0)
+        """Where its tenant stood when it last started, under an order that keeps books."""
         self.limit = limit
         """Most tokens (prompt and output) this request may come to."""
         self.arrival_time = now

@@ -10,7 +10,7 @@ the next request asks. Numbers of tokens are places in the cache; the very last 
 - ``prompt``: the whole prompt and one token fit, beside what prompts under way still need. Output is not foreseen.
 - ``full``: everything up to ``max_tokens`` fits beside all that runs, so that nobody is ever preempted (Orca's
   Algorithm 1, lines 23 to 26; TensorRT-LLM's GUARANTEED_NO_EVICT).
-- ``predicted``: the most that all will hold at once fits, each with the output that is to be expected of it
+- ``predicted``: the most that all will probably hold at once fits, by the chances that each of them still runs
   (``output_lengths``, ``memory_forecast``). Of whom nothing can be expected yet, one token is, as with ``prompt``.
 """
 
@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from headway_scheduler.core.indices import RowIndices
 from headway_scheduler.core.memory_forecast import MemoryForecast
 from headway_scheduler.core.output_lengths import FloatArray, OutputLengths
 from headway_scheduler.core.request import Request
@@ -137,67 +136,75 @@ class FullReservation:
 
 
 class ForeseenBlocks:
-    """Books that look ahead: the most blocks that all hold at once."""
+    """Books that look ahead: the most blocks that all will probably hold at once."""
 
     owed_blocks = 0
 
-    def __init__(self, block_size: int, num_usable: int, forecast: MemoryForecast, lengths: OutputLengths) -> None:
-        self._block_size = block_size
-        self._num_usable = num_usable
-        self._forecast = forecast
+    def __init__(self, rows: RowTable, lengths: OutputLengths, pool: PoolState) -> None:
+        live = rows.live_rows()
+        self._block_size = rows.block_size
         self._lengths = lengths
+        self._horizons = rows.horizons
+        self._num_running = len(live)
+        self._num_unused = pool.num_unused
+        # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
+        num_counted_again = int(rows.num_blocks[live].sum()) - (pool.num_blocks - pool.num_unused)
+        self._num_usable = pool.num_blocks + max(num_counted_again, 0)
+        self._asked: Request | None = None
+        self._chances = np.zeros(0)
+        """Of the request that was asked about last."""
+        self._forecast = MemoryForecast(rows.block_size, self._horizons)
+        num_tokens, num_prompt_tokens = rows.num_tokens[live], rows.num_prompt_tokens[live]
+        limits = rows.last_position[live] + 1 - num_prompt_tokens
+        chances = lengths.chances_to_go_on(rows.curve[live], num_tokens - num_prompt_tokens, limits, self._horizons)
+        self._forecast.add_all(num_tokens, chances)
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """Blocks by which the peak with ``request`` exceeds the pool, or that its prompt lacks now if those are more."""
-        peak = self._forecast.peak_with(
-            len(request.token_ids), _expected_steps(self._lengths, request), num_shared_blocks=num_shared
-        )
-        return max(peak - self._num_usable, -(-chunk_end // self._block_size) - num_shared - num_free)
+        """Blocks by which the peak with ``request`` exceeds the pool, or that its first chunk lacks now if those are more."""
+        missing_now = -(-chunk_end // self._block_size) - num_shared - num_free
+        return max(self._num_beyond(request) - num_shared, missing_now)
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """What it is expected to come to."""
-        num_tokens = max(chunk_end, len(request.token_ids) + _expected_steps(self._lengths, request))
-        return -(-num_tokens // self._block_size)
+        """What must be free now so that the peak fits later."""
+        return max(self._num_beyond(request) + self._num_unused, -(-chunk_end // self._block_size))
 
     def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
         """It grows with the others from now on."""
         del chunk_end, num_held
-        self._forecast.add(len(request.token_ids), _expected_steps(self._lengths, request))
+        self._num_running += 1
+        self._forecast.add(len(request.token_ids), self._chances_of(request))
+
+    def steps_until_shortage(self) -> int | None:
+        """After about how many steps those that run will probably want more than there is; None if they never will."""
+        return self._forecast.steps_until(self._num_usable)
+
+    def _num_beyond(self, request: Request) -> int:
+        """Blocks by which the peak with ``request`` exceeds the pool. Beside nobody, everything that is accepted fits."""
+        if not self._num_running:
+            return -self._num_usable
+        return self._forecast.peak_with(len(request.token_ids), self._chances_of(request)) - self._num_usable
+
+    def _chances_of(self, request: Request) -> FloatArray:
+        if self._asked is not request:
+            columns = [[request.curve], [len(request.token_ids)], [request.limit]]
+            curves, num_tokens, limits = np.array(columns, dtype=np.int64)
+            prompt = request.new.num_prompt_tokens
+            self._chances = self._lengths.chances_to_go_on(
+                curves, num_tokens - prompt, limits - prompt, self._horizons
+            )[0]
+            self._asked = request
+        return self._chances
 
 
 class PredictedReservation:
-    """The most that all are expected to hold at once fits."""
+    """The most that all will probably hold at once fits."""
 
     predicts = True
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """Look ahead: O(rows log rows), only when a request wants to start."""
+        """Look ahead: O(rows), only when a request wants to start."""
         del prefilling
-        live = rows.live_rows()
-        num_tokens = rows.num_tokens[live]
-        # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
-        num_blocks, num_unused = pool()
-        num_counted_again = int(rows.num_blocks[live].sum()) - (num_blocks - num_unused)
-        forecast = MemoryForecast(num_tokens, expected_steps_of_rows(rows, live, lengths), rows.block_size)
-        return ForeseenBlocks(rows.block_size, num_blocks + max(num_counted_again, 0), forecast, lengths)
-
-
-def expected_steps_of_rows(rows: RowTable, live: RowIndices, lengths: OutputLengths) -> FloatArray:
-    """Tokens that are still to come to each row and need a place, float64 ``[n]``; one where nothing is known."""
-    num_prompt_tokens = rows.num_prompt_tokens[live]
-    curves, ages = rows.curve[live], rows.num_tokens[live] - num_prompt_tokens
-    limits = rows.last_position[live] + 1 - num_prompt_tokens
-    expected = lengths.expected_remaining(curves, ages, limits)
-    # The last token of all needs no place.
-    steps = np.where(lengths.is_known(curves, ages), expected - 1.0, 1.0)
-    return np.clip(steps, 0.0, rows.last_position[live] - rows.num_tokens[live])
-
-
-def _expected_steps(lengths: OutputLengths, request: Request) -> int:
-    age = len(request.token_ids) - request.new.num_prompt_tokens
-    predicted = lengths.predicted_output(request.curve, age, request.limit - request.new.num_prompt_tokens)
-    steps = 1 if predicted is None else max(predicted - age - 1, 0)
-    return min(steps, request.limit - 1 - len(request.token_ids))
+        return ForeseenBlocks(rows, lengths, pool())
 
 
 RESERVATIONS: dict[str, Reservation] = {

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.indices import BlockIndices, RowIndices
+from headway_scheduler.core.memory_forecast import horizons
 from headway_scheduler.core.request import Request
 
 NEVER = np.iinfo(np.int64).max
@@ -48,6 +49,8 @@ class RowTable:
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.tenant = np.zeros(max_rows, dtype=np.intp)
         self.curve = np.zeros(max_rows, dtype=np.int64)
+        self.horizons = horizons(block_size, max_model_len)
+        """The steps ahead for which memory is foreseen."""
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these two cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)

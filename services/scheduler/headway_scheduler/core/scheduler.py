@@ -38,6 +38,7 @@ from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCu
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.fair_queue import burst_tokens_of
 from headway_scheduler.core.host_pool import HostPool
 from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -62,20 +63,17 @@ from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoa
 from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
-from headway_scheduler.core.waiting_queue import PROMOTED_RANK, Lane
+from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
 
-ANY_RANK = 1 << 8
-"""Behind every rank."""
-UNRANKED = 1
-"""The rank of all requests where the order does not rank classes."""
 HIGHEST_CLASS = 1
-FIRST_RANKED_KEY = (PROMOTED_RANK + 1) << ARRIVAL_BITS
-"""Order keys below it belong to promoted requests."""
 
 STEPS_ALIKE = 8
 """Of steps that are alike one in so many is worth learning from."""
 
 NO_MOVES = b"", b"", 0
+
+STEPS_BETWEEN_FORECASTS = 4
+"""Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
 
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
@@ -127,9 +125,10 @@ class Scheduler:
         self._observes_steps = limits.budget != "fixed" or self._preemption.needs_costs
         self._requests: dict[Origin, Request] = {}
         self._waiting = self._order.make_queue(
-            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output)
+            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self._num_waiting_tokens = 0
+        self._num_preempted = 0
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
         self._num_arrivals = 0
@@ -163,6 +162,9 @@ class Scheduler:
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
         self._admitted: list[AdmittedEvent] = []
+        # The first in the queue when a request was refused because of what is foreseen, and the step in which to ask again.
+        self._refused: Request | None = None
+        self._ask_again_at = 0
         self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
@@ -239,7 +241,7 @@ class Scheduler:
         self._check_new(new, limit)
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        rank = new.priority if self._order.ranks_classes else UNRANKED
+        rank = rank_of_class(new.priority) if self._order.ranks_classes else UNRANKED
         request = Request(new, arrival=arrival, rank=rank, limit=limit, now=now)
         request.itl_slo_ms = new.itl_slo_ms or self.limits.default_itl_slo_ms
         if self._predicts:
@@ -259,11 +261,13 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         self._num_waiting_tokens += len(request.token_ids)
+        self._num_preempted += request.status is RequestStatus.PREEMPTED
         request.num_queued_tokens = len(request.token_ids)
         self._waiting.push(request)
 
     def _no_longer_waits(self, request: Request) -> None:
         self._num_waiting_tokens -= request.num_queued_tokens
+        self._num_preempted -= request.status is RequestStatus.PREEMPTED
         self._waiting.remove(request)
 
     def _predicted_output(self, request: Request) -> int:
@@ -272,6 +276,9 @@ class Scheduler:
         most = request.limit - request.new.num_prompt_tokens
         predicted = self._lengths.predicted_output(request.curve, age, most)
         return (most if predicted is None else predicted) - age
+
+    def _burst_tokens(self) -> int:
+        return burst_tokens_of(self._max_request_tokens, self.capacity.num_blocks * self.capacity.block_size)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
         """The requests that were ended since the last call because they could no longer meet their objective."""
@@ -450,7 +457,7 @@ class Scheduler:
         rows, decoding = self.rows, self._decoding_shape()
         if not decoding.num_rows:
             return
-        under_way = sorted(self._prefilling, key=rows.order_key.__getitem__)
+        under_way = self._prompts_under_way()
         num_left = self._num_waiting_tokens
         for row in under_way:
             num_left += int(rows.num_tokens[row] - rows.num_computed_tokens[row])
@@ -530,14 +537,17 @@ class Scheduler:
     def _obtain_block(self, plan: StepPlan, row: int) -> bool:
         """Whether a block is free for ``row`` now, after preempting requests that are served after it if need be.
 
-        A row sits out rather than preempt, if a step in flight is about to give back a block for it.
+        A row sits out rather than preempt, if a step in flight is about to give back a block for it, or if who is later in
+        the service order has had its part of this step already.
         """
         while not self.pool.num_free:
             plan.short_of_blocks = True
             if self.pool.num_fenced > plan.num_promised_blocks:
                 plan.num_promised_blocks += 1
                 return False
-            victim = choose_victim(self.rows, self.pool, row)
+            victim = choose_victim(self.rows, self.pool, row, plan.rows_in_prompt())
+            if victim is None:
+                return False
             self._preempt(plan, victim)
             if victim == row:
                 return False
@@ -546,14 +556,14 @@ class Scheduler:
     def _serve_prefilling(self, plan: StepPlan, cut: PromptCut | None, now: float) -> None:
         """First pass, part two: the next chunk of each prompt under way.
 
-        Where the order ranks classes, waiting requests start before prompts under way of lower ranks are served, if any
-        may start (``cut``).
+        Waiting requests start before prompts that the order puts behind them go on, if any may start (``cut``).
         """
         rows = self.rows
-        under_way = [(row, rows.request_in(row)) for row in sorted(self._prefilling, key=rows.order_key.__getitem__)]
+        under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
+        is_overtaken = cut is not None and self._order.overtakes_prompts and not self._keeps_service_order
         for row, request in under_way:
-            if cut is not None and self._order.ranks_classes:
-                self._admit_waiting(plan, cut, now, below_rank=request.rank)
+            if cut is not None and is_overtaken:
+                self._admit_waiting(plan, cut, now, before=request)
             if row not in self._prefilling or rows.requests[row] is not request:
                 continue  # preempted for a request before it
             num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
@@ -561,6 +571,22 @@ class Scheduler:
                 self._run_chunk(plan, row, num_tokens)
             elif row in self._prefilling:
                 plan.exceptions.append((row, 0))
+
+    @property
+    def _keeps_service_order(self) -> bool:
+        """Whether prompts are served in the service order, whatever the order of the queue would like better.
+
+        Where both differ, they do while somebody who was preempted waits: memory is short then, and it is in the service
+        order that it is taken away. Otherwise one could take what another must wait for, be preempted, and come back first.
+        """
+        return self._num_preempted > 0 and not self._order.ranks_classes
+
+    def _prompts_under_way(self) -> list[int]:
+        """Rows in their prompt, in the order in which they are served."""
+        if self._keeps_service_order:
+            return sorted(self._prefilling, key=self.rows.order_key.__getitem__)
+        request_in, place = self.rows.request_in, self._waiting.prompt_place
+        return sorted(self._prefilling, key=lambda row: place(request_in(row)))
 
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
         """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
@@ -598,18 +624,23 @@ class Scheduler:
         else:
             self._prefilling.add(row)
 
-    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, below_rank: int = ANY_RANK) -> None:
-        """Second pass: waiting requests of ranks before ``below_rank``, in order, until the first that does not fit."""
+    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, before: Request | None = None) -> None:
+        """Second pass: waiting requests in order, those that go ``before`` a running one, until the first that does not fit."""
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
             request = self._waiting.first(now)
-            passed_over: list[Request] = []
-            if request is not None and self.limits.prefix_aware:
-                passed_over, request = self._with_longest_prefix(request)
-            if request is None or request.rank >= below_rank or request.num_unreturned or self._budget_left(plan) <= 0:
+            if request is None or self._is_soon_after_refusal(request):
                 return
-            if rows.num_live >= self.max_running and not self._make_room(plan, request, num_blocks=0):
+            passed_over: list[Request] = []
+            if self.limits.prefix_aware:
+                passed_over, request = self._with_longest_prefix(request)
+            if request.num_unreturned or self._budget_left(plan) <= 0:
+                return
+            if before is not None and not self._waiting.goes_before(request, before):
+                return
+            most_running = self.max_running - self._waiting.num_kept_rows(request, self.max_running)
+            if rows.num_live >= most_running and not self._make_room(plan, request, num_blocks=0):
                 return
             if books is None or plan.short_of_blocks:
                 books = self._open_books()
@@ -617,6 +648,12 @@ class Scheduler:
                 return
             for other in passed_over:
                 other.num_passed_over += 1
+
+    def _is_soon_after_refusal(self, first: Request) -> bool:
+        """Whether it is too early to ask again for the same queue. Never while nobody runs, who could change the answer."""
+        if self.next_step >= self._ask_again_at or not self.rows.num_live:
+            return False
+        return first is self._refused
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
         """The request with the longest cached prefix among the next few that the order does not care to tell apart from
@@ -725,7 +762,12 @@ class Scheduler:
         self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
     ) -> bool:
         """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
-        if not self._make_room(plan, request, num_blocks=num_missing_blocks) or self._in_flight:
+        if not self._make_room(plan, request, num_blocks=num_missing_blocks):
+            if self._reservation.predicts:
+                self._refused = self._waiting.first(now)
+                self._ask_again_at = self.next_step + STEPS_BETWEEN_FORECASTS
+            return False
+        if self._in_flight:
             return False
         return self._admit(plan, request, cut, self._open_books(), now)
 
@@ -748,10 +790,13 @@ class Scheduler:
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
         """The rows to preempt for ``request``, the lowest class first; none if all of them were not enough."""
         rows = self.rows
-        own_class = HIGHEST_CLASS if request.rank == PROMOTED_RANK else request.new.priority
-        is_lower = (rows.order_key[: rows.end] >= FIRST_RANKED_KEY) & (rows.priority[: rows.end] > own_class)
+        own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
+        keys = rows.order_key[: rows.end]
+        is_lower = (
+            (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
+        )  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
-        planned = {chunk.row for chunk in plan.chunks}
+        planned = plan.rows_in_prompt()
         candidates = [row for row in is_lower.nonzero()[0].tolist() if row not in planned]
         victims = []
         for row in in_victim_order(rows, self.pool, candidates):
@@ -822,7 +867,7 @@ class Scheduler:
         if for_class:
             request.num_ways_made += 1
             if request.num_ways_made >= MAX_WAYS_MADE:
-                request.rank = PROMOTED_RANK
+                request.rank = HEAD_RANK
         self.counters.num_preemptions += 1
         self._wait(request)
         plan.drop_row(row)

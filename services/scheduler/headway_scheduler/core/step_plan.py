@@ -89,6 +89,10 @@ class StepPlan:
         if num_tokens != 1:
             self.exceptions.append((row, num_tokens))
 
+    def rows_in_prompt(self) -> set[int]:
+        """Rows that run part of their prompt in this step: they cannot leave it any more."""
+        return {chunk.row for chunk in self.chunks}
+
     def drop_row(self, row: int) -> None:
         """Forget what was planned for a row that is preempted after all."""
         self.exceptions = [exception for exception in self.exceptions if exception[0] != row]

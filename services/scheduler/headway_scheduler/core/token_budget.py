@@ -14,7 +14,9 @@ What ``slo`` adds to the prediction:
   up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
   it, whatever the model's bias. A request that is about to miss its first token may spend the margin.
 - *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
-- *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 64, as matrix products compute them.
+- *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 128, or 64 in steps below 256, as matrix
+  products compute them: with 128-token tiles a step of 576 takes as long as one of 640, and few devices gain as much
+  from smaller ones as that costs.
 - *Progress*: where even no prompt token fits, 64 run all the same, so that prompts are late but never starve.
 """
 
@@ -24,8 +26,10 @@ from typing import Protocol
 
 from headway_scheduler.core.step_time import PERSISTENT_RUN, StepShape, StepTimeModel, is_step_time
 
-TILE_TOKENS = 64
-"""Tokens of a tile of a matrix product; the least allotment as well."""
+SMALL_TILE_TOKENS = 64
+"""The least allotment, and what steps below ``LEAST_OF_LARGE_TILES`` are whole multiples of."""
+LARGE_TILE_TOKENS = 128
+LEAST_OF_LARGE_TILES = 256
 FIRST_STEP_TOKENS = 256
 """The largest step while nothing is known."""
 _GROWTH = 2
@@ -156,28 +160,32 @@ class SloBudget:
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
-        least = min(TILE_TOKENS, most)
+        least = min(SMALL_TILE_TOKENS, most)
         trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_learned) - decoding.num_tokens
         most = max(min(most, trusted), least)
         limit_s = objective_s if is_urgent else objective_s / self._tail.value
         if num_left <= most and (num_left <= least or self._fits(decoding, num_left, num_computed_tokens, limit_s)):
             return num_left
         # From here on a prompt is cut: the whole step is a number of tiles.
-        fitting, beyond = decoding.num_tokens // TILE_TOKENS, (decoding.num_tokens + most) // TILE_TOKENS + 1
+        tile = SMALL_TILE_TOKENS
+        fitting, beyond = decoding.num_tokens // tile, (decoding.num_tokens + most) // tile + 1
         while beyond - fitting > 1:
             tiles = (fitting + beyond) // 2
-            if self._fits(decoding, tiles * TILE_TOKENS - decoding.num_tokens, num_computed_tokens, limit_s):
+            if self._fits(decoding, tiles * tile - decoding.num_tokens, num_computed_tokens, limit_s):
                 fitting = tiles
             else:
                 beyond = tiles
-        return max(fitting * TILE_TOKENS - decoding.num_tokens, least)
+        num_tokens = fitting * tile
+        if num_tokens > LEAST_OF_LARGE_TILES:
+            num_tokens -= num_tokens % LARGE_TILE_TOKENS
+        return max(num_tokens - decoding.num_tokens, least)
 
     def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
         """Whether decodes with one more row and the least allotment of prompt tokens keep the objective."""
         if objective_s is None or not decoding.num_rows:
             return True
         joined = StepShape(
-            decoding.num_tokens + 1 + TILE_TOKENS,
+            decoding.num_tokens + 1 + SMALL_TILE_TOKENS,
             decoding.num_rows + 1,
             decoding.num_context_tokens + num_context_tokens,
             decoding.num_prefill_pairs,

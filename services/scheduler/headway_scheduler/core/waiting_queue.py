@@ -6,9 +6,13 @@ A request's place is a key, lower first: its *rank* (its class, where the order 
 rank (``Lane``), what the order says, and its arrival. Keys change only at events, so that a queue is a heap.
 
 Nobody waits for ever, whatever the order: when the request that came first of all has waited for ``aging_s`` seconds and is not
-the next anyway, it is promoted to the head, though only once in ``STARTS_PER_PROMOTION`` starts. A promotion for every
+the next anyway, it is promoted, though only once in ``STARTS_PER_PROMOTION`` starts. A promotion for every
 old request would turn each order into ``fcfs`` as soon as the load exceeds what can be served, and the highest class would
 wait as long as the lowest; so the share of the starts that age can take is bounded instead.
+
+Where classes are ranked, a promoted request stands behind the highest class and before all others: for as long as that
+class leaves room for anybody, what is old takes its time from the classes between. Once ``STARTS_PER_PROMOTION`` starts
+in a row were of the highest class, the next promotion is to the very head.
 """
 
 import heapq
@@ -22,8 +26,13 @@ from numpy.typing import NDArray
 
 from headway_scheduler.core.request import Request, RequestStatus
 
-PROMOTED_RANK = 0
-"""The rank of a request that has become old; classes start behind it."""
+HEAD_RANK = 0
+"""Before all classes."""
+HIGHEST_CLASS_RANK = 1
+PROMOTED_RANK = 2
+"""Behind the highest class, before all others."""
+UNRANKED = 3
+"""The rank of all requests where the order does not rank classes."""
 
 STARTS_PER_PROMOTION = 8
 """Of so many requests that start, at least all but one are those that the order wants."""
@@ -33,7 +42,20 @@ _MAX_HOLES = 64
 ValueOf: TypeAlias = Callable[[Request], int]
 """What an order says of a request when it takes its place in the queue; lower is served first."""
 
+PromptPlace: TypeAlias = tuple[float, ...]
+"""Compares with those of the same queue."""
+
 _Key: TypeAlias = tuple[int, int, int, int]
+
+
+def rank_of_class(priority: int) -> int:
+    """The rank of a class, 1 for the highest: odd, as of all who have not been promoted."""
+    return 2 * priority - 1
+
+
+def is_promoted(rank: int) -> bool:
+    """Whether a request of this rank has been promoted."""
+    return rank % 2 == 0
 
 
 class Lane(IntEnum):
@@ -61,6 +83,15 @@ class WaitingQueue(Protocol):
 
     def first_few(self, count: int) -> list[Request]:
         """Up to ``count`` requests that are served next and that the order does not care to tell apart."""
+
+    def prompt_place(self, running: Request) -> PromptPlace:
+        """The place of a running request's prompt among those under way, lower is served first."""
+
+    def goes_before(self, request: Request, running: Request) -> bool:
+        """Whether a waiting request is to start before the prompt of a running one goes on."""
+
+    def num_kept_rows(self, request: Request, num_rows: int) -> int:
+        """How many of all rows must stay free when this waiting request starts."""
 
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
@@ -97,6 +128,8 @@ class KeyedQueue:
         self._members: dict[int, tuple[_Key, Request]] = {}
         self._arrivals: deque[int] = deque()
         self._num_starts = 0
+        self._num_highest_starts = 0
+        """Of the highest class, since one of another."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -122,14 +155,17 @@ class KeyedQueue:
     def first(self, now: float) -> Request | None:
         """The request that is served next."""
         request = self._head()
-        if request is None or self._num_starts < STARTS_PER_PROMOTION or request.rank == PROMOTED_RANK:
+        if request is None or self._num_starts < STARTS_PER_PROMOTION or is_promoted(request.rank):
+            return request
+        is_highest = request.rank == HIGHEST_CLASS_RANK
+        if is_highest and self._num_highest_starts < STARTS_PER_PROMOTION:
             return request
         if self._arrivals and self._arrivals[0] == request.arrival and request.lane != Lane.RESUMING:
             return request  # the usual case, told without a look at the others
         oldest = self._oldest()
         if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
             return request
-        oldest.rank = PROMOTED_RANK
+        oldest.rank = HEAD_RANK if is_highest else PROMOTED_RANK
         self._num_starts = 0
         self._place(oldest, self._value(oldest))
         return oldest
@@ -150,9 +186,23 @@ class KeyedQueue:
             heapq.heappush(self._heap, key)
         return found
 
+    def prompt_place(self, running: Request) -> PromptPlace:
+        """By rank and arrival."""
+        return (running.order_key,)
+
+    def goes_before(self, request: Request, running: Request) -> bool:
+        """If its rank does: within a rank, what has started is not delayed by what has not."""
+        return request.rank < running.rank
+
+    def num_kept_rows(self, request: Request, num_rows: int) -> int:
+        """None."""
+        del request, num_rows
+        return 0
+
     def note_start(self, request: Request) -> None:
         """``request`` was taken out because it starts to run."""
         self._num_starts += 1
+        self._num_highest_starts = self._num_highest_starts + 1 if request.rank == HIGHEST_CLASS_RANK else 0
         if self._arrivals and self._arrivals[0] == request.arrival:
             self._arrivals.popleft()
 
