@@ -50,6 +50,7 @@ def queue_settings(
     aging_s: float = 10.0,
     tenant_weights: Mapping[str, float] | None = None,
     predicted_output: Callable[[Request], int] = lambda _: 0,
+    burst_tokens: int = 0,
 ) -> QueueSettings:
     """What orders make their queues from."""
-    return QueueSettings(aging_s, tenant_weights or {}, predicted_output)
+    return QueueSettings(aging_s, tenant_weights or {}, predicted_output, lambda: burst_tokens)

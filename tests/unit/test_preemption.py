@@ -1,5 +1,7 @@
 """What preemption costs, which kind is chosen, and who is taken."""
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 
@@ -44,8 +46,8 @@ class Running:
         self.rows.num_computed_tokens[row] = computed
         return row
 
-    def victim(self, row: int) -> int:
-        return choose_victim(self.rows, self.pool, row)
+    def victim(self, row: int, planned: Collection[int] = ()) -> int | None:
+        return choose_victim(self.rows, self.pool, row, planned)
 
     def in_order(self, *rows: int) -> list[int]:
         return in_victim_order(self.rows, self.pool, list(rows))
@@ -124,6 +126,13 @@ class TestVictims:
         running = Running()
         rows = [running.add() for _ in range(3)]
         assert running.victim(rows[2]) == rows[2]
+
+    def test_nobody_who_has_a_part_of_this_step_is_taken(self) -> None:
+        running = Running()
+        rows = [running.add() for _ in range(4)]
+        assert running.victim(rows[0], {rows[3]}) == rows[2]
+        assert running.victim(rows[0], set(rows[1:])) is None
+        assert running.victim(rows[3], {rows[0]}) == rows[3]
 
     def test_nobody_who_is_served_before_is_taken(self) -> None:
         running = Running()
