@@ -36,8 +36,8 @@ GOOD = Submit(
 )
 
 
-def ready_world(limits: SchedulerLimits) -> World:
-    world = World(limits, CONFIG, num_gateways=1, seed=1)
+def ready_world(limits: SchedulerLimits, config: BackendConfig = CONFIG) -> World:
+    world = World(limits, config, num_gateways=1, seed=1)
     world.run_until(lambda: world.engine.info is not None, 2)
     world.run_until(lambda: world.gateways[0].link.model is not None, 2)
     return world
@@ -226,6 +226,23 @@ def test_explain_tells_of_a_preempted_request_how_often_it_was_and_what_it_waits
     (state,) = call(world, "explain", "low").sequences
     assert (state.state, state.num_preemptions, state.priority) == ("preempted", 1, ingress.PRIORITY_LOW)
     assert "and runs:" in call(world, "explain", "urgent").explanation
+
+
+def test_explain_tells_of_the_inter_token_objective_that_one_more_would_break() -> None:
+    """Frames take a beat each way, so that a step takes longer than the objective allows."""
+    config = msgspec.structs.replace(
+        CONFIG, num_kv_blocks=600, max_model_len=2000, options={**CONFIG.options, "context_length": "2000"}
+    )
+    limits = msgspec.structs.replace(LIMITS, budget="slo", default_itl_slo_ms=1, max_steps_in_flight=1)
+    world = ready_world(limits, config)
+    first = submit(world, msgspec.structs.replace(GOOD, max_tokens=1500))
+    world.run_until(lambda: len(first.tokens) > 600, 20)
+    second = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
+    world.run_until(lambda: world.engine.num_unfinished == 2, 5)
+    explanation = call(world, "explain", "b").explanation
+    assert "waits behind 0 others: with one more, those that run would miss their inter-token objective" in explanation
+    world.run_until(lambda: second.end is not None, 20)
+    assert isinstance(second.end, Finished)
 
 
 def test_class_tenant_and_objectives_reach_the_core() -> None:

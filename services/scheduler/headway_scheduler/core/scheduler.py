@@ -689,7 +689,7 @@ class Scheduler:
         missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free) + self._headroom(request)
         if missing > 0:
             return self._admit_in_place_of_others(plan, request, cut, missing, now)
-        if chunk <= 0 or not self._keeps_objective(request):
+        if chunk <= 0 or not self.keeps_objective(request):
             return False
         self._no_longer_waits(request)
         self._waiting.note_start(request)
@@ -732,7 +732,7 @@ class Scheduler:
         doubled = self.rows.num_live << min(request.num_preemptions - 1, MAX_DOUBLINGS)
         return min(doubled, self.pool.num_blocks // 8)
 
-    def _keeps_objective(self, request: Request) -> bool:
+    def keeps_objective(self, request: Request) -> bool:
         """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
         if self.limits.budget == "fixed" or not len(self._decoding()):
             return True
