@@ -158,6 +158,8 @@ class Administration:
         if needed > free:
             tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
             return f"{tokens} must find {needed} blocks, and {free} are free and not promised{self._shortage(core)}"
+        if not core.keeps_objective(request):
+            return "with one more, those that run would miss their inter-token objective"
         return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
 
     def _shortage(self, core: Scheduler) -> str:
