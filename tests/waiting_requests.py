@@ -1,8 +1,11 @@
 """Requests as queues see them, made from the few things that matter there."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.orders import QueueSettings
 from headway_scheduler.core.request import NewRequestEvent, Origin, Request, RequestStatus
 
 
@@ -40,3 +43,14 @@ def preempted(request: Request) -> Request:
     """The same request, as it comes back to the queue."""
     request.status = RequestStatus.PREEMPTED
     return request
+
+
+def queue_settings(
+    *,
+    aging_s: float = 10.0,
+    tenant_weights: Mapping[str, float] | None = None,
+    predicted_output: Callable[[Request], int] = lambda _: 0,
+    burst_tokens: int = 0,
+) -> QueueSettings:
+    """What orders make their queues from."""
+    return QueueSettings(aging_s, tenant_weights or {}, predicted_output, lambda: burst_tokens)

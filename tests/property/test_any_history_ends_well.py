@@ -99,6 +99,16 @@ class AnyHistory(RuleBasedStateMachine):
             itl_slo_ms=itl_slo_ms,
         )
 
+    @rule(lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 14)), min_size=2, max_size=6))
+    def add_several(self, lengths: list[tuple[int, int]]) -> None:
+        """Enough at once to fill a pool; classes and tenants take turns."""
+        for number, (num_prompt_tokens, max_tokens) in enumerate(lengths):
+            self.run.add([2 + number] * num_prompt_tokens, max_tokens, priority=4 - number % 4, tenant=str(number % 2))
+
+    @rule(is_paused=st.booleans())
+    def pause_or_resume(self, is_paused: bool) -> None:
+        self.run.core.paused = is_paused
+
     @precondition(lambda self: self.run.live)
     @rule(place=st.integers(0, 100))
     def abort(self, place: int) -> None:
@@ -141,13 +151,14 @@ class AnyHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
+            self.run.core.paused = False
             self.run.drain(MOST_BEATS)
             self.run.check_nothing_is_left()
 
 
 TestAnyHistoryEndsWell = AnyHistory.TestCase
 TestAnyHistoryEndsWell.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

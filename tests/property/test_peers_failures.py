@@ -141,20 +141,30 @@ def test_cancels_while_preempted(reason: str, depth: int, preemption: str) -> No
         assert run.num_output_tokens[0] == 24
 
 
-def test_a_preemption_that_found_nothing_to_run_and_then_a_cancel() -> None:
-    """The only running request preempts itself: no step is sent, its copy is still to be made, and it is cancelled."""
-    limits = SchedulerLimits(preemption="swap", reserve="none", max_steps_in_flight=1, enable_prefix_caching=False)
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_preemption_after_which_there_is_nothing_to_run(is_cancelled: bool) -> None:
+    """The first waits for its last token, the second finds no block and makes way: no step is sent with its copy."""
+    limits = SchedulerLimits(preemption="swap", reserve="none", max_steps_in_flight=2, enable_prefix_caching=False)
     run = CoreDriver(limits, capacity_of(4, num_host_blocks=4))
-    run.add(0, 8, 8)
+    run.add(0, 8, 1)
     run.add(1, 8, 8, begins_with=2)
-    run.next_steps(1)
-    assert run.running == [0, 1]
-    assert run.schedule() is not None  # the first gets the blocks of the second
+    assert run.schedule() == {0: 8, 1: 8}
+    assert run.schedule() is None
     assert run.request(1).num_swapped_tokens == 8
-    run.abort(0)
-    run.abort(1)
-    run.update()
-    run_to_the_end(run, 5)
+    assert run.core._host.num_free == 2
+    if is_cancelled:
+        run.abort(1)
+        assert run.schedule() is None
+        assert run.core._host.num_free == 4
+        assert run.core._swap_out == {}
+    assert run.update() == [0]
+    if not is_cancelled:
+        assert run.schedule() == {1: 1}
+        assert run.sent is not None
+        assert run.sent.swap_out != b""
+        assert run.sent.swap_in != b""
+    run_to_the_end(run, 20)
+    assert run.num_output_tokens[1] == (0 if is_cancelled else 8)
 
 
 def test_preempted_requests_do_not_bounce() -> None:

@@ -109,6 +109,27 @@ def test_gateway(tmp_path, unused_tcp_port):
     assert "added to the first token" in printed
 
 
+def test_policies_memory(tmp_path):
+    result = tmp_path / "result.json"
+    sweep = ("--models", "llama-3-8b", "--contexts", "0.5k", "--bandwidths", "1,100", "--workloads", "pareto, cut")
+    load = ("--share", "0.01", "--seeds", "1", "--running", "16", "--periods", "2")
+    printed = run("policies_memory.py", *sweep, *load, "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["bandwidth_gb_s"], row["policy"]) for row in record["preemption"]] == [
+        (bandwidth, policy) for bandwidth in (1.0, 100.0) for policy in ("recompute", "swap", "auto")
+    ]
+    assert [row["policy"] for row in record["reservation"]] == ["none", "prompt", "predicted", "full"]
+    assert [row["policy"] for row in record["cost"]] == ["prompt", "predicted", "predicted, all on"]
+    for row in (*record["preemption"], *record["reservation"]):
+        assert row["throughput"] > 0
+        assert row["preemptions"] > 0 or row["policy"] == "full"
+        assert str(row["relative"]) in printed
+    for row in record["cost"]:
+        assert row["running"] > 0
+        assert row["median_us"] > 0
+
+
 def test_policies_objectives(tmp_path):
     result = tmp_path / "result.json"
     printed = run("policies_objectives.py", "--scale", "0.02", "--output", str(result), cwd=tmp_path)

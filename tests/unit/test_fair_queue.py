@@ -8,21 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_scheduler.core.fair_queue import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, FairQueue
-from headway_scheduler.core.orders import ORDERS, QueueSettings
+from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.request import Request
 from headway_scheduler.core.waiting_queue import Lane
-from waiting_requests import make_request, preempted
+from waiting_requests import make_request, preempted, queue_settings
 
 
-def make_queue(weights: Mapping[str, float] | None = None) -> FairQueue:
-    """An empty queue that lends nobody credit."""
-    settings: dict[str, object] = {
-        "aging_s": 30.0,
-        "tenant_weights": weights or {},
-        "predicted_output": lambda request: 0,
-        "burst_tokens": lambda: 0,
-    }
-    queue = ORDERS["fair"].make_queue(QueueSettings(**{name: settings[name] for name in QueueSettings._fields}))  # type: ignore[arg-type]
+def make_queue(weights: Mapping[str, float] | None, burst_tokens: int) -> FairQueue:
+    """An empty queue."""
+    queue = ORDERS["fair"].make_queue(queue_settings(tenant_weights=weights, burst_tokens=burst_tokens))
     assert isinstance(queue, FairQueue)
     return queue
 
@@ -30,8 +24,8 @@ def make_queue(weights: Mapping[str, float] | None = None) -> FairQueue:
 class Service:
     """Serves one request after the other, wholly, and counts what each tenant has got."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self.queue = make_queue(weights)
+    def __init__(self, weights: Mapping[str, float] | None = None, *, burst_tokens: int = 0) -> None:
+        self.queue = make_queue(weights, burst_tokens)
         self.served: dict[str, float] = {}
         self._num_arrivals = 0
 
@@ -125,6 +119,35 @@ def test_idleness_earns_no_credit() -> None:
         service.arrive("away")
     turns = [service.serve() for _ in range(50)]
     assert 24 <= turns.count("away") <= 26
+
+
+@pytest.mark.parametrize(("weights", "most"), [({}, 40.0), ({"away": 4.0}, 10.0)])
+def test_who_comes_back_may_lag_by_a_burst_over_its_weight_and_no_more(weights: dict[str, float], most: float) -> None:
+    service = Service(weights, burst_tokens=40)
+    service.arrive("away")
+    service.serve()
+    for _ in range(200):
+        service.arrive("busy")
+    for _ in range(100):
+        service.serve()
+    service.arrive("away")
+    assert service.queue.counter_of("away") == service.queue.counter_of("busy") - most
+    for _ in range(40):
+        service.arrive("away")
+    turns = [service.serve() for _ in range(30)]
+    num_in_a_row = turns.index("busy")
+    assert num_in_a_row * (4 + 2) >= 40
+    assert (num_in_a_row - 2) * (4 + 2) <= 40
+
+
+def test_of_tenants_that_are_level_the_one_that_runs_less_is_next() -> None:
+    service = Service({"a": 1.0})
+    first = service.arrive("a", 6)
+    assert service.start() is first
+    service.arrive("a", 6)
+    late = service.arrive("b", 6)
+    assert service.queue.counter_of("a") == service.queue.counter_of("b")
+    assert service.start() is late
 
 
 def test_a_tenant_that_comes_to_an_empty_queue_begins_where_the_last_one_left() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headway.__main__ import main
 from headway_scheduler.config import SchedulerConfig
 
 
@@ -14,6 +15,17 @@ from headway_scheduler.config import SchedulerConfig
         ({"max_num_waiting": 0}, "max_num_waiting: 0"),
         ({"grace_s": -1.0}, "grace_s: -1.0"),
         ({"grace_s": float("nan")}, "grace_s: nan"),
+        ({"aging_s": -0.5}, "aging_s: -0.5 is not allowed; allowed: 0 or more seconds"),
+        ({"aging_s": float("nan")}, "aging_s: nan is not allowed"),
+        ({"aging_s": float("inf")}, "aging_s: inf is not allowed"),
+        ({"tenant_weights": {"a": 1.0, "b": 0.0}}, "tenant_weights: 'b'=0.0 is not allowed; allowed: weights above 0"),
+        ({"tenant_weights": {"a": -2.0}}, "tenant_weights: 'a'=-2.0"),
+        ({"tenant_weights": {"a": float("nan")}}, "tenant_weights: 'a'=nan"),
+        ({"tenant_weights": {"x" * 500: float("inf")}}, "tenant_weights: 'x{63}=inf"),
+        ({"default_ttft_slo_ms": -1}, "default_ttft_slo_ms: -1 is not allowed; allowed: 0 to"),
+        ({"default_ttft_slo_ms": 1 << 31}, "default_ttft_slo_ms: 2147483648"),
+        ({"default_itl_slo_ms": -1}, "default_itl_slo_ms: -1"),
+        ({"default_itl_slo_ms": 1 << 31}, "default_itl_slo_ms: 2147483648"),
         ({"step_address": "ipc://" + "x" * 108}, "step_address: .* at most 107 bytes, not 108"),
         ({"step_address": "tcp://0.0.0.0:5"}, "step_address: .* together with curve_keys"),
         ({"ingress_address": "tcp://*:5"}, "ingress_address: .* together with curve_keys"),
@@ -26,6 +38,35 @@ def test_bad_settings_are_refused_in_one_line(setting: dict[str, object], messag
     with pytest.raises(ValueError, match=message) as caught:
         SchedulerConfig(**setting).validate()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--aging-s", "-1"), "--aging-s: -1.0 is not allowed; allowed: 0 or more seconds"),
+        (("--aging-s", "soon"), "--aging-s: 'soon'"),
+        (("--tenant-weight", "a=0"), "--tenant-weight: 'a'=0.0 is not allowed; allowed: weights above 0"),
+        (("--tenant-weight", "a"), "--tenant-weight: 'a'"),
+        (("--tenant-weight", "a=much"), "--tenant-weight: "),
+        (("--default-ttft-slo-ms", "-1"), "--default-ttft-slo-ms: -1 is not allowed; allowed: 0 to"),
+        (("--default-itl-slo-ms", "0.5"), "--default-itl-slo-ms: '0.5'"),
+        (("--order", "lifo"), "--order: 'lifo'"),
+        (("--budget", "none"), "--budget: 'none'"),
+        (("--preemption", "kill"), "--preemption: 'kill'"),
+        (("--prefix-cache-scope", "nobody"), "--prefix-cache-scope: 'nobody'"),
+    ],
+)
+def test_the_command_answers_them_with_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    try:
+        code = main(["scheduler", *flags])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("headway scheduler: ")
+    assert message in line
 
 
 @pytest.mark.parametrize(

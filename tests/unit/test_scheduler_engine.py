@@ -1,5 +1,6 @@
 """The scheduler as gateways and operators see it: refusals, administration, failing rows."""
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +13,7 @@ from headway_proto.columns import encode_column
 from headway_proto.ingress import AdminReply, Finished, Rejected, Submit
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.orders import ORDERS
 from simulation.world import World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=6)
@@ -34,8 +36,8 @@ GOOD = Submit(
 )
 
 
-def ready_world(limits: SchedulerLimits) -> World:
-    world = World(limits, CONFIG, num_gateways=1, seed=1)
+def ready_world(limits: SchedulerLimits, config: BackendConfig = CONFIG) -> World:
+    world = World(limits, config, num_gateways=1, seed=1)
     world.run_until(lambda: world.engine.info is not None, 2)
     world.run_until(lambda: world.gateways[0].link.model is not None, 2)
     return world
@@ -160,6 +162,125 @@ def test_explain_tells_what_the_policy_waits_for(batching: str, why: str) -> Non
     submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b", max_tokens=90))
     world.run_until(lambda: world.engine.num_unfinished == 2, 5)
     assert f"waits behind 0 others: {why}." in call(world, "explain", "b").explanation
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_explain_tells_who_is_served_before_under_every_order(order: str) -> None:
+    """What each is told is what comes about, as long as nobody else comes."""
+    world = ready_world(msgspec.structs.replace(LIMITS, order=order, max_num_seqs=1, reserve="prompt"))
+    first = submit(world, msgspec.structs.replace(GOOD, max_tokens=90, priority=ingress.PRIORITY_REALTIME))
+    world.run_until(lambda: len(first.tokens) > 2, 5)
+    kinds = ((3, 5, "b", 9000), (2, 60, "a", 0), (4, 20, "b", 3000), (3, 2, "a", 5000), (2, 9, "b", 0))
+    waiting = [
+        submit(
+            world,
+            msgspec.structs.replace(
+                GOOD,
+                handle=10 + number,
+                request_id=f"w{number}",
+                priority=priority,
+                max_tokens=max_tokens,
+                tenant=tenant,
+                ttft_slo_ms=ttft_slo_ms,
+            ),
+        )
+        for number, (priority, max_tokens, tenant, ttft_slo_ms) in enumerate(kinds)
+    ]
+    world.run_until(lambda: world.engine.num_unfinished == 6, 5)
+    told = {}
+    for number in range(len(kinds)):
+        explanation = call(world, "explain", f"w{number}").explanation
+        found = re.fullmatch(r"It arrived \d+\.\d s ago and waits behind (\d) others: (.*)\.", explanation)
+        assert found is not None, explanation
+        assert found[2] == "max_num_seqs = 1 requests are running"
+        told[number] = int(found[1])
+    started: list[int] = []
+
+    def note_starts() -> bool:
+        started.extend(number for number, one in enumerate(waiting) if one.has_run and number not in started)
+        return len(started) == len(waiting)
+
+    world.run_until(note_starts, 20)
+    if order == "fair":
+        # Of tenants it can be told who is next, and of each of its own requests; turns between them come later.
+        assert told[started[0]] == 0
+        assert [number for number in started if kinds[number][2] == "a"] == [1, 3]
+        assert told[1] < told[3]
+        assert told[0] < told[2] < told[4]
+    else:
+        assert {number: started.index(number) for number in started} == told
+
+
+def test_explain_tells_of_a_preempted_request_how_often_it_was_and_what_it_waits_for() -> None:
+    limits = msgspec.structs.replace(LIMITS, order="priority", max_num_seqs=1, preemption="swap")
+    world = ready_world(limits)
+    low = submit(world, msgspec.structs.replace(GOOD, request_id="low", max_tokens=60, priority=ingress.PRIORITY_LOW))
+    world.run_until(lambda: len(low.tokens) > 2, 5)
+    urgent = submit(
+        world,
+        msgspec.structs.replace(GOOD, handle=2, request_id="urgent", max_tokens=60, priority=ingress.PRIORITY_REALTIME),
+    )
+    world.run_until(lambda: len(urgent.tokens) > 2, 5)
+    explanation = call(world, "explain", "low").explanation
+    assert "was preempted 1 times and waits behind 0 others: max_num_seqs = 1 requests are running" in explanation
+    (state,) = call(world, "explain", "low").sequences
+    assert (state.state, state.num_preemptions, state.priority) == ("preempted", 1, ingress.PRIORITY_LOW)
+    assert "and runs:" in call(world, "explain", "urgent").explanation
+
+
+def test_explain_tells_of_the_inter_token_objective_that_one_more_would_break() -> None:
+    """Frames take a beat each way, so that a step takes longer than the objective allows."""
+    config = msgspec.structs.replace(
+        CONFIG, num_kv_blocks=600, max_model_len=2000, options={**CONFIG.options, "context_length": "2000"}
+    )
+    limits = msgspec.structs.replace(LIMITS, budget="slo", default_itl_slo_ms=1, max_steps_in_flight=1)
+    world = ready_world(limits, config)
+    first = submit(world, msgspec.structs.replace(GOOD, max_tokens=1500))
+    world.run_until(lambda: len(first.tokens) > 600, 20)
+    second = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
+    world.run_until(lambda: world.engine.num_unfinished == 2, 5)
+    explanation = call(world, "explain", "b").explanation
+    assert "waits behind 0 others: with one more, those that run would miss their inter-token objective" in explanation
+    world.run_until(lambda: second.end is not None, 20)
+    assert isinstance(second.end, Finished)
+
+
+def test_class_tenant_and_objectives_reach_the_core() -> None:
+    world = ready_world(msgspec.structs.replace(LIMITS, default_itl_slo_ms=70))
+    told = msgspec.structs.replace(GOOD, priority=2, tenant="t", ttft_slo_ms=500, itl_slo_ms=30, max_tokens=50)
+    submit(world, told)
+    submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b", max_tokens=50))
+    world.run_until(lambda: world.engine.num_unfinished == 2, 5)
+    assert world.engine.core is not None
+    first, second = world.engine.core.requests()
+    assert (first.new.priority, first.new.tenant, first.new.ttft_slo_ms, first.itl_slo_ms) == (2, "t", 500, 30)
+    assert (second.new.priority, second.new.tenant, second.new.ttft_slo_ms, second.itl_slo_ms) == (3, "", 0, 70)
+
+
+def test_a_request_that_can_no_longer_be_in_time_is_refused_once_and_its_id_is_free() -> None:
+    world = ready_world(msgspec.structs.replace(LIMITS, shed_late=True, max_num_seqs=1))
+    sent: list[Rejected] = []
+    send = world.engine.gateways.send
+
+    def noting(owner: int, body: msgspec.Struct) -> None:
+        if isinstance(body, Rejected):
+            sent.append(body)
+        send(owner, body)
+
+    world.engine.gateways.send = noting  # type: ignore[method-assign]
+    long = submit(world, msgspec.structs.replace(GOOD, max_tokens=90))
+    world.run_until(lambda: len(long.tokens) > 2, 5)
+    late = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="late", ttft_slo_ms=30))
+    world.run_until(lambda: late.end is not None, 5)
+    assert long.end is None
+    assert isinstance(late.end, Rejected)
+    assert (late.end.reason, late.end.field) == (ingress.REJECT_OVERLOADED, "")
+    assert call(world, "explain", "late").error == "not found"
+    again = submit(world, msgspec.structs.replace(GOOD, handle=3, request_id="late"))
+    world.run_until(lambda: again.end is not None and long.end is not None, 5)
+    assert isinstance(again.end, Finished)
+    assert isinstance(long.end, Finished)
+    assert [rejected.handle for rejected in sent] == [2]
 
 
 def test_cancel_ends_the_request_and_may_be_repeated(world: World) -> None:

@@ -267,6 +267,27 @@ class TestComingBack:
         assert num_free >= num_needed + headroom
         assert was_there_room_without
 
+    @pytest.mark.parametrize(("preemption", "max_num_batched_tokens"), [("recompute", 64), ("swap", 16)])
+    def test_operators_are_told_of_the_headroom(self, preemption: str, max_num_batched_tokens: int) -> None:
+        """Whenever the first in the queue does not start although there are rows, it is for the blocks they are told."""
+        run = start(
+            16, reserve="none", preemption=preemption, num_host_blocks=16, max_num_batched_tokens=max_num_batched_tokens
+        )
+        for handle in range(4):
+            run.add(handle, 20, 20)
+        num_told = 0
+        while run.core.num_unfinished:
+            waiting = run.core._waiting.first(run.now)
+            if waiting is not None and waiting.num_preemptions:
+                num_needed, num_free = run.core.blocks_for_start(waiting)
+                run.next_steps(1)
+                if waiting.status is RequestStatus.PREEMPTED:
+                    assert num_needed > num_free
+                    num_told += 1
+            else:
+                run.next_steps(1)
+        assert num_told > 5
+
 
 class TestFirstTokenObjectives:
     def waiting(self, **limits: object) -> CoreDriver:

@@ -57,7 +57,7 @@ from headway_scheduler.core.request import (
     Request,
     RequestStatus,
 )
-from headway_scheduler.core.reservations import RESERVATIONS, Books, PoolState
+from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
 from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
@@ -72,8 +72,9 @@ STEPS_ALIKE = 8
 
 NO_MOVES = b"", b"", 0
 
-STEPS_BETWEEN_FORECASTS = 4
-"""Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
+STEPS_BETWEEN_FORECASTS = 2
+"""Whoever was refused because of what is foreseen is not asked again sooner, since that is not cheap. With more steps,
+requests would start in bunches, and decodes wait for those."""
 
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
@@ -216,9 +217,18 @@ class Scheduler:
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
         """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
-        first_chunk = min(len(request.token_ids), self.limits.max_num_batched_tokens)
+        first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self.limits.max_num_batched_tokens)
         books = self._open_books()
-        return books.num_needed(request, first_chunk), self.pool.num_free - books.owed_blocks
+        num_needed = books.num_needed(request, first_chunk) + self._headroom(request)
+        return num_needed, self.pool.num_free - books.owed_blocks
+
+    def steps_until_shortage(self) -> int | None:
+        """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
+
+        0 for at once. None if they probably never will, and where nothing is learned of outputs because neither the order
+        nor the reservation asks for that.
+        """
+        return ForeseenBlocks(self.rows, self._lengths, self._pool_state()).steps_until_shortage()
 
     def _open_books(self) -> Books:
         return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state)
@@ -688,7 +698,7 @@ class Scheduler:
         missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free) + self._headroom(request)
         if missing > 0:
             return self._admit_in_place_of_others(plan, request, cut, missing, now)
-        if chunk <= 0 or not self._keeps_objective(request):
+        if chunk <= 0 or not self.keeps_objective(request):
             return False
         self._no_longer_waits(request)
         self._waiting.note_start(request)
@@ -731,7 +741,7 @@ class Scheduler:
         doubled = self.rows.num_live << min(request.num_preemptions - 1, MAX_DOUBLINGS)
         return min(doubled, self.pool.num_blocks // 8)
 
-    def _keeps_objective(self, request: Request) -> bool:
+    def keeps_objective(self, request: Request) -> bool:
         """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
         if self.limits.budget == "fixed" or not len(self._decoding()):
             return True
