@@ -483,9 +483,11 @@ def run_all(*, scale: float, seed: int) -> dict[str, Any]:
         priority,
         lambda row: _latency_line(row) + f"  ended in overload {row['ended_in_overload']}",
     )
-    fair = [modest_beside_flood(setup, count(120), seed) for setup in setups]
-    # Behind everybody who came before, first tokens take as long as the overload lasts: one such row tells it.
-    fair.append(modest_beside_flood(setups[0], count(120), seed, "fcfs"))
+    fair = [
+        modest_beside_flood(setup, count(120), seed, order)
+        for setup in setups
+        for order in ("fair", "fcfs")[: 2 - small]
+    ]
     show(
         "fair: a modest tenant's first token beside a flood", fair, lambda row: f"{row['order']:5} {_latency_line(row)}"
     )
