@@ -106,7 +106,10 @@ def test_slow_hosts_favour_recomputing_and_fast_ones_swapping() -> None:
     assert preempting("short", "swap", 1.0).throughput < 0.8 * preempting("short", "recompute", 1.0).throughput
     assert preempting("short", "swap", 100.0).throughput > preempting("short", "recompute", 1.0).throughput
     assert preempting("short", "auto", 1.0).result.totals.num_swapped_blocks == 0
-    assert preempting("short", "auto", 100.0).recomputed == 0.0
+    fast = preempting("short", "auto", 100.0)
+    assert fast.result.totals.num_swapped_blocks > 0
+    # Only what is preempted before the first prompt has been timed is computed again.
+    assert fast.recomputed < preempting("short", "recompute", 1.0).recomputed / 4
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
