@@ -180,8 +180,7 @@ class ExactCore:
         swapped = [request.host_blocks for request in core.requests() if request.num_swapped_tokens]
         held = np.concatenate(swapped) if swapped else np.zeros(0, dtype=np.intp)
         assert len(np.unique(held)) == len(held)
-        if not core._host.has_released:
-            assert core._host.num_free + len(held) == core._host.num_blocks
+        assert core.swapping.num_free_host_blocks + len(held) == core.swapping.num_host_blocks
         assert core.num_waiting + core.num_running == core.num_unfinished == len(self.live)
         assert core._num_waiting_tokens == sum(
             request.num_queued_tokens for request in core.requests() if request.row < 0
@@ -193,7 +192,7 @@ class ExactCore:
         core.schedule(self.now)  # host blocks given back behind the last step are free from the next one on
         self.check()
         assert core.pool.num_free == core.pool.num_blocks
-        assert core._host.num_free == core._host.num_blocks
+        assert core.swapping.num_free_host_blocks == core.swapping.num_host_blocks
         assert core.num_unfinished == 0
         assert core.expected_prefill_s == 0.0
 

@@ -14,6 +14,7 @@ from headway_scheduler.core.preemption import PREEMPTIONS
 from headway_scheduler.core.request import RequestStatus
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import MAX_WAYS_MADE
+from headway_scheduler.core.swapping import NO_MOVES
 
 REALTIME, HIGH, NORMAL, LOW = 1, 2, 3, 4
 BLOCK_SIZE = 4
@@ -50,7 +51,7 @@ def run_to_the_end(run: CoreDriver, most_beats: int) -> None:
         run.update()
     assert run.schedule() is None
     assert run.core.pool.num_free == run.core.pool.num_blocks
-    assert run.core._host.num_free == run.core._host.num_blocks
+    assert run.core.swapping.num_free_host_blocks == run.core.swapping.num_host_blocks
 
 
 @pytest.mark.parametrize("preemption", sorted(PREEMPTIONS))
@@ -151,12 +152,12 @@ def test_a_preemption_after_which_there_is_nothing_to_run(is_cancelled: bool) ->
     assert run.schedule() == {0: 8, 1: 8}
     assert run.schedule() is None
     assert run.request(1).num_swapped_tokens == 8
-    assert run.core._host.num_free == 2
+    assert run.core.swapping.num_free_host_blocks == 2
     if is_cancelled:
         run.abort(1)
         assert run.schedule() is None
-        assert run.core._host.num_free == 4
-        assert run.core._swap_out == {}
+        assert run.core.swapping.num_free_host_blocks == 4
+        assert run.core.swapping.take_moves() == NO_MOVES
     assert run.update() == [0]
     if not is_cancelled:
         assert run.schedule() == {1: 1}

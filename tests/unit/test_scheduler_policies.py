@@ -204,17 +204,17 @@ class TestSwap:
 
     def test_aborting_a_swapped_request_gives_its_host_blocks_back(self) -> None:
         run = self.preempted()
-        assert run.core._host.num_free == 16
+        assert run.core.swapping.num_free_host_blocks == 16
         run.abort(1)
         run.next_steps(1)
-        assert run.core._host.num_free == 20
+        assert run.core.swapping.num_free_host_blocks == 20
         run.all_steps()
         assert run.num_output_tokens[0] == 12
 
     def test_a_new_epoch_forgets_the_host_and_computes_again(self) -> None:
         run = self.preempted()
         run.begin_epoch(run.core.capacity)
-        assert run.core._host.num_free == 20
+        assert run.core.swapping.num_free_host_blocks == 20
         assert run.request(1).num_swapped_tokens == 0
         steps = run.all_steps()
         assert run.num_output_tokens == {0: 12, 1: 12}

@@ -15,10 +15,11 @@ from headway_proto.ingress import Abort, AdminCall, Admitted, Finished, ModelInf
 from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
+from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
-from headway_scheduler.core.scheduler import RequestRejected, Scheduler, StateMismatch
+from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.ingress_link import (
     Announcement,
     GatewayGone,

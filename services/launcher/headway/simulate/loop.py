@@ -16,8 +16,9 @@ from headway.simulate.device import VirtualDevice, stop_token_of
 from headway.simulate.measurement import Measurement
 from headway.simulate.workload import PlannedRequest, PromptSource
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.request import NewRequestEvent, Origin
-from headway_scheduler.core.scheduler import RequestRejected, Scheduler
+from headway_scheduler.core.scheduler import Scheduler
 
 _OWNER = 0
 _NEVER = float("inf")

@@ -26,9 +26,9 @@ class HostPool:
         return self.num_blocks - self._top
 
     @property
-    def has_released(self) -> bool:
-        """Whether blocks wait for ``complete_plan``."""
-        return bool(self._released)
+    def num_released(self) -> int:
+        """Blocks that wait for ``complete_plan``."""
+        return sum(map(len, self._released))
 
     def allocate(self, count: int) -> BlockIndices:
         """Take ``count`` free blocks, shape ``[count]``; at most ``num_free``."""

@@ -27,19 +27,18 @@ Steps in flight:
 """
 
 from collections import deque
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, encode_column
+from headway_proto.columns import Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import SchedulerCounters
+from headway_scheduler.core.door import RequestRejected, check_request, limit_of
 from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
 from headway_scheduler.core.fair_queue import burst_tokens_of
-from headway_scheduler.core.host_pool import HostPool
 from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
@@ -59,18 +58,16 @@ from headway_scheduler.core.request import (
 )
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
-from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
-from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
+from headway_scheduler.core.step_observer import StepObserver
+from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
+from headway_scheduler.core.swapping import Swapping
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.token_columns import SamplingOrigins, TokenColumns
 from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
 
 HIGHEST_CLASS = 1
-
-STEPS_ALIKE = 8
-"""Of steps that are alike one in so many is worth learning from."""
-
-NO_MOVES = b"", b"", 0
 
 STEPS_BETWEEN_FORECASTS = 2
 """Whoever was refused because of what is foreseen is not asked again sooner, since that is not cheap. With more steps,
@@ -80,19 +77,6 @@ MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
 MAX_WAYS_MADE = 4
 MAX_DOUBLINGS = 16
-
-TokenColumns: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
-"""Owner, handle, output index and id of new tokens."""
-
-
-class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """A request that is not taken. ``reason`` is "invalid", "already_exists" or "overloaded"."""
-
-    def __init__(self, reason: str, field: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.field = field
-        self.message = message
 
 
 class StateMismatch(Exception):  # noqa: N818 - named for what was found
@@ -123,7 +107,12 @@ class Scheduler:
         self._step_times = StepTimeModel()
         self._budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self._step_times)
         # What depends on step times: the budget, the choice between kinds of preemption, and objectives on first tokens.
-        self._observes_steps = limits.budget != "fixed" or self._preemption.needs_costs
+        self._bounds_prompts = limits.budget != "fixed"
+        self._observer = StepObserver(
+            self._budget,
+            is_wanted=self._bounds_prompts or self._preemption.needs_costs,
+            wants_each_prompt=self._bounds_prompts,
+        )
         self._requests: dict[Origin, Request] = {}
         self._waiting = self._order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
@@ -137,7 +126,6 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
-        self._max_request_tokens = capacity.max_request_tokens
         # More requests than tokens in the budget could not all decode in one step.
         self._max_rows_per_step = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         num_batches = 1 if self._batching.overlaps_own_steps else self.limits.max_steps_in_flight
@@ -148,17 +136,12 @@ class Scheduler:
         self.pool = BlockPool(capacity.num_blocks, self.cache, self.counters)
         self.pinned_prefixes.begin(capacity, self.cache, self.pool)
         self.rows = RowTable(self.max_running, capacity.max_model_len, capacity.block_size)
-        self._host = HostPool(capacity.num_host_blocks)
-        self._costs = PreemptionCosts(self._step_times.prefill_s, capacity.swap_us_per_block)
+        costs = PreemptionCosts(self._step_times.prefill_s, capacity.swap_us_per_block)
+        self.swapping = Swapping(capacity.num_host_blocks, self._preemption, costs)
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
-        self._last_answer_time = 0.0
-        # The next step without and with a prompt that is worth learning from.
-        self._learn_from_step = [0, 0]
+        self._observer.begin_epoch()
         self._finished_rows: list[int] = []
-        # Blocks to swap out with the next step, by the arrival of their request, and those to swap in.
-        self._swap_out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
-        self._swap_in: list[tuple[BlockIndices, BlockIndices]] = []
         self._prefilling: set[int] = set()
         self._stalled: set[int] = set()  # decoding rows that found no block
         self._idle: set[int] = set()  # rows with nothing left to compute, waiting for their last token
@@ -169,10 +152,7 @@ class Scheduler:
         self._ask_policy(any_decoded=False)
         self._decoding_rows = NO_ROWS
         self._decoding_changed = False
-        # Owner, handle and prompt length of the rows of _origins_of: the same array for as long as the same rows decode.
-        self._origins_of = NO_ROWS
-        self._origins = EMPTY_COLUMN, EMPTY_COLUMN, EMPTY_COLUMN
-        self._num_by_tenant = np.zeros(0, dtype=np.intp)
+        self._origins = SamplingOrigins(self.rows)
         self._stop_tokens = StopTokens(capacity.vocab_size)
 
     # ------------------------------------------------------------------------------------------ requests come and go
@@ -246,8 +226,14 @@ class Scheduler:
         Raises:
             RequestRejected: it can never run, or the queue is full.
         """
-        limit = self._limit_of(new)
-        self._check_new(new, limit)
+        limit = limit_of(new, self.capacity)
+        if new.origin in self._requests:
+            raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
+        check_request(new, limit, self.capacity)
+        if self.num_waiting >= self.limits.max_num_waiting:
+            raise RequestRejected(
+                "overloaded", "", f"{self.num_waiting} requests are waiting; allowed: {self.limits.max_num_waiting}"
+            )
         arrival = self._num_arrivals
         self._num_arrivals += 1
         rank = rank_of_class(new.priority) if self._order.ranks_classes else UNRANKED
@@ -263,7 +249,7 @@ class Scheduler:
 
     def _watch_first_token(self, request: Request, objective_s: float) -> None:
         """Note by when a request has to start for its first token to be in time."""
-        self._observes_steps = True
+        self._observer.is_wanted = True
         prefill_s = self._step_times.prefill_s(request.new.num_prompt_tokens, 0) or 0.0
         request.latest_start = request.arrival_time + objective_s - prefill_s
         self._first_tokens.watch(request, objective_s)
@@ -287,7 +273,7 @@ class Scheduler:
         return (most if predicted is None else predicted) - age
 
     def _burst_tokens(self) -> int:
-        return burst_tokens_of(self._max_request_tokens, self.capacity.num_blocks * self.capacity.block_size)
+        return burst_tokens_of(self.capacity.max_request_tokens, self.capacity.num_blocks * self.capacity.block_size)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
         """The requests that were ended since the last call because they could no longer meet their objective."""
@@ -322,7 +308,7 @@ class Scheduler:
             request.num_cached_blocks = 0
             request.host_blocks = NO_BLOCKS
             request.num_swapped_tokens = 0
-            request.limit = self._limit_of(request.new)
+            request.limit = limit_of(request.new, capacity)
             largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
             if not same_model:
                 message = "the executor that took over runs another model"
@@ -331,39 +317,6 @@ class Scheduler:
                 message = "the executor that took over cannot hold this request"
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
-
-    def _limit_of(self, new: NewRequestEvent) -> int:
-        return min(new.num_prompt_tokens + new.max_tokens, self._max_request_tokens)
-
-    def _check_new(self, new: NewRequestEvent, limit: int) -> None:
-        num_tokens = len(new.token_ids)
-        vocab_size = self.capacity.vocab_size
-        if new.origin in self._requests:
-            raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
-        if not 1 <= new.num_prompt_tokens <= num_tokens:
-            raise RequestRejected(
-                "invalid", "prompt", f"{new.num_prompt_tokens} prompt tokens of {num_tokens}; allowed: 1 to all of them"
-            )
-        if num_tokens >= limit:
-            raise RequestRejected(
-                "invalid",
-                "prompt",
-                f"{num_tokens} tokens leave no room for another; allowed: at most {limit - 1} (max_tokens "
-                f"{new.max_tokens}, context {self.capacity.max_model_len}, KV pool of {self.capacity.num_blocks} "
-                f"blocks of {self.capacity.block_size})",
-            )
-        # Seen as unsigned, a negative id is larger than any vocabulary.
-        largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]
-        if not 0 <= largest < vocab_size:
-            raise RequestRejected("invalid", "token_ids", f"{largest} is not allowed; allowed: 0 to {vocab_size - 1}")
-        for token_id in new.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                message = f"{token_id} is not allowed; allowed: 0 to {vocab_size - 1}"
-                raise RequestRejected("invalid", "stop_token_ids", message)
-        if self.num_waiting >= self.limits.max_num_waiting:
-            raise RequestRejected(
-                "overloaded", "", f"{self.num_waiting} requests are waiting; allowed: {self.limits.max_num_waiting}"
-            )
 
     # ------------------------------------------------------------------------------------------------------ schedule
 
@@ -385,8 +338,7 @@ class Scheduler:
                 self._serve_prompts(plan, rules, now)
         elif not self._run_prompts_alone(plan, rules, now):
             self._serve_decoding(plan)
-        if self._host.has_released:
-            self._host.complete_plan()
+        self.swapping.complete_plan()
         total = len(self._decoding()) + plan.num_chunk_tokens
         if not total:
             self._let_decode(plan.held_back, in_this_step=True)
@@ -454,7 +406,7 @@ class Scheduler:
     def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
         """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
         cut = rules.cut if rules.admits and not self.paused else None
-        if self.limits.budget != "fixed" and rules.cut is not PromptCut.NOWHERE:
+        if self._bounds_prompts and rules.cut is not PromptCut.NOWHERE:
             self._bound_prompts(plan, now)
         if self._prefilling:
             self._serve_prefilling(plan, cut, now)
@@ -707,7 +659,7 @@ class Scheduler:
         row = rows.take(request, table)
         rows.tenant[row] = self._waiting.place_of_tenant(request)
         if request.num_swapped_tokens:
-            self._swap_in_behind(request, table, len(shared))
+            self.swapping.swap_in(request, table, len(shared))
         if request.itl_slo_ms:
             self._tightest.change(request.itl_slo_ms, 1)
         request.num_cached_blocks = len(shared)
@@ -743,7 +695,7 @@ class Scheduler:
 
     def keeps_objective(self, request: Request) -> bool:
         """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
-        if self.limits.budget == "fixed" or not len(self._decoding()):
+        if not self._bounds_prompts or not len(self._decoding()):
             return True
         objectives = [self._tightest.tightest_ms or 0, request.itl_slo_ms]
         tightest_ms = min((objective for objective in objectives if objective), default=None)
@@ -752,18 +704,6 @@ class Scheduler:
             objective_s=None if tightest_ms is None else tightest_ms / 1e3,
             num_context_tokens=len(request.token_ids),
         )
-
-    def _swap_in_behind(self, request: Request, table: BlockIndices, num_shared: int) -> None:
-        """Bring back what was swapped out, as far as the prefix cache does not have it."""
-        host_blocks = request.host_blocks
-        if num_shared < len(host_blocks):
-            self._swap_in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
-        self._give_up_host_blocks(request)
-
-    def _give_up_host_blocks(self, request: Request) -> None:
-        self._host.release(request.host_blocks)
-        request.host_blocks = NO_BLOCKS
-        request.num_swapped_tokens = 0
 
     # ------------------------------------------------------------------------------------- in the place of lower classes
 
@@ -869,7 +809,7 @@ class Scheduler:
         """
         request = self.rows.request_in(row)
         request.token_ids = self.rows.tokens_of(row)
-        self._swap_out_blocks(request, row)
+        self._swap_out(request, row)
         self._release_row(row, owed_tokens=True)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -882,18 +822,14 @@ class Scheduler:
         plan.drop_row(row)
         plan.short_of_blocks = True
 
-    def _swap_out_blocks(self, request: Request, row: int) -> None:
-        """Let the next step copy what is computed to the host, if the policy wants that and there is room."""
-        num_tokens = int(self.rows.num_computed_tokens[row])
-        num_blocks = -(-num_tokens // self.rows.block_size)
-        is_about_to_end = num_tokens == int(self.rows.last_position[row])
-        if is_about_to_end or not 0 < num_blocks <= self._host.num_free:
-            return
-        if self._preemption.swaps(self._costs, num_tokens, num_blocks):
-            request.host_blocks = self._host.allocate(num_blocks)
-            request.num_swapped_tokens = num_tokens
-            self._swap_out[request.arrival] = (self.rows.blocks_of(row)[:num_blocks], request.host_blocks)
-            self.counters.num_swapped_out_blocks += num_blocks
+    def _swap_out(self, request: Request, row: int) -> None:
+        """Let the next step copy what is computed to the host, if that is better than computing it again."""
+        rows = self.rows
+        num_tokens = int(rows.num_computed_tokens[row])
+        if num_tokens == int(rows.last_position[row]):
+            return  # it is about to end
+        blocks = rows.blocks_of(row)[: -(-num_tokens // rows.block_size)]
+        self.counters.num_swapped_out_blocks += self.swapping.swap_out(request, blocks, num_tokens)
 
     def _release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> None:
         """Give up a row and its blocks. ``owed_tokens``: the steps in flight still owe the request their tokens."""
@@ -943,8 +879,10 @@ class Scheduler:
     def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
-        load = self._load(plan, now) if self._observes_steps and self._is_worth_learning_from(plan, step) else None
-        swap_out, swap_in, num_moved_blocks = self._take_moves() if self._swap_out or self._swap_in else NO_MOVES
+        load = None
+        if self._observer.is_worth_it(plan, step):
+            load = self._observer.load(plan, self._decoding_shape(), self._objective_s(), now)
+        swap_out, swap_in, num_moved_blocks = self.swapping.take_moves()
         self.next_step += 1
         if not self._any_decoded and total > plan.num_chunk_tokens:
             self._ask_policy(any_decoded=True)
@@ -976,31 +914,6 @@ class Scheduler:
         self.counters.num_steps += 1
         return output
 
-    def _take_moves(self) -> tuple[bytes, bytes, int]:
-        """The column groups of blocks to swap out and in with this step, and how many they are."""
-        swap_out, swap_in = list(self._swap_out.values()), self._swap_in
-        self._swap_out, self._swap_in = {}, []
-        num_blocks = sum(len(blocks) for blocks, _ in swap_out + swap_in)
-        return block_pairs(swap_out), block_pairs(swap_in), num_blocks
-
-    def _is_worth_learning_from(self, plan: StepPlan, step: int) -> bool:
-        """Steps with a prompt if the budget depends on their time; of others, and of those without, one now and then."""
-        has_prompt = bool(plan.chunks)
-        if step < self._learn_from_step[has_prompt]:
-            return False
-        self._learn_from_step[has_prompt] = step + (1 if has_prompt and self.limits.budget != "fixed" else STEPS_ALIKE)
-        return True
-
-    def _load(self, plan: StepPlan, now: float) -> StepLoad:
-        decoding = self._decoding_shape()
-        shape = StepShape(
-            decoding.num_tokens + plan.num_chunk_tokens,
-            decoding.num_rows + len(plan.chunks),
-            decoding.num_context_tokens + sum(chunk.start for chunk in plan.chunks),
-            sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in plan.chunks),
-        )
-        return StepLoad(shape, now, self._objective_s() if decoding.num_rows else None)
-
     def _digest(self) -> int:
         rows = self.rows
         live = rows.live_rows()
@@ -1016,7 +929,9 @@ class Scheduler:
         """
         step, token_ids, stops_some = self._take_answer(output)
         self.pool.complete_step(step.step)
-        self._learn_from(step, output, now)
+        self._observer.answered(step, output.move_time_us, now)
+        if step.num_moved_blocks:
+            self.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
         finished: list[FinishedEvent] = []
         failed = {error.row: error.message for error in output.errors}
         if step.chunks:
@@ -1036,14 +951,13 @@ class Scheduler:
             columns = self._append_late_tokens(columns, late, finished)
         admitted = tuple(self._admitted)
         self._admitted.clear()
-        owners, handles, indices, token_ids = columns
-        self.counters.num_output_tokens += len(token_ids)
+        self.counters.num_output_tokens += len(columns.token_ids)
         return StepEvents(
             admitted=admitted,
-            owners=owners,
-            handles=handles,
-            indices=indices,
-            token_ids=token_ids,
+            owners=columns.owners,
+            handles=columns.handles,
+            indices=columns.indices,
+            token_ids=columns.token_ids,
             logprobs=logprobs,
             finished=tuple(finished),
         )
@@ -1071,16 +985,6 @@ class Scheduler:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
         return step, token_ids, stops_some
-
-    def _learn_from(self, step: InFlightStep, output: ExecutorOutput, now: float) -> None:
-        """Take what a step cost: the time since it was sent, or since the answer before it, is what its rows waited."""
-        load = step.load
-        if load is not None:
-            duration_s = now - max(load.sent_time, self._last_answer_time) - output.move_time_us / 1e6
-            self._budget.observe(load.shape, duration_s, load.objective_s)
-        self._last_answer_time = now
-        if step.num_moved_blocks:
-            self._costs.observe_moves(step.num_moved_blocks, output.move_time_us)
 
     def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
         for chunk in step.chunks:
@@ -1128,43 +1032,30 @@ class Scheduler:
     ) -> TokenColumns:
         rows = self.rows
         positions = rows.append_tokens(sampling_rows, token_ids)
-        if self._origins_of is not sampling_rows:
-            self._origins = rows.owner[sampling_rows], rows.handle[sampling_rows], rows.num_prompt_tokens[sampling_rows]
-            self._origins_of = sampling_rows
-            if self._order.charges_output:
-                self._num_by_tenant = np.bincount(rows.tenant[sampling_rows])
+        self._origins.look_up(sampling_rows)
         if self._order.charges_output:
-            self._waiting.charge_output(self._num_by_tenant)
-        owners, handles, num_prompt_tokens = self._origins
+            self._waiting.charge_output(self._origins.num_by_tenant)
         at_end = stops_some | (positions == rows.last_position[sampling_rows])
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
             if end is not None:
                 finished.append(end)
-        return owners, handles, positions - num_prompt_tokens, token_ids
+        return self._origins.columns(positions, token_ids)
 
     def _append_late_tokens(
         self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]
     ) -> TokenColumns:
-        entries = []
         for request, token_id in late:
-            index = len(request.token_ids) - request.new.num_prompt_tokens
             request.append_token(token_id)
             if self._order.charges_output:
                 place = self._waiting.place_of_tenant(request)
                 self._waiting.charge_output(np.arange(place + 1) == place)
-            entries.append((request.new.origin.owner, request.new.origin.handle, index, token_id))
+        for request, token_id in late:
             end = self._end_at(request, len(request.token_ids), token_id)
             if end is not None:
                 finished.append(end)
-        owners, handles, indices, token_ids = np.asarray(entries, dtype=np.int32).T
-        return (
-            np.concatenate((columns[0], owners)),
-            np.concatenate((columns[1], handles)),
-            np.concatenate((columns[2], indices)),
-            np.concatenate((columns[3], token_ids)),
-        )
+        return columns.with_late(late)
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
         """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""
@@ -1185,8 +1076,7 @@ class Scheduler:
             num_tokens = len(request.token_ids)
             self._no_longer_waits(request)
             if request.num_swapped_tokens:
-                self._swap_out.pop(request.arrival, None)
-                self._give_up_host_blocks(request)
+                self.swapping.forget(request)
         request.status = RequestStatus.FINISHED
         self._waiting.forget(request)
         new = request.new

@@ -3,7 +3,7 @@
 Owns: the parts of one step. Must not know: how rows and blocks are chosen.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -166,10 +166,3 @@ class InFlightStep:
         place = int(self.sampling_rows.searchsorted(row))
         found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
         return slice(place, place + int(found))
-
-
-def block_pairs(moves: Sequence[tuple[BlockIndices, BlockIndices]]) -> bytes:
-    """The column group (from, to) of blocks that move."""
-    if not moves:
-        return b""
-    return encode_columns((np.concatenate([source for source, _ in moves]), np.concatenate([end for _, end in moves])))

@@ -1,0 +1,55 @@
+"""Which requests are taken.
+
+Owns: what a request must be to be queued. Must not know: queues, rows, or what becomes of it.
+
+Whatever could never run is refused here, once, with a reason: behind the door everything that waits can be served.
+"""
+
+from headway_scheduler.core.limits import ExecutorCapacity
+from headway_scheduler.core.request import NewRequestEvent
+
+
+class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
+    """A request that is not taken. ``reason`` is "invalid", "already_exists" or "overloaded"."""
+
+    def __init__(self, reason: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+        self.message = message
+
+
+def limit_of(new: NewRequestEvent, capacity: ExecutorCapacity) -> int:
+    """The most tokens, prompt and output, that a request may come to."""
+    return min(new.num_prompt_tokens + new.max_tokens, capacity.max_request_tokens)
+
+
+def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) -> None:
+    """See that an executor of this ``capacity`` can run a request of at most ``limit`` tokens.
+
+    Raises:
+        RequestRejected: it never could.
+    """
+    num_tokens = len(new.token_ids)
+    if not 1 <= new.num_prompt_tokens <= num_tokens:
+        raise RequestRejected(
+            "invalid", "prompt", f"{new.num_prompt_tokens} prompt tokens of {num_tokens}; allowed: 1 to all of them"
+        )
+    if num_tokens >= limit:
+        raise RequestRejected(
+            "invalid",
+            "prompt",
+            f"{num_tokens} tokens leave no room for another; allowed: at most {limit - 1} (max_tokens "
+            f"{new.max_tokens}, context {capacity.max_model_len}, KV pool of {capacity.num_blocks} "
+            f"blocks of {capacity.block_size})",
+        )
+    # Seen as unsigned, a negative id is larger than any vocabulary.
+    largest = new.token_ids[new.token_ids.view("u4").argmax()]
+    _check_token_id("token_ids", int(largest), capacity.vocab_size)
+    for token_id in new.stop_token_ids:
+        _check_token_id("stop_token_ids", token_id, capacity.vocab_size)
+
+
+def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise RequestRejected("invalid", field, f"{token_id} is not allowed; allowed: 0 to {vocab_size - 1}")

@@ -1,0 +1,66 @@
+"""What steps turn out to cost.
+
+Owns: which steps are worth learning from, and how long each took. Must not know: what is learned from them.
+
+A step has taken the time since it was sent, or since the answer before it if that came later: steps follow each other on
+the device, and this is the gap that the requests of the step have seen.
+"""
+
+from headway_scheduler.core.step_plan import InFlightStep, StepLoad, StepPlan
+from headway_scheduler.core.step_time import StepShape, prefill_pairs
+from headway_scheduler.core.token_budget import TokenBudget
+
+STEPS_ALIKE = 8
+"""Of steps that are alike one in so many is worth learning from."""
+
+
+class StepObserver:
+    """Feeds a budget, and the model of step times that it was made with.
+
+    ``is_wanted``: somebody asks for step times. ``wants_each_prompt``: each step with a prompt counts, not one now and then.
+    """
+
+    def __init__(self, budget: TokenBudget, *, is_wanted: bool, wants_each_prompt: bool) -> None:
+        self.is_wanted = is_wanted
+        self._budget = budget
+        self._stride_with_prompt = 1 if wants_each_prompt else STEPS_ALIKE
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Steps count from 0 again."""
+        self._next_without_prompt = 0
+        self._next_with_prompt = 0
+        self._last_answer_time = 0.0
+
+    def is_worth_it(self, plan: StepPlan, step: int) -> bool:
+        """Whether ``load`` should be asked for this step."""
+        if not self.is_wanted:
+            return False
+        if plan.chunks:
+            if step < self._next_with_prompt:
+                return False
+            self._next_with_prompt = step + self._stride_with_prompt
+        else:
+            if step < self._next_without_prompt:
+                return False
+            self._next_without_prompt = step + STEPS_ALIKE
+        return True
+
+    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None, now: float) -> StepLoad:
+        """What a step has to do that is sent ``now``: its plan beside the rows that decode."""
+        chunks = plan.chunks
+        shape = StepShape(
+            decoding.num_tokens + plan.num_chunk_tokens,
+            decoding.num_rows + len(chunks),
+            decoding.num_context_tokens + sum(chunk.start for chunk in chunks),
+            sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in chunks),
+        )
+        return StepLoad(shape, now, objective_s if decoding.num_rows else None)
+
+    def answered(self, step: InFlightStep, move_time_us: int, now: float) -> None:
+        """A step has returned, whose block moves took ``move_time_us``."""
+        load = step.load
+        if load is not None:
+            duration_s = now - max(load.sent_time, self._last_answer_time) - move_time_us / 1e6
+            self._budget.observe(load.shape, duration_s, load.objective_s)
+        self._last_answer_time = now
