@@ -331,10 +331,6 @@ class Specification:
         shed, self.shed = self.shed, []
         return shed
 
-    def _fresh(self) -> list[SpecRequest]:
-        """Those that wait for the first time since they came or came back."""
-        return [r for r in self.waiting if r.lane != 0]
-
     def _leave_queue(self, request: SpecRequest) -> None:
         self.waiting.remove(request)
         if not any(r.tenant == request.tenant for r in self.waiting):
@@ -370,9 +366,8 @@ class Specification:
             return queue[0] if queue else None
         if queue[0].rank == 1 and self.highest_starts < 8:
             return queue[0]
-        fresh = self._fresh()
-        oldest = min(fresh, key=lambda r: r.arrival) if fresh else None
-        if oldest is None or oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
+        oldest = min(queue, key=lambda r: r.arrival)
+        if oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
             return queue[0]
         oldest.rank = 0 if queue[0].rank == 1 else 2
         self.starts_since_promotion = 0

@@ -261,6 +261,37 @@ def test_a_low_request_that_comes_among_realtime_ones_without_end(reserve: str, 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("reserve", sorted(RESERVATIONS))
+def test_one_low_request_among_realtime_ones_without_end(reserve: str, preemption: str, depth: int) -> None:
+    """Twice as many REALTIME requests come as can be served, for ever; the LOW one makes way, grows old, and finishes."""
+    limits = SchedulerLimits(
+        order="priority",
+        reserve=reserve,
+        preemption=preemption,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_steps_in_flight=depth,
+        aging_s=0.5,
+    )
+    run = CoreDriver(limits, capacity_of(16, num_host_blocks=16))
+    run.add(0, 20, 30, priority=LOW)
+    low = run.request(0)
+    handle = 1
+    for number in range(600):
+        for _ in range(2 if number % 3 == 0 and number else 0):
+            run.add(handle, 9, 6, priority=REALTIME, begins_with=2 + handle % 60)
+            handle += 1
+        beat(run)
+        if 0 in run.finished:
+            break
+    assert 0 in run.finished
+    assert run.num_output_tokens[0] == 30
+    assert 1 <= low.num_ways_made <= MAX_WAYS_MADE
+    assert run.core.num_waiting > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_low_request_makes_way_only_so_often(preemption: str, depth: int) -> None:
     """Whenever it has come back, another REALTIME request wants its row; at last it keeps it."""
     limits = SchedulerLimits(order="priority", preemption=preemption, max_num_seqs=1, max_steps_in_flight=depth)
