@@ -584,6 +584,8 @@ class Specification:
             if victim.ways_made >= 4:
                 victim.rank = 0
             self._preempt(victim)
+            if self.limits.order != "priority":
+                victim.lane = 2
         return bool(victims)
 
     def _preempt(self, victim: SpecRequest) -> None:

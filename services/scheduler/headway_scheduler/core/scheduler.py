@@ -784,7 +784,11 @@ class Scheduler:
             return False
         victims = self._victims_for(plan, request, num_blocks)
         for row in victims:
+            victim = self.rows.request_in(row)
             self._preempt(plan, row, for_class=True)
+            if not self._order.ranks_classes:
+                # Or it would come back first and take what it has just made room for.
+                self._waiting.move(victim, Lane.NORMAL)
         return bool(victims)
 
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
