@@ -39,6 +39,8 @@ class SpecRequest:
     lane: int = 2
     """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
     has_started: bool = False
+    start: int = -1
+    """How many had started when it did for the first time."""
     preemptions: int = 0
     ways_made: int = 0
     passed_over: int = 0
@@ -69,7 +71,7 @@ class SpecRequest:
     @property
     def key(self) -> tuple[int, int]:
         """Its place among those that run."""
-        return self.rank, self.arrival
+        return self.rank, self.start
 
     @property
     def expected(self) -> int:
@@ -261,6 +263,7 @@ class Specification:
         self.in_flight: list[SpecStep] = []
         self.finished_rows: list[int] = []
         self.arrivals = 0
+        self.num_started = 0
         self.step = 0
         self.num_preemptions = 0
         self.num_hit_tokens = 0
@@ -756,6 +759,9 @@ class Specification:
     def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int], start: int, count: int) -> None:
         taken = {r.row for r in self.running}
         self._leave_queue(request)
+        if request.start < 0:
+            request.start = self.num_started
+            self.num_started += 1
         self.starts_since_promotion += 1
         self.highest_starts = self.highest_starts + 1 if request.rank == 1 else 0
         if self.limits.order == "fair":

@@ -229,6 +229,41 @@ def test_preempted_requests_do_not_bounce() -> None:
     assert most_preemptions <= 6
 
 
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_whoever_overtakes_is_not_made_to_give_its_blocks_to_each_of_those_it_has_overtaken(order: str) -> None:
+    rng = np.random.default_rng(3)
+    limits = SchedulerLimits(
+        order=order,
+        reserve="none",
+        preemption="recompute",
+        max_num_batched_tokens=256,
+        max_num_seqs=32,
+        enable_prefix_caching=False,
+    )
+    run = CoreDriver(limits, capacity_of(512, max_model_len=512))
+    most_preemptions: dict[int, int] = {}
+    for number in range(5000):
+        if number % 4 == 0 and len(run.num_output_tokens) < 200:
+            for _ in range(100 if number == 0 else 1):
+                handle = len(run.num_output_tokens)
+                run.add(
+                    handle,
+                    int(rng.integers(5, 200)),
+                    int(rng.integers(5, 150)),
+                    priority=NORMAL,
+                    tenant=str(handle % 3),
+                    ttft_slo_ms=int(rng.choice([0, 10_000, 30_000])),
+                )
+        beat(run)
+        for request in run.core._waiting.in_order():
+            most_preemptions[request.arrival] = request.num_preemptions
+        if not run.core.num_unfinished:
+            break
+    assert run.core.num_unfinished == 0
+    assert run.core.counters.num_preemptions > 30
+    assert max(most_preemptions.values()) <= 5
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("reserve", sorted(RESERVATIONS))

@@ -50,7 +50,7 @@ from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choo
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import (
-    ARRIVAL_BITS,
+    START_BITS,
     FinishReason,
     NewRequestEvent,
     Origin,
@@ -132,6 +132,7 @@ class Scheduler:
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
         self._num_arrivals = 0
+        self._num_started = 0
         self._begin(capacity, epoch)
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
@@ -695,6 +696,9 @@ class Scheduler:
         self._waiting.note_start(request)
         num_blocks = -(-(start + chunk) // rows.block_size)
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
+        if request.start < 0:
+            request.start = self._num_started
+            self._num_started += 1
         row = rows.take(request, table)
         rows.tenant[row] = self._waiting.place_of_tenant(request)
         if request.num_swapped_tokens:
@@ -797,7 +801,7 @@ class Scheduler:
         own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
         keys = rows.order_key[: rows.end]
         is_lower = (
-            (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
+            (keys >= 0) & ((keys >> START_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
         )  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
         planned = plan.rows_in_prompt()
