@@ -358,7 +358,9 @@ class Specification:
         num_running = sum(r.tenant == tenant for r in self.running)
         return (self.served[tenant], num_running, self.tenants_seen.index(tenant))
 
-    def _goes_before(self, request: SpecRequest, running: SpecRequest) -> bool:
+    def _goes_before(self, request: SpecRequest, running: SpecRequest | None) -> bool:
+        if running is None:
+            return True
         if self.limits.order == "fair":
             return self._tenant_place(request.tenant)[:2] < running.place
         return request.rank < running.rank
@@ -638,9 +640,7 @@ class Specification:
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
             passed_over, request = self._next_to_start(self.now)
-            if request is None or request.unreturned or self._budget() <= 0:
-                return
-            if before is not None and not self._goes_before(request, before):
+            if request is None or request.unreturned or self._budget() <= 0 or not self._goes_before(request, before):
                 return
             if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
                 return
@@ -670,23 +670,12 @@ class Specification:
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
         chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
-        if self.reserve == "predicted":
-            peak = 0  # beside nobody, everything fits that was accepted
-            if self.running:
-                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
-            missing = max(peak - self.num_usable, -(-(start + max(chunk, 1)) // size) - unshared) - len(shared)
-        else:
-            wanted = {
-                "none": start + max(chunk, 1),
-                "prompt": min(len(request.tokens) + 1, request.limit - 1),
-                "full": request.limit - 1,
-            }[self.reserve]
-            missing = -(-wanted // size) - len(shared) - free
+        missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
         if missing > 0:
             if not self._make_room(request, missing):
                 if self.reserve == "predicted":
-                    self.refused, self.ask_again_at = self.first(self.now), self.step + 4
+                    self.refused, self.ask_again_at = self.first(self.now), self.step + 2
                 return False
             if self.in_flight:
                 return False
@@ -698,6 +687,21 @@ class Specification:
             self.forecast.add(len(request.tokens), self._chances([request])[0])
         self._take_row(request, shared, chain, start, chunk)
         return True
+
+    def _num_missing(self, request: SpecRequest, chunk_end: int, num_shared: int, unshared: int) -> int:
+        """Blocks that ``request`` lacks to start; ``unshared`` are free beside those that it shares."""
+        size = self.capacity.block_size
+        if self.reserve == "predicted":
+            peak = 0  # beside nobody, everything fits that was accepted
+            if self.running:
+                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
+            return max(peak - self.num_usable, -(-chunk_end // size) - unshared) - num_shared
+        wanted = {
+            "none": chunk_end,
+            "prompt": min(len(request.tokens) + 1, request.limit - 1),
+            "full": request.limit - 1,
+        }[self.reserve]
+        return -(-wanted // size) - num_shared - (unshared - self._owed())
 
     def _first_chunk(self, left: int, room: int) -> int:
         """Of the tokens that are left of a prompt, those that may run, ``room`` having blocks."""

@@ -242,6 +242,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_reused_blocks: int = 0
     num_pinned_blocks: int = 0
     recent_prefix_hit_rate: float = 0.0
+    steps_until_shortage: int | None = None
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -107,3 +107,63 @@ def test_gateway(tmp_path, unused_tcp_port):
     assert {"scheduler_cpu_s", "executor_cpu_s", "gateway_cpu_s", "client_cpu_s"} <= row.keys()
     assert {"added to the first token", "gap between tokens over gRPC"} <= record["latency"].keys()
     assert "added to the first token" in printed
+
+
+def test_policies_memory(tmp_path):
+    result = tmp_path / "result.json"
+    sweep = ("--models", "llama-3-8b", "--contexts", "0.5k", "--bandwidths", "1,100", "--workloads", "pareto, cut")
+    load = ("--share", "0.01", "--seeds", "1", "--running", "16", "--periods", "2")
+    printed = run("policies_memory.py", *sweep, *load, "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["bandwidth_gb_s"], row["policy"]) for row in record["preemption"]] == [
+        (bandwidth, policy) for bandwidth in (1.0, 100.0) for policy in ("recompute", "swap", "auto")
+    ]
+    assert [row["policy"] for row in record["reservation"]] == ["none", "prompt", "predicted", "full"]
+    assert [row["policy"] for row in record["cost"]] == ["prompt", "predicted", "predicted, all on"]
+    for row in (*record["preemption"], *record["reservation"]):
+        assert row["throughput"] > 0
+        assert row["preemptions"] > 0 or row["policy"] == "full"
+        assert str(row["relative"]) in printed
+    for row in record["cost"]:
+        assert row["running"] > 0
+        assert row["median_us"] > 0
+
+
+def test_policies_objectives(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("policies_objectives.py", "--scale", "0.02", "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert all(row["throughput_ratio"] > 0 for row in record["slo"])
+    for table in ("priority", "fair"):
+        for row in record[table]:
+            assert row["alone_ttft_ms"]["p99"] > 0
+            assert f"ratio {row['ratio_p50']}/{row['ratio_p99']}" in printed
+    assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
+
+
+def test_slo_on_cpu(tmp_path):
+    result = tmp_path / "result.json"
+    load = (
+        "--chats",
+        "2",
+        "--prompt",
+        "8",
+        "--output",
+        "16",
+        "--long-prompts",
+        "1",
+        "--long",
+        "128",
+        "--budget",
+        "128",
+    )
+    times = ("--seconds", "1", "--warm-up", "0.2", "--rounds", "1", "--threads", "1")
+    printed = run("slo_on_cpu.py", "--model", str(DEMO_MODEL), *load, *times, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    for row in record["results"].values():
+        assert row["num_gaps"] > 0
+        assert 0 < row["itl"]["p50_ms"] <= row["itl"]["p99_ms"]
+    assert f"{record['p99_ratio']}x" in printed

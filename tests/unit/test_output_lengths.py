@@ -348,3 +348,70 @@ def test_a_curve_in_a_reused_place_starts_anew() -> None:
             outputs.observe(curve, 10 + 50 * number, is_censored=False)
     settle(outputs)
     assert remaining(outputs, 0, 1000, curve=outputs.curve_of("new", 7)) == remaining(outputs, 0, 1000)
+
+
+# Chances to go on.
+
+STEPS = np.array([1, 16, 64, 256, 1024, 4096], dtype=np.int64)
+
+
+def chances(outputs: OutputLengths, age: int, limit: int = UNLIMITED, *, curve: int = ALL_REQUESTS) -> list[float]:
+    answer = outputs.chances_to_go_on(np.array([curve]), np.array([age]), np.array([limit]), STEPS)
+    assert answer.shape == (1, len(STEPS))
+    return list(answer[0])
+
+
+def test_nothing_known_gives_no_chances() -> None:
+    outputs = OutputLengths()
+    assert chances(outputs, 0) == chances(outputs, 500) == [0.0] * len(STEPS)
+
+
+def test_chances_of_a_memoryless_length_do_not_depend_on_the_age() -> None:
+    outputs = learned(np.random.default_rng(3).geometric(1 / 200, size=40_000))
+    for age in (0, 50, 200):
+        assert chances(outputs, age) == pytest.approx(np.exp(-STEPS / 200), abs=0.02)
+
+
+def test_chances_of_equal_lengths_end_with_them() -> None:
+    outputs = learned([100] * 500)
+    assert chances(outputs, 0)[:4] == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.01)
+    near_the_end = chances(outputs, 80)
+    assert (near_the_end[0], near_the_end[2]) == (1.0, 0.0)
+
+
+def test_nobody_goes_on_to_the_limit() -> None:
+    outputs = learned(np.random.default_rng(3).geometric(1 / 2000, size=2000))
+    assert [chance > 0 for chance in chances(outputs, 10, 26)] == [True, False, False, False, False, False]
+    assert [chance > 0 for chance in chances(outputs, 10, 27)] == [True, True, False, False, False, False]
+
+
+def test_who_has_outlived_all_that_is_known_becomes_twice_as_old_with_even_chances() -> None:
+    outputs = learned([100] * 500)
+    [chance] = outputs.chances_to_go_on(
+        np.array([ALL_REQUESTS]), np.array([4096]), np.array([UNLIMITED]), np.array([4096])
+    )
+    assert chance == pytest.approx(0.5, abs=0.05)
+
+
+def test_chances_fall_with_time_are_whole_parts_and_known_at_once_for_many() -> None:
+    outputs = learned(np.random.default_rng(5).pareto(1.2, size=3000) * 50 + 1)
+    ages = np.random.default_rng(6).integers(0, 20_000, size=500)
+    curves, limits = np.zeros(500, dtype=np.int64), ages + 700
+    together = outputs.chances_to_go_on(curves, ages, limits, STEPS)
+    assert (np.diff(together, axis=1) <= 0).all()
+    assert (together * 1024 == np.rint(together * 1024)).all()
+    assert ((together >= 0) & (together <= 1)).all()
+    for place in range(0, 500, 50):
+        assert chances(outputs, int(ages[place]), int(limits[place])) == list(together[place])
+
+
+def test_chances_follow_what_is_observed_and_which_steps_are_asked_for() -> None:
+    outputs = learned([100] * 500)
+    before = chances(outputs, 0)
+    other = outputs.chances_to_go_on(np.array([ALL_REQUESTS]), np.array([0]), np.array([UNLIMITED]), STEPS[2:3])
+    assert list(other[0]) == before[2:3]
+    for _ in range(5000):
+        outputs.observe(ALL_REQUESTS, 2000, is_censored=False)
+    settle(outputs)
+    assert before[3] == 0.0
+    assert chances(outputs, 0)[3] == pytest.approx(0.9, abs=0.05)

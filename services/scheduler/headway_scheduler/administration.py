@@ -100,6 +100,7 @@ class Administration:
             num_reused_blocks=worth[REUSED] if worth else 0,
             num_pinned_blocks=worth[PINNED] if worth else 0,
             recent_prefix_hit_rate=0.0 if core is None else core.prefix_statistics.recent_hit_rate,
+            steps_until_shortage=None if core is None else core.steps_until_shortage(),
         )
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
@@ -156,10 +157,14 @@ class Administration:
         needed, free = core.blocks_for_start(request)
         if needed > free:
             tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
-            return f"{tokens} must find {needed} blocks, and {free} are free and not promised"
+            return f"{tokens} must find {needed} blocks, and {free} are free and not promised{self._shortage(core)}"
         if not core.keeps_objective(request):
             return "with one more, those that run would miss their inter-token objective"
         return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
+
+    def _shortage(self, core: Scheduler) -> str:
+        steps = core.steps_until_shortage()
+        return "" if steps is None else f"; those that run may need more than there is in about {steps} steps"
 
     def _cancel(self, call: AdminCall, now: float) -> AdminReply:
         origins = self._engine.origins_named(call.request_id)

@@ -8,7 +8,8 @@ Owns: the orders and their registry. Must not know: how a queue is kept, rows, o
 - ``shortest``: by the tokens that are still to be computed, prompt and predicted output together (shortest job first;
   where nothing is known of the output, its longest). An output token counts for ``OUTPUT_TOKEN_WORK`` prompt tokens,
   because it takes a step of its own.
-- ``fair``: by what each tenant has had so far (``fair_queue``).
+- ``fair``: by what each tenant has had so far (``fair_queue``). A tenant that sends little starts before the prompts under
+  way of one that floods, and finds a row that those who run their share may not take.
 - ``deadline``: by the time at which a prompt has to start for its first token to be in time (least slack first);
   requests without an objective come after all that have one, by arrival.
 

@@ -57,7 +57,7 @@ from headway_scheduler.core.request import (
     Request,
     RequestStatus,
 )
-from headway_scheduler.core.reservations import RESERVATIONS, Books, PoolState
+from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan, block_pairs
 from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
@@ -72,8 +72,9 @@ STEPS_ALIKE = 8
 
 NO_MOVES = b"", b"", 0
 
-STEPS_BETWEEN_FORECASTS = 4
-"""Whoever was refused because of what is foreseen is not asked again sooner: that changes slowly, and is not cheap."""
+STEPS_BETWEEN_FORECASTS = 2
+"""Whoever was refused because of what is foreseen is not asked again sooner, since that is not cheap. With more steps,
+requests would start in bunches, and decodes wait for those."""
 
 MAX_PASSED_OVER = 16
 NUM_COMPARED_PREFIXES = 8
@@ -221,6 +222,14 @@ class Scheduler:
         books = self._open_books()
         num_needed = books.num_needed(request, first_chunk) + self._headroom(request)
         return num_needed, self.pool.num_free - books.owed_blocks
+
+    def steps_until_shortage(self) -> int | None:
+        """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
+
+        0 for at once. None if they probably never will, and where nothing is learned of outputs because neither the order
+        nor the reservation asks for that.
+        """
+        return ForeseenBlocks(self.rows, self._lengths, self._pool_state()).steps_until_shortage()
 
     def _open_books(self) -> Books:
         return self._reservation.open_books(self.rows, self._prefilling, self._lengths, self._pool_state)
@@ -444,7 +453,7 @@ class Scheduler:
             self._decoding_changed = True
 
     def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
-        """Prompts under way first, then waiting ones with what is left; waiting ones of a higher rank before either."""
+        """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
         cut = rules.cut if rules.admits and not self.paused else None
         if self.limits.budget != "fixed" and rules.cut is not PromptCut.NOWHERE:
             self._bound_prompts(plan, now)
