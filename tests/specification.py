@@ -39,6 +39,8 @@ class SpecRequest:
     lane: int = 2
     """0 preempted, 1 about to miss its objective, 2 neither, 3 has missed it."""
     has_started: bool = False
+    start: int = -1
+    """How many had started when it did for the first time."""
     preemptions: int = 0
     ways_made: int = 0
     passed_over: int = 0
@@ -69,7 +71,7 @@ class SpecRequest:
     @property
     def key(self) -> tuple[int, int]:
         """Its place among those that run."""
-        return self.rank, self.arrival
+        return self.rank, self.start
 
     @property
     def expected(self) -> int:
@@ -261,6 +263,7 @@ class Specification:
         self.in_flight: list[SpecStep] = []
         self.finished_rows: list[int] = []
         self.arrivals = 0
+        self.num_started = 0
         self.step = 0
         self.num_preemptions = 0
         self.num_hit_tokens = 0
@@ -331,10 +334,6 @@ class Specification:
         shed, self.shed = self.shed, []
         return shed
 
-    def _fresh(self) -> list[SpecRequest]:
-        """Those that wait for the first time since they came or came back."""
-        return [r for r in self.waiting if r.lane != 0]
-
     def _leave_queue(self, request: SpecRequest) -> None:
         self.waiting.remove(request)
         if not any(r.tenant == request.tenant for r in self.waiting):
@@ -372,9 +371,8 @@ class Specification:
             return queue[0] if queue else None
         if queue[0].rank == 1 and self.highest_starts < 8:
             return queue[0]
-        fresh = self._fresh()
-        oldest = min(fresh, key=lambda r: r.arrival) if fresh else None
-        if oldest is None or oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
+        oldest = min(queue, key=lambda r: r.arrival)
+        if oldest is queue[0] or now - oldest.arrival_time < self.limits.aging_s:
             return queue[0]
         oldest.rank = 0 if queue[0].rank == 1 else 2
         self.starts_since_promotion = 0
@@ -591,6 +589,8 @@ class Specification:
             if victim.ways_made >= 4:
                 victim.rank = 0
             self._preempt(victim)
+            if self.limits.order != "priority":
+                victim.lane = 2
         return bool(victims)
 
     def _preempt(self, victim: SpecRequest) -> None:
@@ -763,6 +763,9 @@ class Specification:
     def _take_row(self, request: SpecRequest, shared: list[int], chain: list[int], start: int, count: int) -> None:
         taken = {r.row for r in self.running}
         self._leave_queue(request)
+        if request.start < 0:
+            request.start = self.num_started
+            self.num_started += 1
         self.starts_since_promotion += 1
         self.highest_starts = self.highest_starts + 1 if request.rank == 1 else 0
         if self.limits.order == "fair":

@@ -19,8 +19,8 @@ def make_request(
     tenant: str = "",
     now: float = 0.0,
 ) -> Request:
-    """A request that waits for the first time."""
-    return Request(
+    """A request that waits for the first time; those that run started in the order of their arrival."""
+    request = Request(
         NewRequestEvent(
             origin=Origin(0, arrival),
             request_id=str(arrival),
@@ -37,6 +37,8 @@ def make_request(
         limit=num_tokens + max_tokens,
         now=now,
     )
+    request.start = arrival
+    return request
 
 
 def preempted(request: Request) -> Request:

@@ -230,6 +230,41 @@ def test_preempted_requests_do_not_bounce() -> None:
     assert most_preemptions <= 6
 
 
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_whoever_overtakes_is_not_made_to_give_its_blocks_to_each_of_those_it_has_overtaken(order: str) -> None:
+    rng = np.random.default_rng(3)
+    limits = SchedulerLimits(
+        order=order,
+        reserve="none",
+        preemption="recompute",
+        max_num_batched_tokens=256,
+        max_num_seqs=32,
+        enable_prefix_caching=False,
+    )
+    run = CoreDriver(limits, capacity_of(512, max_model_len=512))
+    most_preemptions: dict[int, int] = {}
+    for number in range(5000):
+        if number % 4 == 0 and len(run.num_output_tokens) < 200:
+            for _ in range(100 if number == 0 else 1):
+                handle = len(run.num_output_tokens)
+                run.add(
+                    handle,
+                    int(rng.integers(5, 200)),
+                    int(rng.integers(5, 150)),
+                    priority=NORMAL,
+                    tenant=str(handle % 3),
+                    ttft_slo_ms=int(rng.choice([0, 10_000, 30_000])),
+                )
+        beat(run)
+        for request in run.core._waiting.in_order():
+            most_preemptions[request.arrival] = request.num_preemptions
+        if not run.core.num_unfinished:
+            break
+    assert run.core.num_unfinished == 0
+    assert run.core.counters.num_preemptions > 30
+    assert max(most_preemptions.values()) <= 5
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("reserve", sorted(RESERVATIONS))
@@ -257,6 +292,37 @@ def test_a_low_request_that_comes_among_realtime_ones_without_end(reserve: str, 
             break
     assert 0 in run.finished
     assert run.num_output_tokens[0] == 30
+    assert run.core.num_waiting > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("reserve", sorted(RESERVATIONS))
+def test_one_low_request_among_realtime_ones_without_end(reserve: str, preemption: str, depth: int) -> None:
+    """Twice as many REALTIME requests come as can be served, for ever; the LOW one makes way, grows old, and finishes."""
+    limits = SchedulerLimits(
+        order="priority",
+        reserve=reserve,
+        preemption=preemption,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_steps_in_flight=depth,
+        aging_s=0.5,
+    )
+    run = CoreDriver(limits, capacity_of(16, num_host_blocks=16))
+    run.add(0, 20, 30, priority=LOW)
+    low = run.request(0)
+    handle = 1
+    for number in range(600):
+        for _ in range(2 if number % 3 == 0 and number else 0):
+            run.add(handle, 9, 6, priority=REALTIME, begins_with=2 + handle % 60)
+            handle += 1
+        beat(run)
+        if 0 in run.finished:
+            break
+    assert 0 in run.finished
+    assert run.num_output_tokens[0] == 30
+    assert 1 <= low.num_ways_made <= MAX_WAYS_MADE
     assert run.core.num_waiting > 0
 
 

@@ -355,8 +355,9 @@ class TestFirstTokenObjectives:
         assert 2 in run.running or 2 in run.finished
         assert 1 not in run.running
 
-    def test_an_urgent_request_takes_the_blocks_of_a_lower_class_under_any_order(self) -> None:
-        run = start(16, reserve="prompt", max_steps_in_flight=1)
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_an_urgent_request_takes_the_blocks_of_a_lower_class_under_any_order(self, depth: int) -> None:
+        run = start(16, reserve="prompt", max_steps_in_flight=depth)
         run.add(0, 20, 30)
         run.add(1, 28, 30, priority=LOW)
         for _ in range(3):
@@ -365,7 +366,7 @@ class TestFirstTokenObjectives:
             run.update()
         run.add(2, 16, 2, ttft_slo_ms=1000)
         run.now = 0.6
-        for _ in range(3):
+        for _ in range(2 * depth + 1):
             while run.schedule() is not None:
                 pass
             run.update()

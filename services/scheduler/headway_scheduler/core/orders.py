@@ -14,7 +14,8 @@ Owns: the orders and their registry. Must not know: how a queue is kept, rows, o
   requests without an objective come after all that have one, by arrival.
 
 All but ``fair``, which has a bound of its own, promote what has waited too long (``waiting_queue``). Among those that
-run, the order is always by rank and arrival: who came first keeps the blocks.
+run, the order is always by rank and first start: who started first keeps the blocks. By arrival, whoever an order lets
+overtake would give its blocks to each of those that start after it.
 """
 
 from collections.abc import Callable, Mapping

@@ -13,7 +13,7 @@ from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.indices import NO_BLOCKS
 
-ARRIVAL_BITS = 48
+START_BITS = 48
 NORMAL_LANE = 2
 
 
@@ -90,6 +90,7 @@ class Request:
         "rank",
         "row",
         "scheduled_time",
+        "start",
         "start_place",
         "status",
         "token_ids",
@@ -102,6 +103,8 @@ class Request:
         """From its class, where the order ranks classes; even when it has been promoted for its age (``waiting_queue``)."""
         self.lane = NORMAL_LANE
         """Where it stands among those of its rank while it waits."""
+        self.start = -1
+        """How many had started when it did for the first time; -1 before."""
         self.start_place = (0.0, 0)
         """Where its tenant stood when it last started, under an order that keeps books."""
         self.limit = limit
@@ -140,8 +143,8 @@ class Request:
 
     @property
     def order_key(self) -> int:
-        """Its place among those that run, lower is served first: by rank, then by arrival."""
-        return self.rank << ARRIVAL_BITS | self.arrival
+        """Its place among those that run, lower is served first: by rank, then by first start."""
+        return self.rank << START_BITS | self.start
 
     def append_token(self, token_id: int) -> None:
         """Take a token that arrived after the request lost its row."""

@@ -49,7 +49,7 @@ from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choo
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
 from headway_scheduler.core.request import (
-    ARRIVAL_BITS,
+    START_BITS,
     FinishReason,
     NewRequestEvent,
     Origin,
@@ -122,6 +122,7 @@ class Scheduler:
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
         self._num_arrivals = 0
+        self._num_started = 0
         self._begin(capacity, epoch)
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
@@ -656,6 +657,9 @@ class Scheduler:
         self._waiting.note_start(request)
         num_blocks = -(-(start + chunk) // rows.block_size)
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
+        if request.start < 0:
+            request.start = self._num_started
+            self._num_started += 1
         row = rows.take(request, table)
         rows.tenant[row] = self._waiting.place_of_tenant(request)
         if request.num_swapped_tokens:
@@ -733,7 +737,11 @@ class Scheduler:
             return False
         victims = self._victims_for(plan, request, num_blocks)
         for row in victims:
+            victim = self.rows.request_in(row)
             self._preempt(plan, row, for_class=True)
+            if not self._order.ranks_classes:
+                # Or it would come back first and take what it has just made room for.
+                self._waiting.move(victim, Lane.NORMAL)
         return bool(victims)
 
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
@@ -742,7 +750,7 @@ class Scheduler:
         own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
         keys = rows.order_key[: rows.end]
         is_lower = (
-            (keys >= 0) & ((keys >> ARRIVAL_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
+            (keys >= 0) & ((keys >> START_BITS) % 2 != 0) & (rows.priority[: rows.end] > own_class)
         )  # none promoted
         is_lower &= rows.num_computed_tokens[: rows.end] < rows.last_position[: rows.end]  # or it is about to end
         planned = plan.rows_in_prompt()

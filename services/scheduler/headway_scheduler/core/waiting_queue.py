@@ -5,8 +5,9 @@ Owns: the order of waiting requests, and that nobody waits for ever. Must not kn
 A request's place is a key, lower first: its *rank* (its class, where the order ranks classes), its *lane* within the
 rank (``Lane``), what the order says, and its arrival. Keys change only at events, so that a queue is a heap.
 
-Nobody waits for ever, whatever the order: when the request that came first of all has waited for ``aging_s`` seconds and is not
-the next anyway, it is promoted, though only once in ``STARTS_PER_PROMOTION`` starts. A promotion for every
+Nobody waits for ever, whatever the order: when the request that came first of all that wait, preempted ones included,
+came ``aging_s`` seconds ago and is not the next anyway, it is promoted, though only once in ``STARTS_PER_PROMOTION``
+starts. A promotion for every
 old request would turn each order into ``fcfs`` as soon as the load exceeds what can be served, and the highest class would
 wait as long as the lowest; so the share of the starts that age can take is bounded instead.
 
@@ -16,7 +17,6 @@ in a row were of the highest class, the next promotion is to the very head.
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
@@ -126,7 +126,8 @@ class KeyedQueue:
         self._aging_s = aging_s
         self._heap: list[_Key] = []
         self._members: dict[int, tuple[_Key, Request]] = {}
-        self._arrivals: deque[int] = deque()
+        self._arrivals: list[int] = []
+        """A heap of those that wait, and of some that do no more."""
         self._num_starts = 0
         self._num_highest_starts = 0
         """Of the highest class, since one of another."""
@@ -138,8 +139,7 @@ class KeyedQueue:
         """Add a request at its place in the order."""
         if request.status is RequestStatus.PREEMPTED:
             request.lane = Lane.RESUMING
-        else:
-            self._arrivals.append(request.arrival)
+        heapq.heappush(self._arrivals, request.arrival)
         self._place(request, self._value_of(request))
 
     def remove(self, request: Request) -> None:
@@ -150,7 +150,7 @@ class KeyedQueue:
             self._heap = [key for key, _ in self._members.values()]
             heapq.heapify(self._heap)
         if len(self._arrivals) > 2 * len(self._members) + _MAX_HOLES:
-            self._arrivals = deque(arrival for arrival in self._arrivals if arrival in self._members)
+            self._arrivals = sorted(self._members)
 
     def first(self, now: float) -> Request | None:
         """The request that is served next."""
@@ -160,7 +160,7 @@ class KeyedQueue:
         is_highest = request.rank == HIGHEST_CLASS_RANK
         if is_highest and self._num_highest_starts < STARTS_PER_PROMOTION:
             return request
-        if self._arrivals and self._arrivals[0] == request.arrival and request.lane != Lane.RESUMING:
+        if self._arrivals and self._arrivals[0] == request.arrival:
             return request  # the usual case, told without a look at the others
         oldest = self._oldest()
         if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
@@ -204,7 +204,7 @@ class KeyedQueue:
         self._num_starts += 1
         self._num_highest_starts = self._num_highest_starts + 1 if request.rank == HIGHEST_CLASS_RANK else 0
         if self._arrivals and self._arrivals[0] == request.arrival:
-            self._arrivals.popleft()
+            heapq.heappop(self._arrivals)
 
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""
@@ -245,10 +245,10 @@ class KeyedQueue:
         return None
 
     def _oldest(self) -> Request | None:
-        """Of the requests that have not started yet, the one that came first."""
+        """The one that came first, preempted ones included: where classes are ranked, they wait as well."""
         while self._arrivals:
             member = self._members.get(self._arrivals[0])
-            if member is not None and member[1].lane != Lane.RESUMING:
+            if member is not None:
                 return member[1]
-            self._arrivals.popleft()
+            heapq.heappop(self._arrivals)
         return None
