@@ -80,6 +80,7 @@ class Bench:
         self.rng = np.random.default_rng(seed)
         self.num_running = num_running
         self.aligned = aligned
+        self.is_mixed = bool(policies)
         limits = SchedulerLimits(
             max_num_batched_tokens=max(8192, num_running + num_leaving(num_running) * (PROMPT_TOKENS + BLOCK_SIZE)),
             max_num_seqs=num_running,
@@ -122,8 +123,7 @@ class Bench:
             max_tokens=max_tokens,
             sampling=SamplingParams(temperature=0.0),
             stop_token_ids=frozenset({2}),
-            priority=number % 4 + 1,
-            tenant=f"tenant {number % 4}",
+            **({"priority": number % 4 + 1, "tenant": f"tenant {number % 4}"} if self.is_mixed else {}),
         )
 
     def schedule(self) -> bytes | None:

@@ -5,6 +5,8 @@ Owns: what a request must be to be queued. Must not know: queues, rows, or what 
 Whatever could never run is refused here, once, with a reason: behind the door everything that waits can be served.
 """
 
+import numpy as np
+
 from headway_scheduler.core.limits import ExecutorCapacity
 from headway_scheduler.core.request import NewRequestEvent
 
@@ -44,7 +46,7 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
             f"blocks of {capacity.block_size})",
         )
     # Seen as unsigned, a negative id is larger than any vocabulary.
-    largest = new.token_ids[new.token_ids.view("u4").argmax()]
+    largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]
     _check_token_id("token_ids", int(largest), capacity.vocab_size)
     for token_id in new.stop_token_ids:
         _check_token_id("stop_token_ids", token_id, capacity.vocab_size)

@@ -43,6 +43,8 @@ class HostPool:
 
     def complete_plan(self) -> None:
         """The step that was put together is sent, or there is none: what was released can be used again."""
+        if not self._released:
+            return
         for blocks in self._released:
             self._free[self._top - len(blocks) : self._top] = blocks
             self._top -= len(blocks)

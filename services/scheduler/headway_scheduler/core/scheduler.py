@@ -592,7 +592,7 @@ class Scheduler:
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
             request = self._waiting.first(now)
-            if request is None or self._is_soon_after_refusal(request):
+            if request is None or (request is self._refused and self._is_soon_after_refusal()):
                 return
             passed_over: list[Request] = []
             if self.limits.prefix_aware:
@@ -611,11 +611,9 @@ class Scheduler:
             for other in passed_over:
                 other.num_passed_over += 1
 
-    def _is_soon_after_refusal(self, first: Request) -> bool:
-        """Whether it is too early to ask again for the same queue. Never while nobody runs, who could change the answer."""
-        if self.next_step >= self._ask_again_at or not self.rows.num_live:
-            return False
-        return first is self._refused
+    def _is_soon_after_refusal(self) -> bool:
+        """Whether it is too early to ask again for who was refused. Never while nobody runs, who could change the answer."""
+        return self.next_step < self._ask_again_at and self.rows.num_live > 0
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
         """The request with the longest cached prefix among the next few that the order does not care to tell apart from
@@ -648,10 +646,12 @@ class Scheduler:
             step_budget=plan.budget,
             room=(len(shared) + num_free - books.owed_blocks) * rows.block_size - start,
         )
-        missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free) + self._headroom(request)
+        missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free)
+        if request.num_preemptions:
+            missing += self._headroom(request)
         if missing > 0:
             return self._admit_in_place_of_others(plan, request, cut, missing, now)
-        if chunk <= 0 or not self.keeps_objective(request):
+        if chunk <= 0 or (self._bounds_prompts and not self.keeps_objective(request)):
             return False
         self._no_longer_waits(request)
         self._waiting.note_start(request)
@@ -937,7 +937,9 @@ class Scheduler:
         """
         step, token_ids, stops_some = self._take_answer(output)
         self.pool.complete_step(step.step)
-        self._observer.answered(step, output.move_time_us, now)
+        if step.load is not None:
+            self._observer.learn(step.load, output.move_time_us, now)
+        self._observer.last_answer_time = now
         if step.num_moved_blocks:
             self.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
         finished: list[FinishedEvent] = []

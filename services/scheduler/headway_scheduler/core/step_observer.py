@@ -6,12 +6,14 @@ A step has taken the time since it was sent, or since the answer before it if th
 the device, and this is the gap that the requests of the step have seen.
 """
 
-from headway_scheduler.core.step_plan import InFlightStep, StepLoad, StepPlan
+from headway_scheduler.core.step_plan import StepLoad, StepPlan
 from headway_scheduler.core.step_time import StepShape, prefill_pairs
 from headway_scheduler.core.token_budget import TokenBudget
 
-STEPS_ALIKE = 8
-"""Of steps that are alike one in so many is worth learning from."""
+PROMPTS_ALIKE = 8
+"""Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
+DECODES_ALIKE = 32
+"""Of steps without a prompt, which hardly differ, one in so many."""
 
 
 class StepObserver:
@@ -22,15 +24,18 @@ class StepObserver:
 
     def __init__(self, budget: TokenBudget, *, is_wanted: bool, wants_each_prompt: bool) -> None:
         self.is_wanted = is_wanted
+        self.last_answer_time = 0.0
+        """When the newest answer came, in seconds."""
         self._budget = budget
-        self._stride_with_prompt = 1 if wants_each_prompt else STEPS_ALIKE
+        self._stride_with_prompt = 1 if wants_each_prompt else PROMPTS_ALIKE
+        self._stride_without_prompt = PROMPTS_ALIKE if wants_each_prompt else DECODES_ALIKE
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Steps count from 0 again."""
         self._next_without_prompt = 0
         self._next_with_prompt = 0
-        self._last_answer_time = 0.0
+        self.last_answer_time = 0.0
 
     def is_worth_it(self, plan: StepPlan, step: int) -> bool:
         """Whether ``load`` should be asked for this step."""
@@ -43,7 +48,7 @@ class StepObserver:
         else:
             if step < self._next_without_prompt:
                 return False
-            self._next_without_prompt = step + STEPS_ALIKE
+            self._next_without_prompt = step + self._stride_without_prompt
         return True
 
     def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None, now: float) -> StepLoad:
@@ -57,10 +62,7 @@ class StepObserver:
         )
         return StepLoad(shape, now, objective_s if decoding.num_rows else None)
 
-    def answered(self, step: InFlightStep, move_time_us: int, now: float) -> None:
-        """A step has returned, whose block moves took ``move_time_us``."""
-        load = step.load
-        if load is not None:
-            duration_s = now - max(load.sent_time, self._last_answer_time) - move_time_us / 1e6
-            self._budget.observe(load.shape, duration_s, load.objective_s)
-        self._last_answer_time = now
+    def learn(self, load: StepLoad, move_time_us: int, now: float) -> None:
+        """A step with this load has returned, whose block moves took ``move_time_us``."""
+        duration_s = now - max(load.sent_time, self.last_answer_time) - move_time_us / 1e6
+        self._budget.observe(load.shape, duration_s, load.objective_s)

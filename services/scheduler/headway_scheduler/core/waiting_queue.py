@@ -155,13 +155,15 @@ class KeyedQueue:
     def first(self, now: float) -> Request | None:
         """The request that is served next."""
         request = self._head()
-        if request is None or self._num_starts < STARTS_PER_PROMOTION or is_promoted(request.rank):
+        if request is None or self._num_starts < STARTS_PER_PROMOTION:
+            return request
+        if self._arrivals and self._arrivals[0] == request.arrival:
+            return request  # the usual case, told without a look at the others
+        if is_promoted(request.rank):
             return request
         is_highest = request.rank == HIGHEST_CLASS_RANK
         if is_highest and self._num_highest_starts < STARTS_PER_PROMOTION:
             return request
-        if self._arrivals and self._arrivals[0] == request.arrival:
-            return request  # the usual case, told without a look at the others
         oldest = self._oldest()
         if oldest is None or oldest is request or now - oldest.arrival_time < self._aging_s:
             return request
