@@ -47,8 +47,14 @@ class SamplingOrigins:
         self._rows = rows
         self._of: RowIndices = NO_ROWS
         self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
-        self.num_by_tenant: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+        self._num_by_tenant: NDArray[np.intp] | None = None
+
+    @property
+    def num_by_tenant(self) -> NDArray[np.intp]:
         """How many of them are of each tenant, by its place."""
+        if self._num_by_tenant is None:
+            self._num_by_tenant = np.bincount(self._rows.tenant[self._of])
+        return self._num_by_tenant
 
     def look_up(self, sampling_rows: RowIndices) -> None:
         """Know whose ``sampling_rows`` are."""
@@ -58,7 +64,7 @@ class SamplingOrigins:
         self._of = sampling_rows
         self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
         self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
-        self.num_by_tenant = np.bincount(rows.tenant[sampling_rows])
+        self._num_by_tenant = None
 
     def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:
         """The tokens that these rows have taken at ``positions``."""
