@@ -60,6 +60,8 @@ class SpecRequest:
     prompt_end: int = 0
     """Tokens known when it took its row: all of them are prefilled before it decodes."""
     curve: int = 0
+    served_time: float = 0.0
+    """When part of its prompt was last scheduled."""
     work: int = 0
     """shortest: what is expected of it."""
     objective_s: float = 0.0
@@ -497,7 +499,13 @@ class Specification:
                 request.stalled = True
 
     def _serve_prompts(self) -> None:
-        under_way = [(r, r.stay) for r in self.may_run if r.computed < r.prompt_end]
+        prompts = [r for r in self.may_run if r.computed < r.prompt_end]
+        if self.limits.order == "priority":
+            for r in [r for r in self.running if r.computed < r.prompt_end]:
+                if self.now - r.served_time >= self.limits.aging_s:
+                    r.rank = 0  # nothing of it has run for long: it goes before all classes
+            prompts.sort(key=lambda r: r.key)
+        under_way = [(r, r.stay) for r in prompts]
         is_fair = self.limits.order == "fair" and not any(r.lane == 0 for r in self.waiting)  # nobody was preempted
         if is_fair:
             under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
@@ -515,6 +523,7 @@ class Specification:
                 self.short = True
             self._extend(request, min(wanted, room))
             self.tokens[request.row] = min(wanted, room)
+            request.served_time = self.now
 
     def _extend(self, request: SpecRequest, num_tokens: int) -> None:
         missing = -(-(request.computed + num_tokens) // self.capacity.block_size) - len(request.blocks)
@@ -789,6 +798,7 @@ class Specification:
             self.swap_in += pairs[len(shared) :]
             self._give_up_host_blocks(request)
         self.tokens[request.row] = count
+        request.served_time = self.now
         self.new_requests.append(
             {
                 "row": request.row,

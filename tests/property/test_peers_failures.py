@@ -367,3 +367,24 @@ def test_one_request_among_urgent_ones_without_end(order: str) -> None:
     assert 0 in run.finished
     assert run.num_output_tokens[0] == 30
     assert run.core.num_waiting > 0
+
+
+def test_a_prompt_under_way_is_not_starved_by_a_higher_class_that_fills_every_step() -> None:
+    """Each step has room for one prompt, and a REALTIME one comes with each; the LOW one has started before them."""
+    limits = SchedulerLimits(
+        order="priority",
+        aging_s=1.0,
+        max_num_batched_tokens=8,
+        max_num_seqs=8,
+        max_steps_in_flight=1,
+        enable_prefix_caching=False,
+    )
+    run = CoreDriver(limits, capacity_of(64))
+    run.add(0, 23, 1, priority=4)
+    for number in range(1, 41):
+        assert run.schedule() is not None
+        run.now += 0.1
+        run.update()
+        run.add(number, 8, 1, priority=1)
+    assert 0 in run.finished
+    assert len(run.finished) >= 36

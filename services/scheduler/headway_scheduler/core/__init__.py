@@ -11,7 +11,7 @@ Claim: if the executor answers every step, each accepted request ends, whatever 
 What the argument rests on. A request that could not fit the pool alone is rejected at the door, so each needs at most
 ``limit - 1`` places, and the pool has them. Outputs are bounded by ``max_tokens``. Blocks that nobody holds come free
 when the steps in flight have been answered. Running requests have a total order, the *service order*: by rank, then by
-arrival. Its first is the *anchor*.
+first start, so that nobody who starts later comes before who runs, but for a rank. Its first is the *anchor*.
 
 1. *Something runs.* While a request is live, some step is in flight or the next one runs a token. A decode needs no
    budget, since no more rows run than a step has tokens. If the anchor decodes and lacks a block, it waits for blocks
@@ -29,7 +29,8 @@ arrival. Its first is the *anchor*.
 3. *Waiting ends.* By 2 requests keep ending, so requests keep starting. Under an order that could pass somebody over for
    ever, one start in ``STARTS_PER_PROMOTION`` goes to the request that has waited longest, once it has waited for
    ``aging_s`` (at once behind the highest class; to the very head if that takes every start). Only finitely many requests
-   came before it, so its turn comes. Under ``fair`` every start and every token of other tenants raises their counters and
+   came before it, so its turn comes. A prompt under way that gets no part of any step for as long, because higher classes
+   fill them all, goes before all classes. Under ``fair`` every start and every token of other tenants raises their counters and
    not its own tenant's. A request that is passed over for a longer cached prefix is so at most ``MAX_PASSED_OVER`` times.
    A preempted request comes before those of its rank that have not started; the headroom that it must find is
    at most an eighth of the pool and nothing once nobody runs beside it.

@@ -90,6 +90,7 @@ class Request:
         "rank",
         "row",
         "scheduled_time",
+        "served_time",
         "start",
         "start_place",
         "status",
@@ -111,6 +112,8 @@ class Request:
         """Most tokens (prompt and output) this request may come to."""
         self.arrival_time = now
         self.scheduled_time: float | None = None
+        self.served_time = now
+        """When part of its prompt was last scheduled."""
         self.first_token_time: float | None = None
         self.itl_slo_ms = 0
         """The objective on the gaps between its tokens, 0 for none."""

@@ -327,7 +327,7 @@ class Scheduler:
             return None
         if self._any_decoded and not self.rows.num_live:
             self._ask_policy(any_decoded=False)
-        plan = StepPlan(self.limits.max_num_batched_tokens)
+        plan = StepPlan(self.limits.max_num_batched_tokens, now)
         rules = self._rules
         if now >= self._first_tokens.next_due:
             self._mind_first_tokens(now)
@@ -407,12 +407,25 @@ class Scheduler:
     def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
         """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
         cut = rules.cut if rules.admits and not self.paused else None
+        if self._prefilling and self._order.ranks_classes:
+            self._promote_starved(now)
         if self._bounds_prompts and rules.cut is not PromptCut.NOWHERE:
             self._bound_prompts(plan, now)
         if self._prefilling:
             self._serve_prefilling(plan, cut, now)
         if cut is not None:
             self._admit_waiting(plan, cut, now)
+
+    def _promote_starved(self, now: float) -> None:
+        """Let a prompt of which nothing has run for ``aging_s`` seconds go before all classes.
+
+        Requests of higher classes start before it goes on, and there might be some in every step.
+        """
+        for row in sorted(self._prefilling):
+            request = self.rows.request_in(row)
+            if request.rank != HEAD_RANK and now - request.served_time >= self.limits.aging_s:
+                request.rank = HEAD_RANK
+                self.rows.order_key[row] = request.order_key
 
     def _bound_prompts(self, plan: StepPlan, now: float) -> None:
         """Let the budget say how many prompt tokens may run beside the decodes."""
@@ -577,6 +590,7 @@ class Scheduler:
     def _advance_prompt(self, plan: StepPlan, request: Request, end: int, num_tokens: int) -> None:
         """Run ``num_tokens`` tokens of a prompt, those before position ``end``."""
         row = request.row
+        request.served_time = plan.now
         self.rows.num_computed_tokens[row] = end
         completes = end == request.num_admitted_tokens
         plan.add_chunk(row, num_tokens)

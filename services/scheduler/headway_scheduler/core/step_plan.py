@@ -53,14 +53,16 @@ class StepPlan:
         "held_back",
         "max_new_requests",
         "new_requests",
+        "now",
         "num_chunk_tokens",
         "num_promised_blocks",
         "short_of_blocks",
         "sits_out",
     )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
+        self.now = now
         self.num_chunk_tokens = 0
         self.exceptions: list[tuple[int, int]] = []
         """(row, tokens) of live rows that do not run exactly one token."""
