@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage")
+    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage", "num_swapped_out_blocks", "num_host_blocks", "num_free_host_blocks")
     SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,9 @@ class GetStatusResponse(_message.Message):
     RECENT_PREFIX_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_UNTIL_SHORTAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     scheduler_state: str
     executor_state: str
     epoch: int
@@ -71,7 +74,10 @@ class GetStatusResponse(_message.Message):
     recent_prefix_hit_rate: float
     tenants: _containers.RepeatedCompositeFieldContainer[TenantPrefixUse]
     steps_until_shortage: int
-    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ...) -> None: ...
+    num_swapped_out_blocks: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ...) -> None: ...
 
 class TenantPrefixUse(_message.Message):
     __slots__ = ("tenant", "num_query_tokens", "num_hit_tokens")

@@ -243,6 +243,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_pinned_blocks: int = 0
     recent_prefix_hit_rate: float = 0.0
     steps_until_shortage: int | None = None
+    num_swapped_out_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -101,6 +101,9 @@ class Administration:
             num_pinned_blocks=worth[PINNED] if worth else 0,
             recent_prefix_hit_rate=0.0 if core is None else core.prefix_statistics.recent_hit_rate,
             steps_until_shortage=None if core is None else core.steps_until_shortage(),
+            num_swapped_out_blocks=counters.num_swapped_out_blocks if counters else 0,
+            num_host_blocks=0 if core is None else core.swapping.num_host_blocks,
+            num_free_host_blocks=0 if core is None else core.swapping.num_free_host_blocks,
         )
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
