@@ -571,12 +571,15 @@ class Specification:
     def _num_freed(self, request: SpecRequest) -> int:
         return sum(self.pool.references[block] == 1 for block in request.blocks)
 
-    def _make_room(self, request: SpecRequest, num_blocks: int) -> bool:
+    def _may_preempt_for(self, request: SpecRequest) -> bool:
+        return self.limits.order == "priority" or request.lane == 1
+
+    def _make_room(self, request: SpecRequest, num_blocks: int, needs_row: bool) -> bool:
         """Preempt running requests of lower classes, if all that is missing comes free by that."""
-        if self.short or not (self.limits.order == "priority" or request.lane == 1):
+        if self.short or not self._may_preempt_for(request):
             return False
         num_blocks -= len(self.pool.fenced)
-        if num_blocks <= 0 and len(self.running) < self.max_running:
+        if num_blocks <= 0 and not needs_row:
             return False
         own_class = 1 if request.rank % 2 == 0 else request.priority
         victims = []
@@ -651,11 +654,12 @@ class Specification:
             passed_over, request = self._next_to_start(self.now)
             if request is None or request.unreturned or self._budget() <= 0 or not self._goes_before(request, before):
                 return
-            if len(self.running) >= self.max_running - self._num_kept_rows(request) and not self._make_room(request, 0):
+            lacks_row = len(self.running) >= self.max_running - self._num_kept_rows(request)
+            if lacks_row and not self._may_preempt_for(request):
                 return
-            if self.forecast is None or self.short:
+            if self.forecast is None:
                 self._look_ahead()
-            if not self._start(request):
+            if not self._start(request, lacks_row):
                 return
             for other in passed_over:
                 other.passed_over += 1
@@ -671,7 +675,7 @@ class Specification:
         num_own = sum(r.tenant == request.tenant for r in self.running)
         return self.max_running // 16 if num_own * (num_tenants + 1) >= self.max_running else 0
 
-    def _start(self, request: SpecRequest) -> bool:
+    def _start(self, request: SpecRequest, lacks_row: bool) -> bool:
         """Let a waiting request run its first chunk, if it may be cut so and if enough blocks are free."""
         size = self.capacity.block_size
         shared, chain = self._find_cached(request)
@@ -681,15 +685,15 @@ class Specification:
         chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
         missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
-        if missing > 0:
-            if not self._make_room(request, missing):
-                if self.reserve == "predicted":
+        if missing > 0 or (lacks_row and chunk > 0):
+            if not self._make_room(request, missing, lacks_row):
+                if self.reserve == "predicted" and missing > 0:
                     self.refused, self.ask_again_at = self.first(self.now), self.step + 2
                 return False
-            if self.in_flight:
+            if missing > 0 and self.in_flight:
                 return False
             self._look_ahead()
-            return self._start(request)
+            return self._start(request, lacks_row=False)
         if chunk <= 0:
             return False
         if self.reserve == "predicted":

@@ -616,11 +616,12 @@ class Scheduler:
             if before is not None and not self._waiting.goes_before(request, before):
                 return
             most_running = self.max_running - self._waiting.num_kept_rows(request, self.max_running)
-            if rows.num_live >= most_running and not self._make_room(plan, request, num_blocks=0):
+            lacks_row = rows.num_live >= most_running
+            if lacks_row and not self._may_preempt_for(request):
                 return
-            if books is None or plan.short_of_blocks:
+            if books is None:
                 books = self._open_books()
-            if not self._admit(plan, request, cut, books, now):
+            if not self._admit(plan, request, cut, books, now, lacks_row=lacks_row):
                 return
             for other in passed_over:
                 other.num_passed_over += 1
@@ -646,7 +647,9 @@ class Scheduler:
         """Tokens that may be added to the step."""
         return plan.budget - plan.num_chunk_tokens - len(self._decoding())
 
-    def _admit(self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, now: float) -> bool:
+    def _admit(
+        self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, now: float, *, lacks_row: bool
+    ) -> bool:
         """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation."""
         rows, pool = self.rows, self.pool
         num_tokens = len(request.token_ids)
@@ -663,8 +666,8 @@ class Scheduler:
         missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free)
         if request.num_preemptions:
             missing += self._headroom(request)
-        if missing > 0:
-            return self._admit_in_place_of_others(plan, request, cut, missing, now)
+        if missing > 0 or (lacks_row and chunk > 0):
+            return self._admit_in_place_of_others(plan, request, cut, missing, now, lacks_row=lacks_row)
         if chunk <= 0 or (self._bounds_prompts and not self.keeps_objective(request)):
             return False
         self._no_longer_waits(request)
@@ -726,28 +729,31 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- in the place of lower classes
 
     def _admit_in_place_of_others(
-        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float
+        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float, *, lacks_row: bool
     ) -> bool:
-        """As ``_admit``, after preempting running requests of lower classes for the blocks that are missing."""
-        if not self._make_room(plan, request, num_blocks=num_missing_blocks):
-            if self._reservation.predicts:
+        """As ``_admit``, after preempting running requests of lower classes for the blocks or the row that it lacks."""
+        if not self._make_room(plan, request, num_blocks=num_missing_blocks, needs_row=lacks_row):
+            if self._reservation.predicts and num_missing_blocks > 0:
                 self._refused = self._waiting.first(now)
                 self._ask_again_at = self.next_step + STEPS_BETWEEN_FORECASTS
             return False
-        if self._in_flight:
-            return False
-        return self._admit(plan, request, cut, self._open_books(), now)
+        if num_missing_blocks > 0 and self._in_flight:
+            return False  # they come free when the steps in flight have returned
+        return self._admit(plan, request, cut, self._open_books(), now, lacks_row=False)
 
-    def _make_room(self, plan: StepPlan, request: Request, *, num_blocks: int) -> bool:
-        """Preempt running requests of lower classes so that ``request`` finds a row and ``num_blocks`` more blocks.
+    def _may_preempt_for(self, request: Request) -> bool:
+        """Whether requests of lower classes make way for this one: by the order, or because it is about to be late."""
+        return self._order.ranks_classes or request.lane == Lane.URGENT
 
-        Only if the order ranks classes, or if it is about to miss its objective; once per step; and nobody at all
-        if that would not be enough. Blocks behind a fence come free without it.
+    def _make_room(self, plan: StepPlan, request: Request, *, num_blocks: int, needs_row: bool) -> bool:
+        """Preempt running requests of lower classes so that ``request`` finds ``num_blocks`` more blocks, or a row.
+
+        Once per step, and nobody at all if that would not be enough. Blocks behind a fence come free without it.
         """
-        if plan.short_of_blocks or not (self._order.ranks_classes or request.lane == Lane.URGENT):
+        if plan.short_of_blocks or not self._may_preempt_for(request):
             return False
         num_blocks -= self.pool.num_fenced
-        if num_blocks <= 0 and self.rows.num_live < self.max_running:
+        if num_blocks <= 0 and not needs_row:
             return False
         victims = self._victims_for(plan, request, num_blocks)
         for row in victims:
