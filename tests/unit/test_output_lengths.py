@@ -25,6 +25,11 @@ def settle(outputs: OutputLengths) -> None:
     outputs._publish()
 
 
+def num_curves(outputs: OutputLengths) -> int:
+    """In use."""
+    return len(outputs._slot_of_key) + 1
+
+
 def remaining(outputs: OutputLengths, age: int, limit: int, *, curve: int = ALL_REQUESTS) -> int:
     """The tokens that are predicted to come after the first ``age``, of whose like something is known."""
     predicted = outputs.predicted_output(curve, age, limit)
@@ -247,8 +252,8 @@ def test_invented_tenants_do_not_grow_memory() -> None:
     outputs = OutputLengths(max_curves=16)
     for number in range(1000):
         outputs.observe(outputs.curve_of(f"tenant {number}", number), 50, is_censored=False)
-        assert outputs.num_curves <= 16
-    assert outputs.num_curves == 16
+        assert num_curves(outputs) <= 16
+    assert num_curves(outputs) == 16
 
 
 def test_tenants_in_use_survive_invented_ones() -> None:
@@ -267,7 +272,7 @@ def test_no_curve_outlives_its_tenants() -> None:
     for tenant, num_prompt_tokens in zip(rng.integers(0, 6, 500), rng.integers(1, 100, 500), strict=True):
         outputs.curve_of(str(tenant), int(num_prompt_tokens))
         slots = outputs._slot_of_key
-        assert len(set(slots.values()) | {ALL_REQUESTS}) == outputs.num_curves <= 8
+        assert len(set(slots.values()) | {ALL_REQUESTS}) == num_curves(outputs) <= 8
         assert all(outputs._parents[slot] == slots[name, -1] for (name, bucket), slot in slots.items() if bucket >= 0)
 
 

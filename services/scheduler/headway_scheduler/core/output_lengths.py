@@ -130,11 +130,6 @@ class OutputLengths:
         """Per curve and bin, where ``_has_chances``: of going on for so many steps."""
         self._has_chances = np.zeros(max_curves * edges, dtype=np.bool_)
 
-    @property
-    def num_curves(self) -> int:
-        """Curves in use."""
-        return len(self._slot_of_key) + 1
-
     def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
         """The curve that a request belongs to, for as long as it lives. Makes it if there is none."""
         bucket = num_prompt_tokens.bit_length()
