@@ -9,13 +9,16 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_scheduler.core.output_lengths import ALL_REQUESTS, OutputLengths
 
+TOLERANCE = Fraction(1, 10**6)
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=8, max_size=60)
+
+
+STEPS = np.array([1, 2, 16, 64, 256], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,20 @@ def test_the_curve_of_all_requests_is_a_life_table(observations: list[tuple[int,
     outputs._publish()
     edges = [int(edge) for edge in outputs._edges if edge <= 64]
     survival, at_risk = life_table(observations, edges)
-    column = np.array([ALL_REQUESTS]), np.array([age]), np.array([limit])
-    answer = outputs.expected_remaining(*column)[0]
-    if age >= limit or at_risk[bisect_right(edges, age) - 1] < 8:
-        assert answer == max(limit - age, 0)
+    answer = outputs.predicted_output(ALL_REQUESTS, age, limit)
+    place = bisect_right(edges, age) - 1
+    if at_risk[place] < 8:
+        assert answer is None
         return
-    assert answer == pytest.approx(float(sum(survival[age:limit]) / survival[age]), rel=1e-7)
-    for q in (0.1, 0.5, 0.9, 1.0):
-        target = (1 - Fraction(q)) * survival[age]
-        enough = outputs.remaining_quantile(*column, q=q)[0]
-        assert 1 <= enough <= limit - age
-        if enough < limit - age:
-            assert survival[age + enough] <= target + Fraction(1, 10**7)
-        if enough > 1:
-            assert survival[age + enough - 1] >= target - Fraction(1, 10**7)
+    assert answer is not None
+    expected = sum(survival[age:limit], Fraction(0)) / survival[age]
+    assert -TOLERANCE <= answer - age - expected < 1 + TOLERANCE
+    # All ages in a bin have the chances of its middle.
+    middle = edges[place] + (edges[place + 1] - edges[place]) // 2
+    steps = np.array([step for step in (1, 2, 5, 15) if middle + step < len(survival)])
+    [chances] = outputs.chances_to_go_on(np.array([ALL_REQUESTS]), np.array([age]), np.array([1000]), steps)
+    for step, chance in zip(steps.tolist(), chances.tolist(), strict=True):
+        assert abs(Fraction(chance) - survival[middle + step] / survival[middle]) <= Fraction(1, 2048) + TOLERANCE
 
 
 @given(EVENTS, st.integers(1, 7))
@@ -88,20 +91,17 @@ def test_asking_changes_no_later_answer(events: list[Event], period: int) -> Non
         names.append(curve)
         if place % period == 0:
             recent = np.array(names[-5:])
-            asked.expected_remaining(recent, np.full(len(recent), place), np.full(len(recent), 500))
+            asked.chances_to_go_on(recent, np.full(len(recent), place), np.full(len(recent), 500), STEPS)
             asked.predicted_output(curve, 0, 100)
     if not names:
         return
     rows = np.repeat(np.unique(names), 60)
     ages = np.tile(np.arange(60) * 5, len(rows) // 60)
     limits = np.full(len(rows), 1000)
-    assert (
-        quiet.expected_remaining(rows, ages, limits).tobytes() == asked.expected_remaining(rows, ages, limits).tobytes()
-    )
-    assert (
-        quiet.remaining_quantile(rows, ages, limits, q=0.8).tobytes()
-        == asked.remaining_quantile(rows, ages, limits, q=0.8).tobytes()
-    )
+    answers, answers_again = (outputs.chances_to_go_on(rows, ages, limits, STEPS) for outputs in (quiet, asked))
+    assert answers.tobytes() == answers_again.tobytes()
+    for curve, age in zip(rows.tolist(), ages.tolist(), strict=True):
+        assert quiet.predicted_output(curve, age, 1000) == asked.predicted_output(curve, age, 1000)
 
 
 @given(EVENTS)
@@ -114,8 +114,9 @@ def test_answers_are_within_the_limit_and_at_least_one_token(events: list[Event]
     rows = np.repeat(np.unique(names), 40)
     ages = np.tile(np.arange(40) * 9, len(rows) // 40)
     for left in (1, 2, 50, 100_000):
-        expected = outputs.expected_remaining(rows, ages, ages + left)
-        assert np.all(expected <= left)
-        assert np.all(expected >= 1 - 1e-6)
-        enough = outputs.remaining_quantile(rows, ages, ages + left, q=0.5)
-        assert np.all((enough >= 1) & (enough <= left))
+        for curve, age in zip(rows.tolist(), ages.tolist(), strict=True):
+            predicted = outputs.predicted_output(curve, age, age + left)
+            assert predicted is None or age + 1 <= predicted <= age + left
+        chances = outputs.chances_to_go_on(rows, ages, ages + left, STEPS)
+        assert np.all((chances >= 0) & (chances <= 1))
+        assert not chances[:, left <= STEPS].any()

@@ -17,7 +17,6 @@ class EvictionQueues:
     """Queues of block numbers below ``num_blocks``, one for each of ``num_levels``; a block is in one at most."""
 
     def __init__(self, num_blocks: int, num_levels: int) -> None:
-        self._num_levels = num_levels
         self._segment = 2 * num_blocks + 1
         # Entry i is current only while _place[block] == i.
         self._entries = np.empty(num_levels * self._segment, dtype=np.intp)

@@ -14,8 +14,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own; ``budget`` a name
     in ``TOKEN_BUDGETS``; ``preemption`` a name in ``PREEMPTIONS``.
 
-    ``aging_s``: seconds after which a waiting request may be promoted. ``tenant_weights``: shares under the order
-    ``fair``, 1 for tenants that are not named. ``default_ttft_slo_ms`` and ``default_itl_slo_ms``: objectives of requests
+    ``aging_s``: seconds after which a request that waits, or a prompt of which nothing runs, may be promoted.
+    ``tenant_weights``: shares under the order ``fair``, 1 for tenants that are not named. ``default_ttft_slo_ms`` and ``default_itl_slo_ms``: objectives of requests
     that name none, 0 for none. ``shed_late``: requests that can no longer meet the objective on their first token are ended
     before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
     cached prefix starts first. ``prefix_cache_scope``: "shared", or "tenant" if requests of different tenants shall not

@@ -75,22 +75,21 @@ class MemoryForecast:
         self._mean = self._mean + mean
         self._variance = self._variance + variance
 
-    @property
-    def peak_blocks(self) -> int:
-        """What will probably do for all of them, now and later."""
-        return max(self._num_soon, _whole(self._mean, self._variance))
-
     def peak_with(self, num_tokens: int, chances: FloatArray) -> int:
-        """The same if one more request starts now, which finds room for ``num_tokens`` tokens and the next."""
+        """What will probably do for all, now and later, if one more request starts now.
+
+        It finds room for ``num_tokens`` tokens and the next.
+        """
         mean, variance = self._demand_of(num_tokens, chances)
         soon = self._num_soon + (int(self._blocks(num_tokens)) + 1 if chances[0] else int(self._blocks(num_tokens + 1)))
-        return max(soon, _whole(self._mean + mean, self._variance + variance))
+        demand = _demand(self._mean + mean, self._variance + variance)
+        return max(soon, int(np.ceil(demand.max(initial=0.0))))
 
     def steps_until(self, num_blocks: int) -> int | None:
         """After about how many steps the demand may exceed ``num_blocks``: 0 for at once, None if it probably never will."""
         if self._num_soon > num_blocks:
             return 0
-        demand = self._mean + MARGIN * np.sqrt(self._variance)
+        demand = _demand(self._mean, self._variance)
         exceeding = (demand > num_blocks).nonzero()[0]
         if not len(exceeding):
             return None
@@ -117,5 +116,6 @@ class MemoryForecast:
         return moment
 
 
-def _whole(mean: FloatArray, variance: FloatArray) -> int:
-    return int(np.ceil((mean + MARGIN * np.sqrt(variance)).max(initial=0.0)))
+def _demand(mean: FloatArray, variance: FloatArray) -> FloatArray:
+    demand: FloatArray = mean + MARGIN * np.sqrt(variance)
+    return demand

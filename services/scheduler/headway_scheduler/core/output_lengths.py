@@ -19,9 +19,12 @@ starts as the average one and becomes itself with each request that ends; no ans
 comes to be trusted, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
 
 What is not known stays the worst case. Nothing is assumed beyond what was observed: past the longest request that is
-known to have gone on, survival stays where it is, up to the limit. A request to whose age fewer than ``_LEAST_AT_RISK``
-others are known to have come may use all that its limit leaves. So when every request was cut at 100 tokens, one with
-a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50.
+known to have gone on, survival stays where it is, up to the limit. So when every request was cut at 100 tokens, one
+with a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50. Of a request to whose
+age fewer than ``_LEAST_AT_RISK`` others are known to have come, no length is predicted.
+
+Two questions are answered: how many tokens a request will probably have in the end (``predicted_output``), and how
+probable it is that it still runs after so many steps (``chances_to_go_on``).
 
 Old observations fade by half every ``half_life`` newer ones of the same curve. Just after the start, short outputs are
 over-represented, because long ones have not ended yet; only time corrects that.
@@ -74,7 +77,8 @@ class OutputLengths:
     """At most ``max_curves`` curves (a power of two, 4 or more); the least recently used is dropped for a new one.
 
     A curve is named by an integer, an entry of an int64 column. The name of a dropped curve stays valid: it stands for
-    ``ALL_REQUESTS`` from then on. Memory is bounded, about 10 KiB for each curve that is in use.
+    ``ALL_REQUESTS`` from then on. Memory is bounded, about 8 KiB for each curve in use and
+    one more for each of the steps that ``chances_to_go_on`` is asked for.
 
     Ages, lengths and limits are numbers of output tokens, 0 or more.
     """
@@ -119,20 +123,12 @@ class OutputLengths:
         self._is_stale = np.ones(max_curves, dtype=np.bool_)
         self._hazards = np.zeros((max_curves, bins))
         self._is_known = np.zeros((max_curves, bins), dtype=np.bool_)
-        self._survival = np.zeros((max_curves, edges))
         self._table = np.zeros((max_curves * edges, 4))
         """Per curve and bin: the survival function's sum from 0 to an age in that bin, as a polynomial of the age."""
         self._steps = np.empty(0, dtype=np.int64)
         self._chances = np.empty((0, 0))
         """Per curve and bin, where ``_has_chances``: of going on for so many steps."""
         self._has_chances = np.zeros(max_curves * edges, dtype=np.bool_)
-        self._room = np.empty((0, 4))
-        """Kept, because the allocator returns arrays of this size to the system: that is three quarters of the time."""
-
-    @property
-    def num_curves(self) -> int:
-        """Curves in use."""
-        return len(self._slot_of_key) + 1
 
     def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
         """The curve that a request belongs to, for as long as it lives. Makes it if there is none."""
@@ -159,28 +155,6 @@ class OutputLengths:
         if num_unpublished >= min(_MOST_UNPUBLISHED, 1 + self._num_published // _UNPUBLISHED_SHARE):
             self._publish()
 
-    def expected_remaining(self, curves: IntArray, num_generated: IntArray, limits: IntArray) -> FloatArray:
-        """The mean number of tokens still to come, float64 ``[n]``; what the limit leaves where nothing is known.
-
-        ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``. The mean is that of the
-        smaller of length and limit, given that the request has not ended so far.
-        """
-        slots = self._slots_of(curves)
-        self._bring_up_to_date(slots)
-        ages = np.empty((2, len(slots)), dtype=np.int64)
-        ages[0] = num_generated
-        np.maximum(limits, ages[0], out=ages[1])
-        cells = self._bin_of_age.take(ages, mode="clip") + slots * (self._num_bins + 1)
-        entries = self._table.take(cells, axis=0, out=self._room_for(len(slots)), mode="clip")
-        square, linear = entries[..., _SQUARE], entries[..., _LINEAR]
-        sums = entries[..., _CONSTANT] + ages * (linear + ages * square)
-        survival = linear[0] + (2 * ages[0] + 1) * square[0]
-        most = (ages[1] - ages[0]).astype(np.float64)
-        expected: FloatArray = most.copy()
-        np.divide(sums[1] - sums[0], survival, out=expected, where=entries[0, :, _IS_KNOWN] > 0)
-        np.minimum(expected, most, out=expected)
-        return expected
-
     def chances_to_go_on(
         self, curves: IntArray, num_generated: IntArray, limits: IntArray, steps: NDArray[np.int64]
     ) -> FloatArray:
@@ -189,7 +163,7 @@ class OutputLengths:
         Multiples of 1 / 1024, so that sums of them are exact. 0 from the limit on. Of requests that have outlived all that
         is known: as likely as not to become twice as old (at any age, so that the chance after ``t`` steps is
         ``age / (age + t)``: Pareto's tail with exponent 1), as heavy as a tail gets. 0 where nothing is known at all: the
-        caller has to say what that means. Arguments as in ``expected_remaining``.
+        caller has to say what that means. ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``.
 
         All ages in a bin get the answer for its middle, which is kept until something new shows, or until ``steps`` is
         another array.
@@ -209,43 +183,11 @@ class OutputLengths:
         chances *= steps < (limits - ages)[:, None]
         return chances
 
-    def remaining_quantile(
-        self, curves: IntArray, num_generated: IntArray, limits: IntArray, *, q: float
-    ) -> NDArray[np.int64]:
-        """The least number of further tokens that suffices with probability ``q`` (above 0, at most 1), int64 ``[n]``.
-
-        At most what the limit leaves, and exactly that where nothing is known. Arguments as in ``expected_remaining``.
-        """
-        slots = self._slots_of(curves)
-        self._bring_up_to_date(slots)
-        ages = np.asarray(num_generated, dtype=np.int64)
-        most = np.maximum(limits - ages, 0).astype(np.int64)
-        bins = self._bin_of_age.take(ages, mode="clip").astype(np.intp)
-        entries = self._table.take(bins + slots * (self._num_bins + 1), axis=0)
-        target = (1 - q) * (entries[:, _LINEAR] + (2 * ages + 1) * entries[:, _SQUARE])
-        ending = self._first_bin_to_end_at(slots, bins, target)
-        is_answered = (entries[:, _IS_KNOWN] > 0) & (ending < self._num_bins)
-        ending = np.minimum(ending, self._num_bins - 1)
-        start, width = self._edges[ending], self._widths[ending]
-        before, after = self._survival[slots, ending], self._survival[slots, ending + 1]
-        # The tolerance keeps a length that is exactly reached from being rounded up to the next.
-        fraction = np.ones(len(slots))
-        np.divide(before - target, before - after, out=fraction, where=before > after)
-        length = start + np.ceil(fraction * width - 1e-9).astype(np.int64)
-        remaining = np.maximum(length - ages, 1)
-        enough: NDArray[np.int64] = np.where(is_answered, np.minimum(remaining, most), most)
-        return enough
-
-    def is_known(self, curves: IntArray, num_generated: IntArray) -> NDArray[np.bool_]:
-        """Whether anything is known of requests that have come so far, shape ``[n]``."""
-        slots = self._slots_of(curves)
-        self._bring_up_to_date(slots)
-        cells = self._bin_of_age.take(num_generated, mode="clip") + slots * (self._num_bins + 1)
-        known: NDArray[np.bool_] = self._table[cells, _IS_KNOWN] > 0
-        return known
-
     def predicted_output(self, curve: int, num_generated: int, limit: int) -> int | None:
-        """The expected number of output tokens in all, rounded up, at most ``limit``; None where nothing is known."""
+        """The expected number of output tokens in all, rounded up, at most ``limit``; None where nothing is known.
+
+        The mean is that of the smaller of length and limit, given that the request has not ended so far.
+        """
         slot = self._slot_of(curve)
         if self._is_stale[slot]:
             self._bring_up_to_date(np.array([slot], dtype=np.intp))
@@ -371,7 +313,6 @@ class OutputLengths:
         np.divide(before - after, self._widths, out=slope[:, :-1])
         square = slope * -0.5
         linear = survival + slope * (self._edges + 0.5)
-        self._survival[slots] = survival
         self._has_chances.reshape(-1, self._num_bins + 1)[slots] = False
         table = self._table.reshape(-1, self._num_bins + 1, 4)
         table[slots, :, _CONSTANT] = sums - self._edges * (linear + self._edges * square)
@@ -400,25 +341,6 @@ class OutputLengths:
         self._has_chances[cells] = True
 
     # Single answers.
-
-    def _room_for(self, num_rows: int) -> FloatArray:
-        """Where the entries of ``num_rows`` rows fit, two for each. What lies there is of no use to the next answer."""
-        if 2 * num_rows > len(self._room):
-            self._room = np.empty((2 * num_rows, 4))
-        return self._room[: 2 * num_rows].reshape(2, num_rows, 4)
-
-    def _first_bin_to_end_at(
-        self, slots: NDArray[np.intp], bins: NDArray[np.intp], target: FloatArray
-    ) -> NDArray[np.intp]:
-        """The first bin from ``bins`` on after which survival is at most ``target``; ``_num_bins`` if there is none."""
-        low, high = bins.copy(), np.full(len(bins), self._num_bins)
-        for _ in range(self._num_bins.bit_length()):
-            middle = (low + high) >> 1
-            after = self._survival[slots, np.minimum(middle + 1, self._num_bins)]
-            is_reached = (after <= target) | (middle >= self._num_bins)
-            high = np.where(is_reached, middle, high)
-            low = np.where(is_reached, low, middle + 1)
-        return high
 
     def _entry(self, slot: int, age: int) -> list[float]:
         cell = slot * (self._num_bins + 1) + int(self._bin_of_age[min(age, _LONGEST)])

@@ -13,7 +13,7 @@ Must not know: queues, budgets, or how a row is taken away.
 A victim is one of the lowest class among those that are served later than whoever lacks a block; among these, the one
 with the least work lost per block that becomes free, differences below a quarter counting as none; then the last in service
 order. Only ``MAX_CANDIDATES`` rows, the last in service order, are looked at closely, which bounds the cost and lets
-nobody who came early be taken for a trifle.
+nobody who started early be taken for a trifle.
 """
 
 from collections.abc import Callable, Collection

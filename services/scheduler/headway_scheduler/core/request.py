@@ -1,4 +1,4 @@
-"""One sequence to generate, from submission to its end.
+"""A request, from submission to its end.
 
 Owns: what is asked for, and the counters that outlive a row.
 Must not know: queues, blocks, or the columns of running rows.
@@ -101,7 +101,7 @@ class Request:
         self.new = new
         self.arrival = arrival
         self.rank = rank
-        """From its class, where the order ranks classes; even when it has been promoted for its age (``waiting_queue``)."""
+        """From its class, where the order ranks classes; an even number once it has been promoted (``waiting_queue``)."""
         self.lane = NORMAL_LANE
         """Where it stands among those of its rank while it waits."""
         self.start = -1

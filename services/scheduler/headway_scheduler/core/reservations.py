@@ -56,7 +56,7 @@ class Books(Protocol):
 
 
 class Reservation(Protocol):
-    """Opens the books. ``predicts``: it asks for expected outputs."""
+    """Opens the books. ``predicts``: it asks what has been learned of outputs."""
 
     @property
     def predicts(self) -> bool: ...  # noqa: D102 - told above

@@ -7,9 +7,10 @@ that the second catches up with the first (the rule is vLLM's; chunking prompts 
 Sarathi-Serve's stall-free batching). ``num_computed_tokens`` advances when a step is scheduled, so that the next step
 can be scheduled before the first has returned.
 
-Two passes. Running requests first: every decoding row runs one token; rows that need something (a block, a chunk of
-their prompt) are served in service order. Then waiting requests take what is left of the budget, unless the first pass
-ran short of blocks. That is the batching policy ``chunked``; the others (``batching_policies``) change what shares a
+Two passes. Running requests first: every decoding row runs one token; rows that need a block are served in service
+order (by rank, then by first start), those that need a chunk of their prompt as the order places prompts. Then waiting
+requests take what is left of the budget, unless the first pass ran short of blocks; those that the order puts before a
+prompt under way start before it goes on. That is the batching policy ``chunked``; the others (``batching_policies``) change what shares a
 step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*: out of the decoding column
 for this step, with what is due for them due one step later. What must be free before a waiting request starts is the
 reservation's affair (``reservations``).

@@ -152,7 +152,7 @@ class StepTimeModel:
         self._run = 0  # of clipped residuals: how many in a row, with their sign
 
     def predict_s(self, shape: StepShape) -> float | None:
-        """Seconds that a step of this shape will take; None if no step has been observed."""
+        """Seconds that a step of this shape will take; None until one after the ``WARM_UP_STEPS`` has been observed."""
         if self._num_observed <= WARM_UP_STEPS:
             return None
         num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape

@@ -189,7 +189,7 @@ class KeyedQueue:
         return found
 
     def prompt_place(self, running: Request) -> PromptPlace:
-        """By rank and arrival."""
+        """By rank and first start."""
         return (running.order_key,)
 
     def goes_before(self, request: Request, running: Request) -> bool:
