@@ -16,8 +16,9 @@ first start, so that nobody who starts later comes before who runs, but for a ra
 1. *Something runs.* While a request is live, some step is in flight or the next one runs a token. A decode needs no
    budget, since no more rows run than a step has tokens. If the anchor decodes and lacks a block, it waits for blocks
    behind a fence, or preempts requests after it in the service order until there is one (``preemption.choose_victim``
-   names only those), which it can, because alone it fits. If the anchor is in its prompt, it is served before the
-   other prompts, and it gets blocks in the same way; if decodes have taken the whole budget, those run. Policies that
+   names only those), which it can, because alone it fits. If the anchor is in its prompt, it gets blocks in the
+   same way, and before all other prompts as soon as somebody who was preempted waits; if decodes have taken the whole
+   budget, those run. Policies that
    let decodes sit out for prompts do not do so while a decode waits for a block. If nothing runs, everything is free,
    and the first waiting request starts: reservations ask for no more than the request can ever hold, headroom is asked
    only beside others, and budgets from objectives let through at least one tile of prompt tokens.

@@ -10,10 +10,13 @@ can be scheduled before the first has returned.
 Two passes. Running requests first: every decoding row runs one token; rows that need a block are served in service
 order (by rank, then by first start), those that need a chunk of their prompt as the order places prompts. Then waiting
 requests take what is left of the budget, unless the first pass ran short of blocks; those that the order puts before a
-prompt under way start before it goes on. That is the batching policy ``chunked``; the others (``batching_policies``) change what shares a
-step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*: out of the decoding column
-for this step, with what is due for them due one step later. What must be free before a waiting request starts is the
-reservation's affair (``reservations``).
+prompt under way start before it goes on. That is the batching policy ``chunked``; the others (``batching_policies``)
+change what shares a step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*:
+out of the decoding column for this step, with what is due for them due one step later.
+
+What the decisions rest on stands beside them: the queue's order (``orders``), what must be free before a request starts
+(``reservations``), how many prompt tokens a step may have (``token_budget``), who makes way (``preemption``). Why it never
+stops is told in the package's own words (``headway_scheduler.core``).
 
 Cost follows change, not size. A row that only decodes is touched by array operations over all rows and by nothing
 else, until its *due tick*, the number of the step in which it needs a block or has nothing left to compute.
@@ -24,6 +27,7 @@ Steps in flight:
 - A block that a step in flight may write is not reused before that step has returned (``BlockPool`` fences).
 - A request that stops at step k may sit in step k + 1 already; the surplus token is dropped (``InFlightStep.leavers``).
 - A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
+- What a preempted request had computed may go to the host (``swapping``), with the next step that is sent.
 - Blocks enter the prefix cache when the step that filled them has returned without error.
 """
 
