@@ -47,11 +47,12 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
         )
     # Seen as unsigned, a negative id is larger than any vocabulary.
     largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]
-    _check_token_id("token_ids", int(largest), capacity.vocab_size)
+    if not 0 <= largest < capacity.vocab_size:
+        raise _outside_vocabulary("token_ids", int(largest), capacity)
     for token_id in new.stop_token_ids:
-        _check_token_id("stop_token_ids", token_id, capacity.vocab_size)
+        if not 0 <= token_id < capacity.vocab_size:
+            raise _outside_vocabulary("stop_token_ids", token_id, capacity)
 
 
-def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise RequestRejected("invalid", field, f"{token_id} is not allowed; allowed: 0 to {vocab_size - 1}")
+def _outside_vocabulary(field: str, token_id: int, capacity: ExecutorCapacity) -> RequestRejected:
+    return RequestRejected("invalid", field, f"{token_id} is not allowed; allowed: 0 to {capacity.vocab_size - 1}")

@@ -44,15 +44,15 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs. ``charges_output``: it
-    keeps books on the output of each tenant. ``overtakes_prompts``: a waiting request may start before prompts under way
+    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs. ``keeps_books``: on
+    what each tenant has had. ``overtakes_prompts``: a waiting request may start before prompts under way
     go on.
     """
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     ranks_classes: bool = False
     predicts: bool = False
-    charges_output: bool = False
+    keeps_books: bool = False
     overtakes_prompts: bool = False
 
 
@@ -77,7 +77,7 @@ ORDERS: dict[str, Order] = {
     "shortest": Order(_shortest, predicts=True),
     "fair": Order(
         lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
-        charges_output=True,
+        keeps_books=True,
         overtakes_prompts=True,
     ),
     "deadline": Order(_keyed(_by_start_time)),

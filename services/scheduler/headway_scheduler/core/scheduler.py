@@ -616,17 +616,19 @@ class Scheduler:
             passed_over: list[Request] = []
             if self.limits.prefix_aware:
                 passed_over, request = self._with_longest_prefix(request)
-            if request.num_unreturned or self._budget_left(plan) <= 0:
+            budget = self._budget_left(plan)
+            is_behind = before is not None and not self._waiting.goes_before(request, before)
+            if request.num_unreturned or budget <= 0 or is_behind:
                 return
-            if before is not None and not self._waiting.goes_before(request, before):
-                return
-            most_running = self.max_running - self._waiting.num_kept_rows(request, self.max_running)
+            most_running = self.max_running
+            if self._order.keeps_books:
+                most_running -= self._waiting.num_kept_rows(request, self.max_running)
             lacks_row = rows.num_live >= most_running
             if lacks_row and not self._may_preempt_for(request):
                 return
             if books is None:
                 books = self._open_books()
-            if not self._admit(plan, request, cut, books, now, lacks_row=lacks_row):
+            if not self._admit(plan, request, cut, budget, books, now, lacks_row=lacks_row):
                 return
             for other in passed_over:
                 other.num_passed_over += 1
@@ -653,7 +655,15 @@ class Scheduler:
         return plan.budget - plan.num_chunk_tokens - len(self._decoding())
 
     def _admit(
-        self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, now: float, *, lacks_row: bool
+        self,
+        plan: StepPlan,
+        request: Request,
+        cut: PromptCut,
+        budget: int,
+        books: Books,
+        now: float,
+        *,
+        lacks_row: bool,
     ) -> bool:
         """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it: ``cut`` and the reservation."""
         rows, pool = self.rows, self.pool
@@ -664,7 +674,7 @@ class Scheduler:
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
             num_tokens - start,
-            budget=self._budget_left(plan),
+            budget=budget,
             step_budget=plan.budget,
             room=(len(shared) + num_free - books.owed_blocks) * rows.block_size - start,
         )
@@ -683,7 +693,8 @@ class Scheduler:
             request.start = self._num_started
             self._num_started += 1
         row = rows.take(request, table)
-        rows.tenant[row] = self._waiting.place_of_tenant(request)
+        if self._order.keeps_books:
+            rows.tenant[row] = self._waiting.place_of_tenant(request)
         if request.num_swapped_tokens:
             self.swapping.swap_in(request, table, len(shared))
         if request.itl_slo_ms:
@@ -744,7 +755,8 @@ class Scheduler:
             return False
         if num_missing_blocks > 0 and self._in_flight:
             return False  # they come free when the steps in flight have returned
-        return self._admit(plan, request, cut, self._open_books(), now, lacks_row=False)
+        budget = self._budget_left(plan)  # those that made way may have decoded in this step
+        return self._admit(plan, request, cut, budget, self._open_books(), now, lacks_row=False)
 
     def _may_preempt_for(self, request: Request) -> bool:
         """Whether requests of lower classes make way for this one: by the order, or because it is about to be late."""
@@ -1068,7 +1080,7 @@ class Scheduler:
         rows = self.rows
         positions = rows.append_tokens(sampling_rows, token_ids)
         self._origins.look_up(sampling_rows)
-        if self._order.charges_output:
+        if self._order.keeps_books:
             self._waiting.charge_output(self._origins.num_by_tenant)
         at_end = stops_some | (positions == rows.last_position[sampling_rows])
         for entry in at_end.nonzero()[0].tolist():
@@ -1083,7 +1095,7 @@ class Scheduler:
     ) -> TokenColumns:
         for request, token_id in late:
             request.append_token(token_id)
-            if self._order.charges_output:
+            if self._order.keeps_books:
                 place = self._waiting.place_of_tenant(request)
                 self._waiting.charge_output(np.arange(place + 1) == place)
         for request, token_id in late:
@@ -1113,7 +1125,8 @@ class Scheduler:
             if request.num_swapped_tokens:
                 self.swapping.forget(request)
         request.status = RequestStatus.FINISHED
-        self._waiting.forget(request)
+        if self._order.keeps_books:
+            self._waiting.forget(request)
         new = request.new
         del self._requests[new.origin]
         if self._predicts and num_tokens > new.num_prompt_tokens:
