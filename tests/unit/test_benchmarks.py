@@ -52,6 +52,8 @@ def test_scheduler_step(tmp_path):
         "40",
         "--waiting",
         "100",
+        "--rounds",
+        "1",
         "--output",
         str(result),
         "--profile",
