@@ -37,7 +37,6 @@ OUTPUT_WEIGHT = 2.0
 MAX_IDLE_TENANTS = 4096
 """Counters that are kept of tenants without a request; the tenants that left first are forgotten first."""
 
-
 KEPT_ROWS_SHARE = 16
 """One row in so many is not for tenants that run their share of rows already."""
 

@@ -341,15 +341,15 @@ class Scheduler:
         if not rules.prompts_run_alone:
             self._serve_decoding(plan)
             if self._prefilling or self._waiting:
-                self._serve_prompts(plan, rules, now)
-        elif not self._run_prompts_alone(plan, rules, now):
+                self._serve_prompts(plan, rules)
+        elif not self._run_prompts_alone(plan, rules):
             self._serve_decoding(plan)
         self.swapping.complete_plan()
         total = len(self._decoding()) + plan.num_chunk_tokens
         if not total:
             self._let_decode(plan.held_back, in_this_step=True)
             return None
-        return self._commit(plan, total, now)
+        return self._commit(plan, total)
 
     def _mind_first_tokens(self, now: float) -> None:
         """Let requests that are about to miss their objective go first, and those that have missed it last, or end them."""
@@ -379,7 +379,7 @@ class Scheduler:
         plan.sits_out = in_flight.union(ready[len(batch) :])
         self._hold_back(plan, [row for row in self._decoding().tolist() if row in plan.sits_out])
 
-    def _run_prompts_alone(self, plan: StepPlan, rules: StepRules, now: float) -> bool:
+    def _run_prompts_alone(self, plan: StepPlan, rules: StepRules) -> bool:
         """Fill the step with prompts while decodes sit out; whether there was one to run.
 
         Not while a decode waits for a block: prompts would take every block that comes free, fill the pool, be
@@ -391,7 +391,7 @@ class Scheduler:
         if not self._prefilling and not (rules.admits and self.num_waiting):
             return False
         self._hold_back(plan, self._decoding().tolist())
-        self._serve_prompts(plan, rules, now)
+        self._serve_prompts(plan, rules)
         if not plan.chunks:
             self._let_decode([row for row in plan.held_back if row not in plan.sits_out], in_this_step=True)
             plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
@@ -409,17 +409,17 @@ class Scheduler:
             self.rows.let_decode(held_back, in_this_step=in_this_step)
             self._decoding_changed = True
 
-    def _serve_prompts(self, plan: StepPlan, rules: StepRules, now: float) -> None:
+    def _serve_prompts(self, plan: StepPlan, rules: StepRules) -> None:
         """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
         cut = rules.cut if rules.admits and not self.paused else None
         if self._prefilling and self._order.ranks_classes:
-            self._promote_starved(now)
+            self._promote_starved(plan.now)
         if self._bounds_prompts and rules.cut is not PromptCut.NOWHERE:
-            self._bound_prompts(plan, now)
+            self._bound_prompts(plan)
         if self._prefilling:
-            self._serve_prefilling(plan, cut, now)
+            self._serve_prefilling(plan, cut)
         if cut is not None:
-            self._admit_waiting(plan, cut, now)
+            self._admit_waiting(plan, cut)
 
     def _promote_starved(self, now: float) -> None:
         """Let a prompt of which nothing has run for ``aging_s`` seconds go before all classes.
@@ -432,7 +432,7 @@ class Scheduler:
                 request.rank = HEAD_RANK
                 self.rows.order_key[row] = request.order_key
 
-    def _bound_prompts(self, plan: StepPlan, now: float) -> None:
+    def _bound_prompts(self, plan: StepPlan) -> None:
         """Let the budget say how many prompt tokens may run beside the decodes."""
         rows, decoding = self.rows, self._decoding_shape()
         if not decoding.num_rows:
@@ -441,7 +441,7 @@ class Scheduler:
         num_left = self._num_waiting_tokens
         for row in under_way:
             num_left += int(rows.num_tokens[row] - rows.num_computed_tokens[row])
-        first = self._waiting.first(now)
+        first = self._waiting.first(plan.now)
         num_prompt_tokens = self._budget.prompt_tokens(
             decoding=decoding,
             objective_s=self._objective_s(),
@@ -533,7 +533,7 @@ class Scheduler:
                 return False
         return True
 
-    def _serve_prefilling(self, plan: StepPlan, cut: PromptCut | None, now: float) -> None:
+    def _serve_prefilling(self, plan: StepPlan, cut: PromptCut | None) -> None:
         """First pass, part two: the next chunk of each prompt under way.
 
         Waiting requests start before prompts that the order puts behind them go on, if any may start (``cut``).
@@ -543,7 +543,7 @@ class Scheduler:
         is_overtaken = cut is not None and self._order.overtakes_prompts and not self._keeps_service_order
         for row, request in under_way:
             if cut is not None and is_overtaken:
-                self._admit_waiting(plan, cut, now, before=request)
+                self._admit_waiting(plan, cut, before=request)
             if row not in self._prefilling or rows.requests[row] is not request:
                 continue  # preempted for a request before it
             num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
@@ -605,12 +605,12 @@ class Scheduler:
         else:
             self._prefilling.add(row)
 
-    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, now: float, *, before: Request | None = None) -> None:
+    def _admit_waiting(self, plan: StepPlan, cut: PromptCut, *, before: Request | None = None) -> None:
         """Second pass: waiting requests in order, those that go ``before`` a running one, until the first that does not fit."""
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
-            request = self._waiting.first(now)
+            request = self._waiting.first(plan.now)
             if request is None or (request is self._refused and self._is_soon_after_refusal()):
                 return
             passed_over: list[Request] = []
@@ -628,7 +628,7 @@ class Scheduler:
                 return
             if books is None:
                 books = self._open_books()
-            if not self._admit(plan, request, cut, budget, books, now, lacks_row=lacks_row):
+            if not self._admit(plan, request, cut, budget, books, lacks_row=lacks_row):
                 return
             for other in passed_over:
                 other.num_passed_over += 1
@@ -661,7 +661,6 @@ class Scheduler:
         cut: PromptCut,
         budget: int,
         books: Books,
-        now: float,
         *,
         lacks_row: bool,
     ) -> bool:
@@ -682,7 +681,7 @@ class Scheduler:
         if request.num_preemptions:
             missing += self._headroom(request)
         if missing > 0 or (lacks_row and chunk > 0):
-            return self._admit_in_place_of_others(plan, request, cut, missing, now, lacks_row=lacks_row)
+            return self._admit_in_place_of_others(plan, request, cut, missing, lacks_row=lacks_row)
         if chunk <= 0 or (self._bounds_prompts and not self.keeps_objective(request)):
             return False
         self._no_longer_waits(request)
@@ -714,7 +713,7 @@ class Scheduler:
             )
         )
         self._advance_prompt(plan, request, start + chunk, chunk)
-        self._note_admission(request, num_tokens, shared, now)
+        self._note_admission(request, num_tokens, shared, plan.now)
         books.note_start(request, start + chunk, len(table))
         return True
 
@@ -745,18 +744,18 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- in the place of lower classes
 
     def _admit_in_place_of_others(
-        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, now: float, *, lacks_row: bool
+        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, *, lacks_row: bool
     ) -> bool:
         """As ``_admit``, after preempting running requests of lower classes for the blocks or the row that it lacks."""
         if not self._make_room(plan, request, num_blocks=num_missing_blocks, needs_row=lacks_row):
             if self._reservation.predicts and num_missing_blocks > 0:
-                self._refused = self._waiting.first(now)
+                self._refused = self._waiting.first(plan.now)
                 self._ask_again_at = self.next_step + STEPS_BETWEEN_FORECASTS
             return False
         if num_missing_blocks > 0 and self._in_flight:
             return False  # they come free when the steps in flight have returned
         budget = self._budget_left(plan)  # those that made way may have decoded in this step
-        return self._admit(plan, request, cut, budget, self._open_books(), now, lacks_row=False)
+        return self._admit(plan, request, cut, budget, self._open_books(), lacks_row=False)
 
     def _may_preempt_for(self, request: Request) -> bool:
         """Whether requests of lower classes make way for this one: by the order, or because it is about to be late."""
@@ -921,12 +920,12 @@ class Scheduler:
         request.cache_node = self.cache.register(request.cache_node, token_bytes, blocks, scope)
         request.num_cached_blocks = end
 
-    def _commit(self, plan: StepPlan, total: int, now: float) -> SchedulerOutput:
+    def _commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
         """Make the plan a step in flight and the message for it."""
         rows, step = self.rows, self.next_step
         load = None
         if self._observer.is_worth_it(plan, step):
-            load = self._observer.load(plan, self._decoding_shape(), self._objective_s(), now)
+            load = self._observer.load(plan, self._decoding_shape(), self._objective_s())
         swap_out, swap_in, num_moved_blocks = self.swapping.take_moves()
         self.next_step += 1
         if not self._any_decoded and total > plan.num_chunk_tokens:

@@ -51,8 +51,8 @@ class StepObserver:
             self._next_without_prompt = step + self._stride_without_prompt
         return True
 
-    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None, now: float) -> StepLoad:
-        """What a step has to do that is sent ``now``: its plan beside the rows that decode."""
+    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
+        """What a step has to do: its plan beside the rows that decode."""
         chunks = plan.chunks
         shape = StepShape(
             decoding.num_tokens + plan.num_chunk_tokens,
@@ -60,7 +60,7 @@ class StepObserver:
             decoding.num_context_tokens + sum(chunk.start for chunk in chunks),
             sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in chunks),
         )
-        return StepLoad(shape, now, objective_s if decoding.num_rows else None)
+        return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
     def learn(self, load: StepLoad, move_time_us: int, now: float) -> None:
         """A step with this load has returned, whose block moves took ``move_time_us``."""

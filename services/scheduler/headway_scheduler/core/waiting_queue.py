@@ -7,9 +7,9 @@ rank (``Lane``), what the order says, and its arrival. Keys change only at event
 
 Nobody waits for ever, whatever the order: when the request that came first of all that wait, preempted ones included,
 came ``aging_s`` seconds ago and is not the next anyway, it is promoted, though only once in ``STARTS_PER_PROMOTION``
-starts. A promotion for every
-old request would turn each order into ``fcfs`` as soon as the load exceeds what can be served, and the highest class would
-wait as long as the lowest; so the share of the starts that age can take is bounded instead.
+starts. A promotion for every old request would turn each order into ``fcfs`` as soon as the load exceeds what can be
+served, and the highest class would wait as long as the lowest; so the share of the starts that age can take is bounded
+instead.
 
 Where classes are ranked, a promoted request stands behind the highest class and before all others: for as long as that
 class leaves room for anybody, what is old takes its time from the classes between. Once ``STARTS_PER_PROMOTION`` starts
