@@ -462,7 +462,7 @@ class Specification:
 
     @property
     def max_batch(self) -> int:
-        return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        return min(self.limits.max_num_seqs, self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens))
 
     def _is_in_flight(self, request: SpecRequest) -> bool:
         return any(ran is request and stay == request.stay for step in self.in_flight for ran, stay, *_ in step.ran)
@@ -473,7 +473,7 @@ class Specification:
         return list(self.running)
 
     def _budget(self) -> int:
-        return self.limits.max_num_batched_tokens - sum(self.tokens.values())
+        return self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens) - sum(self.tokens.values())
 
     def _serve_decoding(self) -> None:
         size = self.capacity.block_size
@@ -647,7 +647,7 @@ class Specification:
         if self.limits.batching == "static" and self.batch_is_closed:
             return
         self.forecast = None
-        most_new = self.limits.max_num_batched_tokens
+        most_new = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
         if self.limits.batching == "orca":
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
@@ -721,7 +721,9 @@ class Specification:
         chunk = min(left, self._budget())
         if self.limits.batching == "split_fuse":
             return min(chunk, room)
-        if self.limits.batching == "chunked" or chunk == min(left, self.limits.max_num_batched_tokens):
+        if self.limits.batching == "chunked" or chunk == min(
+            left, self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
+        ):
             return chunk
         return 0  # the prompt is whole, or as much of it as a step can have
 

@@ -57,7 +57,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     the width of the logits; ``eos_token_ids`` end a generation; ``model_fingerprint`` names model and weights;
     ``max_num_rows`` is how many rows it can hold. ``num_host_blocks`` blocks can be swapped out to main memory (0: it
     cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
-    opened (0.0: not known).
+    opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
     """
 
     backend: str
@@ -73,6 +73,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_num_rows: int
     num_host_blocks: int = 0
     swap_us_per_block: float = 0.0
+    max_num_batched_tokens: int = 0
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -153,10 +154,15 @@ class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An executor lost the thread (gap, damaged frame, impossible diff, failed step) and asks for a new epoch."""
+    """An executor lost the thread (gap, damaged frame, impossible diff, failed step) and asks for a new epoch.
+
+    ``max_num_batched_tokens``: the most tokens that it takes in one step from then on, where a larger step was more than
+    its memory holds; 0: as before.
+    """
 
     incarnation: int
     reason: str
+    max_num_batched_tokens: int = 0
 
 
 class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):

@@ -142,6 +142,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         vocab_size=VOCAB_SIZE,
         max_num_rows=draw(st.integers(min_value=1, max_value=12) | st.just(20)),
         num_host_blocks=draw(st.sampled_from([0, 3, 100])),
+        max_num_batched_tokens=draw(st.sampled_from([0, 0, 3, 20])),
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),

@@ -20,7 +20,7 @@ import zmq
 import zmq.auth
 from structlog.testing import capture_logs
 
-from headway_executor.backend import BackendConfig, StepResult
+from headway_executor.backend import BackendConfig, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.channel import SchedulerChannel
@@ -214,6 +214,19 @@ def test_a_failed_step_asks_for_a_new_epoch_and_service_goes_on(late, logs):
     assert logs[1]["exc_info"] is not None
     bodies = exchange(scheduler.new_epoch(4), scheduler.admit(0, [5, 6, 7], range(10)), scheduler.step())
     assert tokens_of(bodies) == backend.token_hash.continuation([5, 6, 7], 2, GREEDY)
+
+
+def test_a_step_that_memory_does_not_hold_asks_for_smaller_ones(logs):
+    class FullBackend(SimulatedBackend):
+        def execute(self, batch):
+            raise StepOutOfMemoryError(int(batch.num_scheduled_tokens.sum()), "no more than that")
+
+    scheduler = Scheduler()
+    cycle = make_cycle(FullBackend())
+    feed(cycle, scheduler, scheduler.new_epoch(3))
+    (request,) = feed(cycle, scheduler, scheduler.admit(0, [5, 6, 7, 8, 9], range(10)))
+    assert request.max_num_batched_tokens == 2
+    assert request.reason == "step 0 failed: StepOutOfMemoryError: out of memory with 5 tokens: no more than that"
 
 
 def test_an_impossible_diff_asks_for_a_new_epoch(logs):

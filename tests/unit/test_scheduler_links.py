@@ -109,6 +109,19 @@ def test_a_resync_request_counts_once_however_often_it_is_repeated(link: StepLin
     assert link.epoch == epoch + 1
 
 
+def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    (event,) = link.receive(executor.peer, executor.writer.encode(ResyncRequest(1, "out of memory", 40)), 1.0)
+    assert isinstance(event, EpochOpened)
+    assert event.info.max_num_batched_tokens == 40
+    (event,) = link.reopen("a gap", 1.1)
+    assert event.info.max_num_batched_tokens == 40
+    another = Executor(2)
+    (event,) = link.receive(another.peer, another.hello(), 1.1 + TAKEOVER_SILENCE_S + 0.1)
+    assert event.info.max_num_batched_tokens == 0
+
+
 def test_a_second_executor_takes_over_only_from_a_silent_one(link: StepLink) -> None:
     first, second = Executor(1), Executor(2)
     join(link, first, 0.0)

@@ -9,6 +9,7 @@ keeps whatever needs the *values* of tokens: token ids per row, sampling state, 
 completely without token values, so step k + 1 may be given to a backend before it has reported step k.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
@@ -22,13 +23,18 @@ AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` of a backend that decides for itself."""
 
 
+def _nobody_listens(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend is opened with.
 
     ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
     ``swap_space_mib`` is the main memory for swapped-out blocks in MiB, ``AUTOMATIC_SWAP_SPACE`` lets the backend decide.
     ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
-    ``quantization`` is "none" or "int8". ``options`` are the backend's own, as text.
+    ``quantization`` is "none", "int8" or "fp8". ``options`` are the backend's own, as text. ``progress`` hears how far a
+    long opening has come: what is being done, how much of it is done, and of how much.
     """
 
     model: str
@@ -44,6 +50,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     seed: int = 0
     options: dict[str, str] = {}
+    progress: Callable[[str, int, int], None] = _nobody_listens
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +123,7 @@ class ExecutorBackend(Protocol):
         """Run one step. Steps are given in order and must take effect in order.
 
         Raises:
+            StepOutOfMemoryError: as below, and the scheduler sends smaller steps from then on.
             Exception: the step failed as a whole; the executor reports it and the scheduler opens a new epoch.
         """
         ...
@@ -134,6 +142,14 @@ class ExecutorBackend(Protocol):
     def close(self) -> None:
         """Release everything. May be called twice."""
         ...
+
+
+class StepOutOfMemoryError(RuntimeError):
+    """A step of ``num_tokens`` tokens was more than the device's memory holds; a smaller one may not be."""
+
+    def __init__(self, num_tokens: int, detail: str) -> None:
+        super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
+        self.num_tokens = num_tokens
 
 
 class BackendConfigError(ValueError):

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.backend import ExecutorBackend, StepResult
+from headway_executor.backend import ExecutorBackend, StepOutOfMemoryError, StepResult
 from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
@@ -143,7 +143,9 @@ class StepCycle:
     def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
         self._log.error("step failed", epoch=epoch, step=step, exc_info=error)
         reason = f"step {step} failed: {type(error).__name__}: {error}"
-        return self._act(self._link.lose_epoch(epoch, reason, now), now)
+        # Half: memory is used up by what a step takes beyond what is always there, which is not known.
+        limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
+        return self._act(self._link.lose_epoch(epoch, reason, now, max_num_batched_tokens=limit), now)
 
     def _note_loss(self, event: EpochLost) -> None:
         self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)

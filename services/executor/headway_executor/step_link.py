@@ -112,6 +112,7 @@ class StepLink:
         self._expected_sequence = 0
         self._next_step = 0
         self._lost_because = ""
+        self._asked_limit = 0
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
 
@@ -178,11 +179,14 @@ class StepLink:
         )
         return [self._writer.encode(output)]
 
-    def lose_epoch(self, epoch: int, reason: str, now: float) -> LinkOutcome:
-        """Give up ``epoch`` because a step of it was impossible or failed; nothing happens if it is over already."""
+    def lose_epoch(self, epoch: int, reason: str, now: float, *, max_num_batched_tokens: int = 0) -> LinkOutcome:
+        """Give up ``epoch`` because a step of it was impossible or failed; nothing happens if it is over already.
+
+        ``max_num_batched_tokens`` is the most that the scheduler should put into a step from then on, 0 for as before.
+        """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
-            self._lose(reason, now, outcome)
+            self._lose(reason, now, outcome, max_num_batched_tokens=max_num_batched_tokens)
         return outcome
 
     def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
@@ -237,9 +241,10 @@ class StepLink:
             what = f"{type(body).__name__} arrived"
         self._lose(f"{what} where step {self._next_step} of epoch {self._epoch} was expected", now, outcome)
 
-    def _lose(self, reason: str, now: float, outcome: LinkOutcome) -> None:
+    def _lose(self, reason: str, now: float, outcome: LinkOutcome, *, max_num_batched_tokens: int = 0) -> None:
         if self._state is not _State.RUNNING:
             return
+        self._asked_limit = max_num_batched_tokens
         self._lost_because = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
         self._state = _State.LOST
         self._next_message_at = now
@@ -252,6 +257,9 @@ class StepLink:
         self._state = _State.HELLO
         self._next_message_at = float("-inf")
 
+    def _resync_request(self) -> ResyncRequest:
+        return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit)
+
     def _send_due(self, now: float, outcome: LinkOutcome) -> None:
         """Send the current state's repeated message if its time has come."""
         if now < self._next_message_at:
@@ -260,7 +268,7 @@ class StepLink:
         if self._state is _State.HELLO:
             body, interval = ExecutorHello(self._incarnation, self._info), self._timing.hello_interval
         elif self._state is _State.LOST:
-            body, interval = ResyncRequest(self._incarnation, self._lost_because), self._timing.resync_interval
+            body, interval = self._resync_request(), self._timing.resync_interval
         else:
             body, interval = ExecutorHeartbeat(self._incarnation, self._next_step), self._timing.heartbeat_interval
         self._next_message_at = now + interval

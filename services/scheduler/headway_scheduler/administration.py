@@ -90,7 +90,7 @@ class Administration:
             num_finished=counters.num_finished if counters else 0,
             num_prefix_query_tokens=counters.num_prefix_query_tokens if counters else 0,
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens if counters else 0,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_batched_tokens=limits.max_num_batched_tokens if core is None else core.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
             num_gateways=len(engine.gateways),
             num_prefix_queries=counters.num_prefix_queries if counters else 0,
@@ -163,7 +163,7 @@ class Administration:
             return f"{tokens} must find {needed} blocks, and {free} are free and not promised{self._shortage(core)}"
         if not core.keeps_objective(request):
             return "with one more, those that run would miss their inter-token objective"
-        return f"the budget of {core.limits.max_num_batched_tokens} tokens per step is taken, or it is next"
+        return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
 
     def _shortage(self, core: Scheduler) -> str:
         steps = core.steps_until_shortage()

@@ -185,6 +185,7 @@ class SchedulerEngine:
             max_num_rows=info.max_num_rows,
             num_host_blocks=info.num_host_blocks,
             swap_us_per_block=info.swap_us_per_block,
+            max_num_batched_tokens=info.max_num_batched_tokens,
         )
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)
@@ -199,6 +200,8 @@ class SchedulerEngine:
         self._notice(
             "epoch opened", epoch=event.epoch, reason=event.reason, model=info.model_name, backend=info.backend
         )
+        if self.core.max_num_batched_tokens < self.limits.max_num_batched_tokens:
+            self._notice("the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens)
         if changed:
             self._notice("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
         self.announce()

@@ -149,7 +149,14 @@ class StepLink:
     def _on_resync(self, frame: Frame, request: ResyncRequest, now: float) -> list[StepEvent]:
         if frame.epoch not in {self.epoch, 0} or request.incarnation != self._executor:
             return []
+        self._respect(request.max_num_batched_tokens)
         return self.reopen(f"the executor asked for it: {request.reason}", now)
+
+    def _respect(self, max_num_batched_tokens: int) -> None:
+        """Remember the most tokens that the executor takes from now on, 0 for as before; a new life of it starts anew."""
+        assert self._info is not None
+        if max_num_batched_tokens > 0:
+            self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=max_num_batched_tokens)
 
     def _on_numbered(self, frame: Frame, now: float) -> list[StepEvent]:
         if frame.epoch != self.epoch:

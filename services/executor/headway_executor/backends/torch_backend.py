@@ -21,20 +21,28 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
 from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
+from headway_executor.model_settings import (
+    check_block_size,
+    check_options,
+    check_quantization,
+    device_of,
+    dtype_of,
+    max_model_len_of,
+)
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows
 from headway_executor.models.loading import expected_tensors, ignored_tensors
+from headway_executor.refusals import Refusals
 from headway_executor.sampler import Sampler
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
+from headway_proto.step import BackendInfo, RowError, RowLogprobs
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTIZATIONS = ("none", "int8")
 _KERNELS = ("auto", "compiled", "eager")
 _PARAMETERS_PER_THREAD = 16_000_000
@@ -49,13 +57,14 @@ class TorchBackend:
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
-        device = _device(config)
+        device = device_of(config)
+        check_quantization(config, _QUANTIZATIONS)
         _check_threads(config.num_threads)
         directory = Path(config.model)
         model_config = read_model_config(directory)
-        dtype = _dtype(config, model_config, device)
-        max_model_len = _max_model_len(config, model_config)
-        _check_block_size(config.block_size)
+        dtype = dtype_of(config, model_config, device)
+        max_model_len = max_model_len_of(config, model_config)
+        check_block_size(config.block_size)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
@@ -118,10 +127,9 @@ class _OpenModel:
     ) -> None:
         self.forward = forward
         self._device = device
-        self._vocab_size = model_config.vocab_size
         self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
-        self._refused: dict[int, str] = {}
+        self._refusals = Refusals(model_config.vocab_size)
 
     def warm_up(self) -> None:
         """Run the operators once, so that their one-time costs fall before the first request."""
@@ -135,8 +143,7 @@ class _OpenModel:
 
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
-        for row in batch.finished_rows.tolist():
-            self._refused.pop(row, None)
+        self._refusals.forget(batch.finished_rows)
         for new in batch.new_rows:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
         if not len(batch.rows):
@@ -160,32 +167,14 @@ class _OpenModel:
             self._token_ids[sampled_rows, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
             drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
             logprobs, errors = sampled.logprobs, sampled.errors
-        if self._refused:
-            drawn, errors = self._with_refusals(batch.rows[sampling], drawn, errors)
+        drawn, errors = self._refusals.report(batch.rows[sampling], drawn, errors)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, device_time_us=elapsed_us)
 
     def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        self._refused.pop(row, None)
-        outside = (token_ids < 0) | (token_ids >= self._vocab_size)
-        if outside.any():
-            # The embedding has no such rows; the request fails alone, its neighbours run on.
-            first = int(token_ids[outside][0])
-            self._refused[row] = f"token id {first} is not allowed; allowed: 0 to {self._vocab_size - 1}"
-            token_ids = np.where(outside, np.int32(0), token_ids)
+        token_ids = self._refusals.admit(row, token_ids)
         self._token_ids[row, : len(token_ids)] = torch.from_numpy(token_ids.astype(np.int32))
         self._sampler.add_row(row, sampling, num_prompt_tokens)
-
-    def _with_refusals(
-        self, rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...]
-    ) -> tuple[Int32Array, tuple[RowError, ...]]:
-        messages = {error.row: error.message for error in errors}
-        messages |= {row: self._refused[row] for row in rows.tolist() if row in self._refused}
-        refused = np.isin(rows, list(self._refused))
-        return (
-            np.where(refused, np.int32(ERRORED_ROW), drawn),
-            tuple(RowError(row, message) for row, message in sorted(messages.items())),
-        )
 
 
 def _check_threads(num_threads: int) -> None:
@@ -201,45 +190,6 @@ def _threads_that_pay(num_parameters: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
-
-
-def _device(config: BackendConfig) -> torch.device:
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in {"cpu", "cuda"}:
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; allowed: cpu, cuda, cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
-    if config.quantization not in _QUANTIZATIONS:
-        allowed = ", ".join(_QUANTIZATIONS)
-        raise BackendConfigError(f"quantization {config.quantization!r:.64} is not allowed; allowed: {allowed}")
-    return device
-
-
-def _dtype(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
-    if config.dtype == "auto":
-        return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
-    if config.dtype not in _DTYPES:
-        raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
-    return _DTYPES[config.dtype]
-
-
-def _max_model_len(config: BackendConfig, model_config: ModelConfig) -> int:
-    if not 0 <= config.max_model_len <= model_config.context:
-        raise BackendConfigError(
-            f"max_model_len {config.max_model_len} is not allowed; allowed: 1 to the model's context, "
-            f"{model_config.context}, or 0 for all of it"
-        )
-    return config.max_model_len or model_config.context
-
-
-def _check_block_size(block_size: int) -> None:
-    if block_size < 1 or block_size & (block_size - 1):
-        raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")
 
 
 def _load(
@@ -276,9 +226,7 @@ def _load(
 def _kernels(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CpuLibrary | None:
-    unknown = sorted(config.options.keys() - {"kernels"})
-    if unknown:
-        raise BackendConfigError(f"backend_options {unknown[0]!r:.64} is not allowed; allowed: kernels")
+    check_options(config, ("kernels",))
     asked = config.options.get("kernels", "auto")
     if asked not in _KERNELS:
         raise BackendConfigError(

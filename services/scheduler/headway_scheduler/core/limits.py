@@ -45,7 +45,8 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor can hold.
 
     ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
-    ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown.
+    ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown;
+    ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit.
     """
 
     num_blocks: int
@@ -55,8 +56,13 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_rows: int
     num_host_blocks: int = 0
     swap_us_per_block: float = 0.0
+    max_num_batched_tokens: int = 0
 
     @property
     def max_request_tokens(self) -> int:
         """The most tokens one request may come to: its last token needs no place in the pool."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    def most_batched_tokens(self, wanted: int) -> int:
+        """The token budget of a step that the operator sets at ``wanted``."""
+        return min(wanted, self.max_num_batched_tokens) if self.max_num_batched_tokens else wanted

@@ -132,8 +132,9 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
+        self.max_num_batched_tokens = capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
         # More requests than tokens in the budget could not all decode in one step.
-        self._max_rows_per_step = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        self._max_rows_per_step = min(self.limits.max_num_seqs, self.max_num_batched_tokens)
         num_batches = 1 if self._batching.overlaps_own_steps else self.limits.max_steps_in_flight
         self.max_running = min(self._max_rows_per_step * num_batches, capacity.max_num_rows)
         self.epoch = epoch
@@ -203,7 +204,7 @@ class Scheduler:
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
         """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
-        first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self.limits.max_num_batched_tokens)
+        first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self.max_num_batched_tokens)
         books = self._open_books()
         num_needed = books.num_needed(request, first_chunk) + self._headroom(request)
         return num_needed, self.pool.num_free - books.owed_blocks
@@ -332,7 +333,7 @@ class Scheduler:
             return None
         if self._any_decoded and not self.rows.num_live:
             self._ask_policy(any_decoded=False)
-        plan = StepPlan(self.limits.max_num_batched_tokens, now)
+        plan = StepPlan(self.max_num_batched_tokens, now)
         rules = self._rules
         if now >= self._first_tokens.next_due:
             self._mind_first_tokens(now)

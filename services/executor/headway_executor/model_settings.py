@@ -1,0 +1,71 @@
+"""A backend's settings against the model and the host: what a backend of real models is opened with.
+
+Owns: the checks and the choices that "auto" and 0 leave to a backend. Must not know: any backend, or how a model runs.
+
+Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
+"""
+
+from collections.abc import Collection
+
+import torch
+
+from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.models.config import ModelConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device_of(config: BackendConfig) -> torch.device:
+    """The device asked for, which this host has."""
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in {"cpu", "cuda"}:
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; allowed: cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
+    return device
+
+
+def check_quantization(config: BackendConfig, allowed: Collection[str]) -> None:
+    """``config.quantization`` must be one of ``allowed``."""
+    if config.quantization not in allowed:
+        raise BackendConfigError(
+            f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(allowed)}"
+        )
+
+
+def check_options(config: BackendConfig, allowed: Collection[str]) -> None:
+    """The names of ``config.options`` must be among ``allowed``."""
+    unknown = sorted(config.options.keys() - set(allowed))
+    if unknown:
+        raise BackendConfigError(
+            f"backend_options {unknown[0]!r:.64} is not allowed; allowed: {', '.join(allowed) or 'none'}"
+        )
+
+
+def dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
+    if config.dtype == "auto":
+        return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
+    if config.dtype not in _DTYPES:
+        raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[config.dtype]
+
+
+def max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
+    """Tokens per request at most: what was asked for, within the model's context, or all of it."""
+    if not 0 <= config.max_model_len <= model_config.context:
+        raise BackendConfigError(
+            f"max_model_len {config.max_model_len} is not allowed; allowed: 1 to the model's context, "
+            f"{model_config.context}, or 0 for all of it"
+        )
+    return config.max_model_len or model_config.context
+
+
+def check_block_size(block_size: int) -> None:
+    """A block's size must be a power of two."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")
