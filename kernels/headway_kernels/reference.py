@@ -2,3 +2,127 @@
 
 Owns: the oracles. Must not know: how a kernel cuts its work.
 """
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# ---- layers: norm, activation, rotary ---------------------------------------------------------------------------------
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float) -> None:
+    """``gpu.norm.add_rms_norm``."""
+    if delta is not None:
+        hidden.add_(delta)
+    out.copy_(_rms_normalised(hidden, weight, eps))
+
+
+def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """``gpu.activation.silu_and_multiply``."""
+    gate, up = gate_up.chunk(2, dim=1)
+    out.copy_(functional.silu(gate.float()).to(gate.dtype) * up)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    pool_layer: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """``gpu.rotary.rotate_and_store``."""
+    num_tokens, block_size = qkv.shape[0], pool_layer.shape[2]
+    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    if q_norm is not None and k_norm is not None:
+        rotated_queries, keys = _rms_normalised(queries, q_norm, eps), _rms_normalised(keys, k_norm, eps)
+    else:
+        rotated_queries = queries
+    cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
+    queries.copy_(_rotated(rotated_queries, cosine, sine))
+    stored = torch.cat([_rotated(keys, cosine, sine), values], dim=1)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            pool_layer[slot // block_size, :, slot % block_size] = stored[token]
+
+
+def _rms_normalised(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = inputs.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(inputs.dtype) * weight
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """``heads`` ``[tokens, heads, head_dim]``, channels i and i + head_dim / 2 a pair; tables ``[tokens, 1, head_dim / 2]``."""
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(heads.dtype)
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
+    """``gpu.rows.gather_rows``."""
+    for place, chosen in enumerate(index.tolist()):
+        if chosen >= 0:
+            out[place] = source[chosen]
+
+
+def expand_rows(
+    rows: Tensor,
+    query_start: Tensor,
+    first_position: Tensor,
+    token_store: Tensor,
+    block_tables: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    *,
+    block_size: int,
+) -> None:
+    """``gpu.rows.expand_rows``."""
+    token_ids.zero_()
+    positions.zero_()
+    slots.fill_(-1)
+    starts = query_start.tolist()
+    for entry, (row, first) in enumerate(zip(rows.tolist(), first_position.tolist(), strict=True)):
+        for token in range(starts[entry], starts[entry + 1]):
+            position = first + token - starts[entry]
+            token_ids[token] = token_store[row, position]
+            positions[token] = position
+            slots[token] = block_tables[row, position // block_size] * block_size + position % block_size
+
+
+def apply_edits(
+    token_store: Tensor,
+    block_tables: Tensor,
+    *,
+    edit_rows: Tensor,
+    edit_places: Tensor,
+    edit_blocks: Tensor,
+    token_rows: Tensor,
+    token_starts: Tensor,
+    tokens: Tensor,
+) -> None:
+    """``gpu.rows.apply_edits``."""
+    for row, place, block in zip(edit_rows.tolist(), edit_places.tolist(), edit_blocks.tolist(), strict=True):
+        if row >= 0:
+            block_tables[row, place] = block
+    starts = token_starts.tolist()
+    for entry, row in enumerate(token_rows.tolist()):
+        if row >= 0:
+            token_store[row, : starts[entry + 1] - starts[entry]] = tokens[starts[entry] : starts[entry + 1]]
+
+
+def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store: Tensor) -> None:
+    """``gpu.rows.store_sampled``."""
+    for token, row, position in zip(sampled.tolist(), rows.tolist(), positions.tolist(), strict=True):
+        if row >= 0:
+            token_store[row, position] = max(token, 0)

@@ -150,6 +150,21 @@ def test_top_p_keeps_the_token_that_crosses_the_threshold():
     assert np.flatnonzero(frequencies(SamplingParams(top_p=0.01), logits, 2000)).tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(seed=5), SamplingParams(seed=5, top_k=3), SamplingParams(seed=5, top_p=0.97)]
+)
+def test_a_draw_goes_through_the_kept_tokens_in_the_order_of_their_ids(sampling):
+    """Whether a row is truncated or not: the tokens' ranks decide what is kept and nothing else."""
+    weights = torch.tensor([0.2, 0.01, 0.5, 0.29])
+    kept = torch.tensor([0.2, 0.0 if sampling.top_k or sampling.top_p < 1 else 0.01, 0.5, 0.29])
+    edges = (kept.cumsum(0) / kept.sum()).numpy()
+    positions = np.arange(2, 60)
+    sampler = make_sampler(sampling, vocab_size=4)
+    drawn = draw(sampler, weights.log().expand(58, -1), rows=[0] * 58, positions=positions.tolist())
+    numbers = uniforms(np.full(58, 5, dtype=np.uint64), positions)
+    assert drawn.token_ids.tolist() == np.searchsorted(edges, numbers, side="right").tolist()
+
+
 def test_extreme_temperatures():
     logits = torch.randn(3, VOCAB) * 50
     params = [SamplingParams(temperature=value, seed=1) for value in (1e-300, 1e-4, 100.0)]

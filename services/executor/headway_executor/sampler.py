@@ -5,12 +5,19 @@ Must not know: steps, blocks, the model, or which request a row serves.
 
 **A row's token depends on its own logits, parameters, seed and position only, bit for bit**, whatever shares its batch.
 Floating-point sums over a vocabulary would break that (their order may change with the shape of the batch), so the
-distribution is turned into integer weights first: ``floor(softmax * 2^s)`` with ``s`` near 44. Integer sums do not
-depend on their order, and where tokens are ranked, equal weights are ordered by token id. Softmax itself works row by row. Tokens less likely
-than ``2^-s`` cannot be drawn.
+distribution is turned into integer weights first: ``floor(p * 2^52)`` of the float32 softmax ``p``. Integer sums do not
+depend on their order, and these fit the 53 bits that float64 holds exactly. Softmax itself works row by row. Tokens
+less likely than ``2^-52`` cannot be drawn.
 
-A draw inverts the cumulative weights at one Philox uniform keyed by (seed, position) (see ``philox``): one random number
-per row, where the Gumbel-max trick would need one per vocabulary entry.
+Tokens rank by ``p``, best first, equals by lower token id. Top-k keeps the first k of the ranking; top-p its shortest
+part whose weight reaches ``top_p`` times the weight of what top-k left (``2^52`` where there is no top-k); min-p those
+with ``p`` of at least ``min_p`` times the best. Each keeps a beginning of the ranking, so what all of them keep is
+everything from some rank upward.
+
+A draw inverts the cumulative weights of the kept tokens, **in the order of their ids**, at one Philox uniform keyed by
+(seed, position) (see ``philox``): one random number per row, where the Gumbel-max trick would need one per vocabulary
+entry. So a draw needs to know which tokens are kept but not their ranks, and ``headway_kernels.gpu.sampling`` computes
+the same without sorting.
 
 Order of the steps: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; temperature;
 top-k; top-p over what top-k left; min-p. A row pays only for the steps that its parameters ask for; a batch of plain
@@ -42,6 +49,9 @@ _FIRST_WIDTH = 64
 _WIDER = 16
 """Truncation looks at this many best tokens first, then at 16 times as many, until it has seen enough."""
 
+_SCALE_BITS = 52
+"""The integer weight of probability 1 is 2 to this: then float64 holds every sum of a row exactly."""
+
 _BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
 
 _HostIndex = NDArray[np.int64]
@@ -69,9 +79,6 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # A weight and a token id together fill the 62 bits below the sign of an int64, the weight 1.0 included.
-        self._id_bits = (vocab_size - 1).bit_length()
-        self._scale_bits = 62 - self._id_bits
         self._flags = np.zeros(max_num_rows, dtype=np.uint8)
         self._seed = np.zeros(max_num_rows, dtype=np.uint64)
         self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
@@ -254,7 +261,7 @@ class Sampler:
         if self._min_p[rows].any():
             least = self._column(self._min_p, rows) * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
-        return _invert(_integer_weights(probabilities, self._scale_bits), uniform)
+        return _invert(_integer_weights(probabilities), uniform)
 
     def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
         """Draw under top-k and top-p, which need the tokens best first.
@@ -284,27 +291,29 @@ class Sampler:
         """
         width = token_ids.shape[1]
         top_k, top_p = self._column(self._top_k, rows), self._column(self._top_p, rows)
-        # Keys order by weight, then by lower token id, and are distinct.
-        highest_id = (1 << self._id_bits) - 1
-        keys = (_integer_weights(probabilities, self._scale_bits) << self._id_bits) | (highest_id - token_ids)
-        keys = keys.sort(dim=-1, descending=True).values
-        best = keys >> self._id_bits
+        token_ids, probabilities = _rank(token_ids, probabilities, self._vocab_size)
 
-        weights = torch.where((top_k == 0) | (torch.arange(width, device=best.device) < top_k), best, 0)
+        weights = _integer_weights(probabilities)
+        weights = torch.where((top_k == 0) | (torch.arange(width, device=weights.device) < top_k), weights, 0)
         cumulative = weights.cumsum(-1)
         # What top-p is a share of: all that top-k left, which lies among the candidates where there is a top-k.
-        mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << self._scale_bits).double()
+        mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << _SCALE_BITS).double()
         enough = top_p * mass
-        kept = torch.where((cumulative - weights).double() < enough, weights, 0)
-        kept = kept.masked_fill(kept.double() < self._column(self._min_p, rows) * best[:, :1].double(), 0)
+        kept = (weights > 0) & ((cumulative - weights).double() < enough)
+        kept &= probabilities >= self._column(self._min_p, rows) * probabilities[:, :1]
 
         # Among equals at the edge, which ones are candidates is topk's whim: the kept must outweigh the edge.
-        least_kept = kept.masked_fill(kept == 0, torch.iinfo(torch.int64).max).amin(-1)
-        settled = (((top_k > 0) | (cumulative[:, -1:].double() >= enough)).squeeze(1)) & (least_kept > best[:, -1])
+        least_kept = probabilities.masked_fill(~kept, torch.inf).amin(-1)
+        settled = (((top_k > 0) | (cumulative[:, -1:].double() >= enough)).squeeze(1)) & (
+            least_kept > probabilities[:, -1]
+        )
+        kept_weights = weights.masked_fill(~kept, 0)
         if width == self._vocab_size:
-            settled = torch.ones_like(settled)
-        picked = keys.gather(1, _invert(kept, uniform)[:, None]).squeeze(1)
-        return settled, highest_id - (picked & highest_id)
+            by_id = torch.zeros_like(kept_weights).scatter_(1, token_ids, kept_weights)
+            return torch.ones_like(settled), _invert(by_id, uniform)
+        in_order = torch.where(kept, token_ids, self._vocab_size).sort(dim=-1)
+        place = _invert(kept_weights.gather(1, in_order.indices), uniform)
+        return settled, in_order.values.gather(1, place[:, None]).squeeze(1)
 
     def _logprobs(
         self, logits: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, drawn: Tensor, usable: Tensor
@@ -364,9 +373,20 @@ def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]
     return probabilities, usable
 
 
-def _integer_weights(probabilities: Tensor, scale_bits: int) -> Tensor:
-    """``floor(probabilities * 2^scale_bits)`` as int64; the product is exact."""
-    return probabilities.mul(2.0**scale_bits).long()
+def _rank(token_ids: Tensor, probabilities: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Both arguments, shape ``[m, width]``, with each row's tokens in the order of their rank."""
+    # Keys order by probability, then by lower token id, and are distinct. The bits of floats that are not negative
+    # order as the floats do; there are 31, beside which an id fits into an int64.
+    id_bits = (vocab_size - 1).bit_length()
+    highest_id = (1 << id_bits) - 1
+    keys = (probabilities.view(torch.int32).long() << id_bits) | (highest_id - token_ids)
+    keys = keys.sort(dim=-1, descending=True).values
+    return highest_id - (keys & highest_id), (keys >> id_bits).int().view(torch.float32)
+
+
+def _integer_weights(probabilities: Tensor) -> Tensor:
+    """``floor(probabilities * 2^52)`` as int64; the product is exact."""
+    return probabilities.mul(2.0**_SCALE_BITS).long()
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""What happens to queries, keys and values between their product and attention.
+
+Owns: normalising query and key heads where the family does, rotating them, and storing keys and values in the pool.
+Must not know: how the rotations' table came about, which request a token belongs to, or who reads the pool.
+
+Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), of
+queries and keys per head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAIRS_PER_PROGRAM = 512
+"""Rotated pairs of one token that a program takes, as whole heads; 8 heads of 128 channels."""
+NUM_WARPS = 4
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    pool_layer: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Rotate queries in place; store rotated keys, and values, in the pool. Keys and values in ``qkv`` stay as they are.
+
+    ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any stride between rows: query heads, key heads, value
+    heads, in the model's dtype; channels i and i + head_dim / 2 are a pair; ``head_dim`` is even.
+    ``positions`` int32 ``[T]``, rows of the tables; ``slots`` int32 ``[T]``, where the token's key and value go: block
+    times block size plus offset, or -1 to store nothing. Slots other than -1 are distinct.
+    ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous, times any factor that scales a rotation.
+    ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size, head_dim]``, contiguous, the dtype of ``qkv``: key heads
+    before value heads.
+    ``q_norm``, ``k_norm`` ``[head_dim]`` in the model's dtype: weights of an RMSNorm of each query and key head before
+    rotation; both or neither. ``eps`` is theirs.
+
+    Normalised heads are rounded to the dtype before and after they are multiplied by the weight, then rotated in
+    float32. Moves ``(2 num_heads + 4 num_kv_heads) head_dim`` elements per token and ``4 head_dim`` bytes of table (once
+    more from a cache for every group of heads); 3 FLOPs per rotated channel, 4 more if normalised.
+    """
+    num_tokens = qkv.shape[0]
+    if num_tokens == 0:
+        return
+    block_pairs = triton.next_power_of_2(head_dim // 2)
+    block_heads = max(PAIRS_PER_PROGRAM // block_pairs, 1)
+    normalise = q_norm is not None and k_norm is not None
+    _rotate_and_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
+        qkv,
+        positions,
+        slots,
+        cosines,
+        sines,
+        pool_layer,
+        q_norm if normalise else qkv,
+        k_norm if normalise else qkv,
+        qkv.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        PAIRS=head_dim // 2,
+        BLOCK_SIZE=pool_layer.shape[2],
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_pairs,
+        NORMALISE=normalise,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["positions", "slots"])
+def _rotate_and_store(
+    qkv,
+    positions,
+    slots,
+    cosines,
+    sines,
+    pool_layer,
+    q_norm,
+    k_norm,
+    qkv_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """One program per token and ``BLOCK_HEADS`` heads, which may be of different kinds."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    within = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (pairs < PAIRS)[None, :]
+    dtype = qkv.dtype.element_ty
+    source = qkv + token * qkv_stride + heads[:, None] * (2 * PAIRS) + pairs[None, :]
+    first = tl.load(source, mask=within, other=0.0).to(tl.float32)
+    second = tl.load(source + PAIRS, mask=within, other=0.0).to(tl.float32)
+
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_rotated = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    position = tl.load(positions + token).to(tl.int64)
+    cosine = tl.load(cosines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+    sine = tl.load(sines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+    left, right = first, second
+    if NORMALISE:
+        squares = tl.sum(first * first + second * second, axis=1)
+        inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
+        left = _times_weight((first * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
+        right = _times_weight((second * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+    # Values are chosen, not rotated by nothing: a zero sine times an infinity would not be zero.
+    rotated_first = tl.where(is_rotated, left * cosine - right * sine, first).to(dtype)
+    rotated_second = tl.where(is_rotated, left * sine + right * cosine, second).to(dtype)
+
+    tl.store(source, rotated_first, mask=within & is_query)
+    tl.store(source + PAIRS, rotated_second, mask=within & is_query)
+    slot = tl.load(slots + token).to(tl.int64)
+    pool_head = (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
+    place = (pool_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * PAIRS)
+    target = pool_layer + place[:, None] + pairs[None, :]
+    # Not "& (slot >= 0)": Triton's interpreter cannot broadcast what comparing a scalar gives.
+    stored = within & (tl.where(heads >= NUM_HEADS, slot, -1) >= 0)[:, None]
+    tl.store(target, rotated_first, mask=stored)
+    tl.store(target + PAIRS, rotated_second, mask=stored)
+
+
+@triton.jit
+def _times_weight(normalised, q_norm, k_norm, pairs, PAIRS: tl.constexpr, is_query):
+    """Half-heads ``[heads, pairs]`` in the model's dtype times their kind's weight, rounded to that dtype; float32."""
+    of_queries = tl.load(q_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
+    of_keys = tl.load(k_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
+    scaled = normalised.to(tl.float32) * tl.where(is_query, of_queries, of_keys)
+    return scaled.to(normalised.dtype).to(tl.float32)

@@ -1,0 +1,106 @@
+"""Variants of the kernels around the products that a model of Llama 3 8B's shape launches, and float32 ones."""
+
+from triton_compilation import CompileCase
+
+from headway_kernels.gpu import activation, norm, rotary, rows
+
+HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
+BLOCK_SIZE = 16
+WIDEST = 16384
+
+
+def norm_case(dtype, width, has_delta):
+    return CompileCase(
+        name=f"add_rms_norm {dtype} {width} delta={has_delta}",
+        kernel=norm._add_rms_norm,
+        signature=dict.fromkeys(("hidden", "delta", "weight", "out"), f"*{dtype}")
+        | dict.fromkeys(("hidden_stride", "delta_stride", "out_stride"), "i32")
+        | {"eps": "fp32"},
+        constants={"WIDTH": width, "BLOCK": width, "HAS_DELTA": has_delta},
+        num_warps=norm.warps_for(width),
+        aligned=("hidden", "delta", "weight", "out", "hidden_stride", "delta_stride", "out_stride"),
+    )
+
+
+def activation_case(dtype):
+    return CompileCase(
+        name=f"silu_and_multiply {dtype}",
+        kernel=activation._silu_and_multiply,
+        signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "gate_up_stride": "i32", "out_stride": "i32"},
+        constants={"WIDTH": INTERMEDIATE, "BLOCK": activation.BLOCK},
+        num_warps=activation.NUM_WARPS,
+        aligned=("gate_up", "out", "gate_up_stride", "out_stride"),
+    )
+
+
+def rotary_case(dtype, head_dim, normalise):
+    block_pairs = 1 << (head_dim // 2 - 1).bit_length()
+    return CompileCase(
+        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise}",
+        kernel=rotary._rotate_and_store,
+        signature=dict.fromkeys(("qkv", "pool_layer", "q_norm", "k_norm"), f"*{dtype}")
+        | {"positions": "*i32", "slots": "*i32", "cosines": "*fp32", "sines": "*fp32"}
+        | {"qkv_stride": "i32", "eps": "fp32"},
+        constants={
+            "NUM_HEADS": NUM_HEADS,
+            "NUM_KV_HEADS": NUM_KV_HEADS,
+            "PAIRS": head_dim // 2,
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
+            "BLOCK_PAIRS": block_pairs,
+            "NORMALISE": normalise,
+        },
+        num_warps=rotary.NUM_WARPS,
+        aligned=("qkv", "pool_layer", "q_norm", "k_norm", "cosines", "sines", "qkv_stride"),
+    )
+
+
+def gather_case(dtype):
+    return CompileCase(
+        name=f"gather_rows {dtype}",
+        kernel=rows._gather_rows,
+        signature={
+            "source": f"*{dtype}",
+            "index": "*i32",
+            "out": f"*{dtype}",
+            "source_stride": "i32",
+            "out_stride": "i32",
+        },
+        constants={"WIDTH": HIDDEN, "BLOCK": rows.CHANNELS_PER_PROGRAM},
+        num_warps=rows.NUM_WARPS,
+        aligned=("source", "out", "source_stride", "out_stride"),
+    )
+
+
+def column_case(kernel, numbers, constants):
+    """A kernel whose pointers are all int32 columns or stores."""
+    kinds = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names if name not in constants}
+    return CompileCase(
+        name=kernel.fn.__name__,
+        kernel=kernel,
+        signature=kinds,
+        constants=constants,
+        num_warps=rows.NUM_WARPS,
+    )
+
+
+BLOCK = {"BLOCK": rows.ENTRIES_PER_PROGRAM}
+COUNTS = ("num_rows", "num_tokens", "search_steps")
+CASES = [
+    norm_case("bf16", HIDDEN, has_delta=True),
+    norm_case("bf16", HIDDEN, has_delta=False),
+    norm_case("bf16", WIDEST, has_delta=True),
+    norm_case("fp32", HIDDEN, has_delta=True),
+    activation_case("bf16"),
+    activation_case("fp32"),
+    rotary_case("bf16", HEAD_DIM, normalise=False),
+    rotary_case("bf16", HEAD_DIM, normalise=True),
+    rotary_case("bf16", 80, normalise=False),
+    rotary_case("fp32", HEAD_DIM, normalise=True),
+    gather_case("bf16"),
+    gather_case("fp32"),
+    column_case(rows._expand_rows, ("store_stride", "table_stride", *COUNTS), {"BLOCK_SIZE": BLOCK_SIZE} | BLOCK),
+    column_case(rows._edit_tables, ("table_stride", "num_edits"), BLOCK),
+    column_case(rows._store_tokens, ("store_stride", *COUNTS), BLOCK),
+    column_case(rows._store_sampled, ("store_stride", "num_sampled"), BLOCK),
+]

@@ -1,0 +1,47 @@
+"""The gated activation beside the oracle and torch's operators."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from headway_kernels import reference
+from headway_kernels.gpu.activation import BLOCK, silu_and_multiply
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-6, "atol": 1e-7},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+}
+DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(0, 4),
+    width=st.integers(1, 70) | st.integers(BLOCK - 2, BLOCK + 2),
+    dtype=DTYPES,
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_oracle(kernel_device, num_tokens, width, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(num_tokens, 2 * width, generator=generator).mul_(4).to(kernel_device, dtype)
+    out = torch.full((num_tokens, width + 3), torch.nan, device=kernel_device, dtype=dtype)
+    expected = torch.empty(num_tokens, width, device=kernel_device, dtype=dtype)
+    reference.silu_and_multiply(gate_up, expected)
+    silu_and_multiply(gate_up, out[:, :width])
+    torch.testing.assert_close(out[:, :width], expected, **TOLERANCE[dtype])
+    assert out[:, width:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_is_what_the_executor_computes(kernel_device, dtype):
+    # Also where the exponential overflows: silu of a large negative number is zero.
+    gate = torch.linspace(-120, 120, 64).to(kernel_device, dtype).expand(2, 64)
+    up = torch.linspace(-3, 3, 64).to(kernel_device, dtype).expand(2, 64)
+    expected = functional.silu(gate).mul_(up)
+    out = torch.empty_like(expected)
+    silu_and_multiply(torch.cat([gate, up], dim=1), out)
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])

@@ -1,0 +1,135 @@
+"""Rotating queries and keys, and storing keys and values, beside the oracle and the executor's operators."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway_executor.models.config import RopeConfig
+from headway_executor.models.decoder import RmsNorm
+from headway_executor.models.rope import interleaved, rotate_, rotations
+from headway_kernels import reference
+from headway_kernels.gpu.rotary import rotate_and_store
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+EPS = 1e-6
+CONTEXT = 50
+NUM_BLOCKS = 3
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-7},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-10},
+}
+DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
+
+
+def normal(seed, *shape, dtype, device):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def column(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def tables(head_dim, device):
+    rotation = rotations(RopeConfig(kind="default", theta=10000.0), head_dim, CONTEXT).to(device)
+    return rotation, rotation.real.contiguous(), rotation.imag.contiguous()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.data(),
+    num_tokens=st.integers(0, 4),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    head_dim=st.sampled_from((4, 8, 12, 64, 80, 96, 128, 256)),
+    block_size=st.sampled_from((1, 5, 16)),
+    dtype=DTYPES,
+    normalise=st.booleans(),
+    spare=st.sampled_from((0, 3)),
+)
+def test_equals_the_oracle(
+    kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, spare
+):
+    num_heads = num_kv_heads * group
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    seed = data.draw(st.integers(0, 2**31))
+    positions = data.draw(st.lists(st.integers(0, CONTEXT - 1), min_size=num_tokens, max_size=num_tokens))
+    places = data.draw(st.permutations(range(NUM_BLOCKS * block_size)))
+    slots = [place if data.draw(st.booleans()) else -1 for place in places[:num_tokens]]
+    slots += [-1] * (num_tokens - len(slots))
+    options = {"dtype": dtype, "device": kernel_device}
+    norms = {
+        "q_norm": normal(seed + 1, head_dim, **options) if normalise else None,
+        "k_norm": normal(seed + 2, head_dim, **options) if normalise else None,
+    }
+    _, cosines, sines = tables(head_dim, kernel_device)
+    whole = torch.full((num_tokens, width + spare), torch.nan, **options)
+    whole[:, :width] = normal(seed, num_tokens, width, **options)
+    pool = torch.full((NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim), torch.nan, **options)
+    expected, expected_pool = whole[:, :width].clone(), pool.clone()
+    columns = (column(positions, kernel_device), column(slots, kernel_device), cosines, sines)
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "eps": EPS}
+    reference.rotate_and_store(expected, *columns, expected_pool, **shape, **norms)
+    rotate_and_store(whole[:, :width], *columns, pool, **shape, **norms)
+    torch.testing.assert_close(whole[:, :width], expected, **TOLERANCE[dtype])
+    assert torch.equal(whole[:, num_heads * head_dim : width], expected[:, num_heads * head_dim :])
+    assert whole[:, width:].isnan().all()
+    torch.testing.assert_close(pool, expected_pool, equal_nan=True, **TOLERANCE[dtype])
+    assert torch.equal(pool[:, num_kv_heads:].nan_to_num(7), expected_pool[:, num_kv_heads:].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+@pytest.mark.parametrize("normalise", [False, True])
+def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
+    num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 80, 3
+    num_rotated = num_heads + num_kv_heads
+    options = {"dtype": dtype, "device": kernel_device}
+    qkv = normal(0, num_tokens, (num_rotated + num_kv_heads) * head_dim, **options)
+    q_norm, k_norm = (normal(seed, head_dim, **options) for seed in (1, 2))
+    positions = column([0, 7, CONTEXT - 1], kernel_device)
+    rotation, cosines, sines = tables(head_dim, kernel_device)
+
+    # The executor rotates neighbouring channels; its weights are permuted at load.
+    order = interleaved(head_dim).to(kernel_device)
+    heads = qkv.view(num_tokens, -1, head_dim)[:, :num_rotated, order]
+    if normalise:
+        weight = torch.cat([q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)])[:, order]
+        heads.copy_(RmsNorm(weight, EPS)(heads))
+    rotate_(heads, rotation[positions.long()].unsqueeze(1))
+    expected = heads[..., torch.argsort(order)]
+    values = qkv.view(num_tokens, -1, head_dim)[:, num_rotated:].clone()
+
+    pool = torch.zeros(1, 2 * num_kv_heads, num_tokens, head_dim, **options)
+    rotate_and_store(
+        qkv,
+        positions,
+        column(range(num_tokens), kernel_device),
+        cosines,
+        sines,
+        pool,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q_norm=q_norm if normalise else None,
+        k_norm=k_norm if normalise else None,
+        eps=EPS,
+    )
+    queries = qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+    torch.testing.assert_close(queries, expected[:, :num_heads], **TOLERANCE[dtype])
+    torch.testing.assert_close(pool[0, :num_kv_heads].transpose(0, 1), expected[:, num_heads:], **TOLERANCE[dtype])
+    assert torch.equal(pool[0, num_kv_heads:].transpose(0, 1), values)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_values_pass_untouched_whatever_they_are(kernel_device):
+    head_dim = 8
+    qkv = torch.ones(1, 3 * head_dim, device=kernel_device)
+    qkv[0, 2 * head_dim :] = torch.inf
+    pool = torch.zeros(1, 2, 1, head_dim, device=kernel_device)
+    _, cosines, sines = tables(head_dim, kernel_device)
+    zero = column([0], kernel_device)
+    shape = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
+    rotate_and_store(qkv, zero, zero, cosines, sines, pool, **shape)
+    assert pool[0, 1].isinf().all()
+    assert pool[0, 0].isfinite().all()
