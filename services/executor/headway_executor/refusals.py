@@ -36,15 +36,21 @@ class Refusals:
             for row in rows.tolist():
                 self._messages.pop(row, None)
 
-    def report(
-        self, rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...]
-    ) -> tuple[Int32Array, tuple[RowError, ...]]:
-        """Put the errors of refused rows among ``rows``, which drew ``drawn``, to the others, rows ascending."""
-        refused = [row for row in rows.tolist() if row in self._messages] if self._messages else []
-        if not refused:
-            return drawn, errors
-        messages = {error.row: error.message for error in errors} | {row: self._messages[row] for row in refused}
-        return (
-            np.where(np.isin(rows, refused), np.int32(ERRORED_ROW), drawn),
-            tuple(RowError(row, message) for row, message in sorted(messages.items())),
-        )
+    def among(self, rows: Int32Array) -> dict[int, str]:
+        """The refused ones of ``rows`` as they are now, and why."""
+        if not self._messages:
+            return {}
+        return {row: self._messages[row] for row in rows.tolist() if row in self._messages}
+
+
+def with_refusals(
+    rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...], refused: dict[int, str]
+) -> tuple[Int32Array, tuple[RowError, ...]]:
+    """What ``rows`` drew and their errors, the ``refused`` ones' among them; rows ascending."""
+    if not refused:
+        return drawn, errors
+    messages = {error.row: error.message for error in errors} | refused
+    return (
+        np.where(np.isin(rows, list(refused)), np.int32(ERRORED_ROW), drawn),
+        tuple(RowError(row, message) for row, message in sorted(messages.items())),
+    )

@@ -32,6 +32,8 @@ class ThreadedBackend:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._moves: dict[str, Int32Array] | None = None
         self._block_size = 1
+        # A backend that keeps block tables of its own says so, and spares a copy with each step.
+        self._reads_block_table = getattr(backend, "reads_block_table", True)
         self._thread = threading.Thread(target=self._work, name="backend", daemon=True)
         self._thread.start()
 
@@ -43,16 +45,22 @@ class ThreadedBackend:
 
     def execute(self, batch: StepBatch) -> Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
-        own_batch = self._with_own_block_table(batch)
+        own_batch = self._with_own_block_table(batch) if self._reads_block_table else batch
         moves, self._moves = self._moves, None
+        future: Future[StepResult] = Future()
 
-        def run() -> StepResult:
-            if moves is not None:
-                self._backend.move_blocks(**moves)
-            result = self._backend.execute(own_batch)
-            return result.result() if isinstance(result, Future) else result
+        def run() -> None:
+            try:
+                if moves is not None:
+                    self._backend.move_blocks(**moves)
+                result = self._backend.execute(own_batch)
+            except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)
+                future.set_exception(error)
+            else:
+                _pass_on(result, future)
 
-        return self._submit(run)
+        self._calls.put(run)
+        return future
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``. Done, and its failure and time reported, with the next ``execute``."""
@@ -79,6 +87,14 @@ class ThreadedBackend:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+
+
+def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]) -> None:
+    """Give a result to ``future``: now, or as soon as the backend has it. This thread has the next step to run."""
+    if isinstance(result, Future):
+        result.add_done_callback(lambda done: _settle(future, done.result))
+    else:
+        future.set_result(result)
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:

@@ -35,7 +35,7 @@ from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows
 from headway_executor.models.loading import expected_tensors, ignored_tensors
-from headway_executor.refusals import Refusals
+from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import Sampler
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary
@@ -152,6 +152,7 @@ class _OpenModel:
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
         sampling = np.flatnonzero(batch.samples)
+        sampled_rows = batch.rows[sampling]
         rows = StepRows(
             numbers=batch.rows.astype(np.int64),
             num_new=batch.num_scheduled_tokens.astype(np.int64),
@@ -161,13 +162,13 @@ class _OpenModel:
         )
         logits = self.forward.run(rows, self._token_ids)
         if len(sampling):
-            sampled_rows = torch.from_numpy(rows.numbers[sampling]).to(self._device)
+            numbers = torch.from_numpy(rows.numbers[sampling]).to(self._device)
             positions = torch.from_numpy((rows.num_computed + rows.num_new)[sampling]).to(self._device)
-            sampled = self._sampler.sample(logits, sampled_rows, positions, self._token_ids)
-            self._token_ids[sampled_rows, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
+            sampled = self._sampler.sample(logits, numbers, positions, self._token_ids)
+            self._token_ids[numbers, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
             drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
             logprobs, errors = sampled.logprobs, sampled.errors
-        drawn, errors = self._refusals.report(batch.rows[sampling], drawn, errors)
+        drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, device_time_us=elapsed_us)
 
