@@ -126,3 +126,12 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
     for token, row, position in zip(sampled.tolist(), rows.tolist(), positions.tolist(), strict=True):
         if row >= 0:
             token_store[row, position] = max(token, 0)
+
+
+# ---- quantised products -----------------------------------------------------------------------------------------------
+
+
+def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``gpu.quantized_linear.quantized_linear``; sums in float64, so that they are nobody's order of addition."""
+    results = x.double() @ codes.double().T * scales.double()
+    out.copy_(results if bias is None else results + bias.double())
