@@ -144,3 +144,12 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor) -> None:
     """``block_moves.swap_in``."""
     host_blocks, blocks = pairs.long()
     layers[:, blocks] = host[host_blocks.to(host.device)].transpose(0, 1).to(layers.device)
+
+
+# ---- quantised products -----------------------------------------------------------------------------------------------
+
+
+def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``gpu.quantized_linear.quantized_linear``; sums in float64, so that they are nobody's order of addition."""
+    results = x.double() @ codes.double().T * scales.double()
+    out.copy_(results if bias is None else results + bias.double())

@@ -10,10 +10,11 @@ from headway_kernels import reference
 from headway_kernels.gpu.activation import BLOCK, silu_and_multiply
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
+# Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-6, "atol": 1e-7},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-9, "atol": 1e-6},
 }
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
 

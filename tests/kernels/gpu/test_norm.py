@@ -11,10 +11,11 @@ from headway_kernels.gpu.norm import add_rms_norm
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EPS = 1e-5
+# Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 1e-3},
+    torch.float16: {"rtol": 2**-9, "atol": 1e-3},
 }
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
 SEEDS = st.integers(0, 2**31)

@@ -20,6 +20,12 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-7},
     torch.float16: {"rtol": 2**-9, "atol": 2**-10},
 }
+# A normalised channel may fall on the other side of a rounding, and the difference of two then cancel.
+NORMALISED_TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-3},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-6},
+}
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
 
 
@@ -51,6 +57,7 @@ def tables(head_dim, device):
 def test_equals_the_oracle(
     kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, spare
 ):
+    tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
     num_heads = num_kv_heads * group
     width = (num_heads + 2 * num_kv_heads) * head_dim
     seed = data.draw(st.integers(0, 2**31))
@@ -72,10 +79,10 @@ def test_equals_the_oracle(
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "eps": EPS}
     reference.rotate_and_store(expected, *columns, expected_pool, **shape, **norms)
     rotate_and_store(whole[:, :width], *columns, pool, **shape, **norms)
-    torch.testing.assert_close(whole[:, :width], expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(whole[:, :width], expected, **tolerance)
     assert torch.equal(whole[:, num_heads * head_dim : width], expected[:, num_heads * head_dim :])
     assert whole[:, width:].isnan().all()
-    torch.testing.assert_close(pool, expected_pool, equal_nan=True, **TOLERANCE[dtype])
+    torch.testing.assert_close(pool, expected_pool, equal_nan=True, **tolerance)
     assert torch.equal(pool[:, num_kv_heads:].nan_to_num(7), expected_pool[:, num_kv_heads:].nan_to_num(7))
 
 
@@ -84,6 +91,7 @@ def test_equals_the_oracle(
 def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
     num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 80, 3
     num_rotated = num_heads + num_kv_heads
+    tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
     options = {"dtype": dtype, "device": kernel_device}
     qkv = normal(0, num_tokens, (num_rotated + num_kv_heads) * head_dim, **options)
     q_norm, k_norm = (normal(seed, head_dim, **options) for seed in (1, 2))
@@ -116,8 +124,8 @@ def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
         eps=EPS,
     )
     queries = qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
-    torch.testing.assert_close(queries, expected[:, :num_heads], **TOLERANCE[dtype])
-    torch.testing.assert_close(pool[0, :num_kv_heads].transpose(0, 1), expected[:, num_heads:], **TOLERANCE[dtype])
+    torch.testing.assert_close(queries, expected[:, :num_heads], **tolerance)
+    torch.testing.assert_close(pool[0, :num_kv_heads].transpose(0, 1), expected[:, num_heads:], **tolerance)
     assert torch.equal(pool[0, num_kv_heads:].transpose(0, 1), values)
 
 
