@@ -37,7 +37,7 @@ class HostPool:
         self, *, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
-        self._blocks = _allocate((num_blocks, *block_shape), dtype, device)
+        self._blocks = allocate_blocks((num_blocks, *block_shape), dtype, device)
         self._is_staged = device.type != "cpu"
         self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
 
@@ -73,6 +73,27 @@ class HostPool:
             yield slice(start, min(start + self._in_one_go, count))
 
 
+def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in main memory for swapped-out blocks of ``device``: untouched beside a CPU, pinned beside a GPU.
+
+    Raises:
+        BackendConfigError: the memory cannot be had.
+    """
+    if not shape[0]:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        if device.type == "cpu":
+            return untouched_zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    except (OSError, OverflowError, RuntimeError) as error:
+        asked = -(-math.prod(shape) * dtype.itemsize // _MIB)
+        reason = " ".join(str(error).split())
+        raise BackendConfigError(
+            f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
+            "allowed: less, or 0 (no swapping)"
+        ) from error
+
+
 def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
     """How many blocks the configured swap space holds.
 
@@ -97,22 +118,6 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
             f"0 (no swapping), -1 (automatic), {-(-block_bytes // _MIB)} or more"
         )
     return found
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not shape[0]:
-        return torch.empty(shape, dtype=dtype)
-    try:
-        if device.type == "cpu":
-            return untouched_zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
-    except (OSError, OverflowError, RuntimeError) as error:
-        asked = -(-math.prod(shape) * dtype.itemsize // _MIB)
-        reason = " ".join(str(error).split())
-        raise BackendConfigError(
-            f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
-            "allowed: less, or 0 (no swapping)"
-        ) from error
 
 
 def _wait_for(device: torch.device) -> None:
