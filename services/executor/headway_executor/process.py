@@ -9,9 +9,11 @@ import os
 import secrets
 import signal
 import sys
+import time
 from types import FrameType
 from typing import NoReturn
 
+import msgspec
 import structlog
 import zmq
 from structlog.typing import FilteringBoundLogger, Processor
@@ -31,6 +33,7 @@ EXIT_BAD_CONFIGURATION = 2
 EXIT_BAD_MODEL_FILES = 3
 
 _PR_SET_PDEATHSIG = 1
+_PROGRESS_INTERVAL_S = 2.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -49,7 +52,8 @@ def run(config: ExecutorConfig) -> int:
         config.validate()
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
-        info = backend.open(config.backend_config())
+        progress = _OpeningProgress(log)
+        info = backend.open(msgspec.structs.replace(config.backend_config(), progress=progress.report))
         channel = SchedulerChannel(config.step_address, config.curve_keys)
     except ModelFilesError as error:
         return _refuse(error, EXIT_BAD_MODEL_FILES)
@@ -81,6 +85,22 @@ def _serve(info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChanne
         wake=channel.wake,
     )
     serve(cycle, channel, should_stop=lambda: stop.requested)
+
+
+class _OpeningProgress:
+    """Says in the log how far a long opening has come: what begins, then at most once in ``_PROGRESS_INTERVAL_S``."""
+
+    def __init__(self, log: FilteringBoundLogger) -> None:
+        self._log = log
+        self._what = ""
+        self._said_at = float("-inf")
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total`` parts of ``what`` are there."""
+        now = time.monotonic()
+        if what != self._what or now - self._said_at >= _PROGRESS_INTERVAL_S:
+            self._what, self._said_at = what, now
+            self._log.info(what, done=done, total=total)
 
 
 class _StopRequest:

@@ -1,4 +1,4 @@
-"""Rows whose tokens no model can look up: they fail, alone.
+"""Rows that cannot be run, such as those whose tokens the model does not have: they fail, alone.
 
 Owns: which rows those are, and putting their errors into a step's result.
 Must not know: how a model runs, or how tokens are drawn.
@@ -29,6 +29,10 @@ class Refusals:
         first = int(token_ids[outside][0])
         self._messages[row] = f"token id {first} is not allowed; allowed: 0 to {self._vocab_size - 1}"
         return np.where(outside, np.int32(0), token_ids)
+
+    def add(self, messages: dict[int, str]) -> None:
+        """Refuse rows for other reasons than their tokens."""
+        self._messages |= messages
 
     def forget(self, rows: Int32Array) -> None:
         """``rows`` are somebody else's from now on."""

@@ -5,12 +5,12 @@ Must not know: files, where weights go, or how the model runs.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headway_executor.models.config import ModelConfig
-from headway_executor.weights import Checkpoint
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -67,29 +67,45 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
+class TensorSource(Protocol):
+    """Where the tensors of a model come from."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``, in its own dtype."""
+        ...
+
+
 class ModelTensors:
     """Reads the tensors of a checkpoint that ``Checkpoint.check`` accepted, in its own dtype.
 
     What comes out may be the mapped file itself: it must not be written to, nor kept. ``channel_order`` (int64, shape
-    ``[head_dim]``) is the order in which the channels of query and key heads are wanted.
+    ``[head_dim]``) is the order in which the channels of query and key heads are wanted. Where a ``device`` is given, the
+    tensors are on it: each goes there straight from its file, and is put together there.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, channel_order: Tensor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: TensorSource,
+        channel_order: Tensor,
+        device: torch.device | None = None,
+    ) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._channel_order = channel_order
+        self._channel_order = channel_order if device is None else channel_order.to(device)
+        self._device = device
 
     def embedding(self) -> Tensor:
         """Shape ``[vocab, hidden]``."""
-        return self._checkpoint.read(_EMBEDDING)
+        return self._read_named(_EMBEDDING)
 
     def head(self) -> Tensor:
         """Shape ``[vocab, hidden]``; the embedding where the two are tied."""
-        return self._checkpoint.read(_EMBEDDING if self._config.tie_word_embeddings else _HEAD)
+        return self._read_named(_EMBEDDING if self._config.tie_word_embeddings else _HEAD)
 
     def final_norm(self) -> Tensor:
         """Shape ``[hidden]``."""
-        return self._checkpoint.read(_FINAL_NORM)
+        return self._read_named(_FINAL_NORM)
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Weight ``[(heads + 2 * kv_heads) * head_dim, hidden]`` and bias, if any: queries, keys, values."""
@@ -128,7 +144,11 @@ class ModelTensors:
         return torch.stack([queries] * config.num_heads + [keys] * config.num_kv_heads)
 
     def _read(self, index: int, name: str) -> Tensor:
-        return self._checkpoint.read(_layer_prefix(index) + name)
+        return self._read_named(_layer_prefix(index) + name)
+
+    def _read_named(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name)
+        return tensor if self._device is None else tensor.to(self._device)
 
     def _projection(self, index: int, name: str, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
         return self._read(index, f"{name}.weight"), self._read(index, f"{name}.bias") if has_bias else None

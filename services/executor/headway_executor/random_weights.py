@@ -1,0 +1,58 @@
+"""Weights drawn from a seed where a checkpoint has none: to measure a model's speed with nothing but its config.json.
+
+Owns: the distribution, and being read like a checkpoint. Must not know: what a tensor is for, beyond its shape.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+_NORM_SUFFIX = "norm.weight"
+
+
+class RandomCheckpoint:
+    """Read like ``weights.Checkpoint``: the tensors of ``shapes`` (name to shape), in ``dtype``, made on ``device``.
+
+    Each is drawn from its name and ``seed``, so that it is the same whenever it is read: normal, with the variance that keeps
+    activations of order one; gains of norms are ones.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``."""
+        shape = self._shapes[name]
+        if name.endswith(_NORM_SUFFIX):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(self._seed ^ zlib.crc32(name.encode()))
+        drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return drawn.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+    def fingerprint(self) -> str:
+        """Names shapes and seed: 16 hex digits."""
+        text = f"{self._seed} {self._dtype} {sorted(self._shapes.items())}".encode()
+        return f"{zlib.crc32(text):08x}{zlib.crc32(text[::-1]):08x}"
