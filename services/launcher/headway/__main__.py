@@ -181,6 +181,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.doctor.command import add_doctor_flags
+
+    add_doctor_flags(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from headway.doctor.command import run
+
+    return run(arguments)
+
+
 def _version(arguments: argparse.Namespace) -> int:
     del arguments
     sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
@@ -202,6 +214,11 @@ COMMANDS = {
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
         _add_simulate_flags,
         _simulate,
+    ),
+    "doctor": Command(
+        "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
+        _add_doctor_flags,
+        _doctor,
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
     "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),

@@ -1,0 +1,190 @@
+"""What this host has that a backend can run on: compiled kernels, CUDA devices, toolkits.
+
+Owns: finding out, and one line for whatever is missing, with what to do about it.
+Must not know: what is done with a finding, or how fast anything is.
+"""
+
+import importlib
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from headway_executor.host_memory import free_host_bytes
+from headway_kernels.cpu.build import variants_here
+from headway_kernels.cpu.library import installed_variants, runs_here
+
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+_CUDA_BUILD = "install a CUDA build, see https://pytorch.org/get-started/locally"
+_CUDA_EXTRA = "pip install 'headway[cuda]'"
+_SHOWN_CHARS = 160
+
+
+class KernelVariants(msgspec.Struct, frozen=True, kw_only=True):
+    """The compiled CPU kernels: ``installed`` variants, and the one that this processor takes, or why it takes none."""
+
+    installed: tuple[str, ...]
+    used: str
+    problem: str
+
+
+class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One CUDA device; memory in bytes."""
+
+    index: int
+    name: str
+    capability: str
+    memory_bytes: int
+    free_memory_bytes: int
+
+
+class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch sees. Each ``problem`` is one line, or empty where all is well.
+
+    ``driver`` is NVIDIA's kernel driver, ``cuda`` what torch was built for; both empty where there is none.
+    """
+
+    free_memory_bytes: int
+    num_torch_threads: int
+    kernels: KernelVariants
+    cuda: str
+    driver: str
+    devices: tuple[CudaDevice, ...]
+    cuda_problem: str
+    triton_problem: str
+    cupy_problem: str
+
+
+def examine_host() -> HostReport:
+    """Look at everything; runs a kernel of each toolkit where there is a device."""
+    devices, cuda_problem = _cuda_devices()
+    return HostReport(
+        free_memory_bytes=free_host_bytes(),
+        num_torch_threads=torch.get_num_threads(),
+        kernels=_kernel_variants(),
+        cuda=torch.version.cuda or "",
+        driver=_driver_version(),
+        devices=devices,
+        cuda_problem=cuda_problem,
+        triton_problem=_without_device("triton") if cuda_problem else _problem_of("triton", _try_triton),
+        cupy_problem=_without_device("cupy") if cuda_problem else _problem_of("cupy", _try_cupy),
+    )
+
+
+def _one_line(told: object) -> str:
+    """What an error or a warning says, on one line and not too long."""
+    return (" ".join(str(told).split()) or type(told).__name__)[:_SHOWN_CHARS]
+
+
+def _kernel_variants() -> KernelVariants:
+    paths = installed_variants()
+    usable = [path for path in paths if runs_here(path)]
+    problem = ""
+    if not variants_here():
+        problem = f"there are none for {platform.system()} on {platform.machine()}: PyTorch operators run instead"
+    elif not paths:
+        problem = (
+            "not compiled, PyTorch operators run instead; run: make kernels, or python -m headway_kernels.cpu.build"
+        )
+    elif not usable:
+        problem = "this processor runs none of them: PyTorch operators run instead"
+    return KernelVariants(
+        installed=tuple(_variant_name(path) for path in paths),
+        used=_variant_name(usable[0]) if usable else "",
+        problem=problem,
+    )
+
+
+def _variant_name(path: Path) -> str:
+    return path.stem.rpartition(".")[2]
+
+
+def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str]:
+    """The devices, or why there are none."""
+    if not torch.version.cuda:
+        return (), f"this torch ({torch.__version__}) is built without CUDA; {_CUDA_BUILD}"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        if told:
+            return (), _one_line(told[0].message)
+        if not _driver_version():
+            return (), "no NVIDIA driver; install it, and give a container the device (docker run --gpus all)"
+        return (), "the NVIDIA driver shows no device; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+    try:
+        return tuple(_device(index) for index in range(count)), ""
+    except RuntimeError as error:
+        return (), f"a CUDA device cannot be used: {_one_line(error)}"
+
+
+def _device(index: int) -> CudaDevice:
+    free, total = torch.cuda.mem_get_info(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    return CudaDevice(
+        index=index,
+        name=torch.cuda.get_device_name(index),
+        capability=f"{major}.{minor}",
+        memory_bytes=total,
+        free_memory_bytes=free,
+    )
+
+
+def _driver_version() -> str:
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER_VERSION.read_text())
+    except OSError:
+        return ""
+    return found.group() if found else ""
+
+
+def _without_device(package: str) -> str:
+    return _missing(package) or "needs a CUDA device"
+
+
+def _missing(package: str) -> str:
+    """Why a package cannot be imported; empty if it can."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            return f"not installed; {_CUDA_EXTRA}"
+        return f"needs {error.name}, which is not installed"
+    except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
+        return f"cannot be imported: {_one_line(error)}"
+    return ""
+
+
+def _problem_of(package: str, trial: Callable[[torch.device], None]) -> str:
+    """Why a toolkit does not run on the first device; empty if it does."""
+    missing = _missing(package)
+    if missing:
+        return missing
+    try:
+        trial(torch.device("cuda", 0))
+    except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
+        compilers = () if package != "triton" else ("cc", "gcc", "clang")
+        if compilers and not any(map(shutil.which, compilers)):
+            return "needs a C compiler on this host; install gcc or clang"
+        return f"does not run a kernel: {_one_line(error)}"
+    return ""
+
+
+def _try_triton(device: torch.device) -> None:
+    from headway_kernels.gpu.trial import try_triton
+
+    with torch.cuda.device(device):
+        try_triton(device)
+
+
+def _try_cupy(device: torch.device) -> None:
+    from headway_kernels.gpu.trial import try_cupy
+
+    try_cupy(device)
