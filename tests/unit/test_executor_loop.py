@@ -295,6 +295,8 @@ def test_a_threaded_backend_keeps_its_own_block_tables():
     assert threading.get_ident() not in backend.threads
     threaded.close()
     threaded.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        threaded.open(BackendConfig(model=""))
 
 
 class SwaplessBackend(SimulatedBackend):

@@ -163,6 +163,24 @@ def test_min_tokens_holds_back_stop_tokens():
     assert tokens == driver.backend.token_hash.continuation(prompt, 21, sampling)
 
 
+@pytest.mark.parametrize("left", [(), (1,)])
+def test_a_row_that_can_draw_nothing_fails_alone(left):
+    """Also where what is left is the end of sequence, which is never drawn unless its probability says so."""
+    stops = tuple(token for token in range(5) if token not in left)
+    sampling = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=stops)
+    driver = Driver(vocab_size=5, eos_token_id=1)
+    prompt = [0, 1, 2]
+    rows = [request(0, prompt, range(8)), request(1, prompt, range(8, 16), sampling=sampling)]
+    result = driver.run(*rows, scheduled=[(0, 3), (1, 3)])
+    assert result.sampled_token_ids.tolist() == [
+        *driver.backend.token_hash.continuation(prompt, 1, GREEDY),
+        ERRORED_ROW,
+    ]
+    assert [(error.row, error.message) for error in result.errors] == [(1, "simulated: every token is excluded")]
+    drawn = Driver(vocab_size=5, eos_token_id=1, eos_probability=1).run(rows[1], scheduled=[(1, 3)])
+    assert drawn.sampled_token_ids.tolist() == [1 if left else ERRORED_ROW]
+
+
 def test_logprobs_are_deterministic_and_well_formed():
     def first_step():
         driver = Driver()
@@ -372,6 +390,9 @@ def test_a_checkpoint_directory_describes_the_model(tmp_path):
         ),
         ({"options": {"verify_kv": "perhaps"}}, "backend_options: verify_kv='perhaps' is not allowed; "),
         ({"options": {"vocab_size": "9", "eos_token_id": "9"}}, "eos_token_id=9 is not allowed; allowed: 0 to 8"),
+        ({"max_model_len": -1}, "max_model_len: -1 is not allowed; allowed: 1 to 4096, or 0 for all of the context"),
+        ({"block_size": 0}, "block_size: 0 is not allowed; allowed: 1 or more"),
+        ({"max_num_seqs": 0}, "max_num_seqs: 0 is not allowed; allowed: 1 or more"),
     ],
 )
 def test_settings_that_cannot_be_honoured(settings, message):

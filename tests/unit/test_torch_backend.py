@@ -257,6 +257,7 @@ def test_nan_in_one_row_stays_there(llama):
         ({"dtype": "float8"}, "dtype 'float8' is not allowed; allowed: auto, float32"),
         ({"quantization": "int4"}, "quantization 'int4' is not allowed; allowed: none, int8"),
         ({"num_threads": -2}, "num_threads -2"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0 is not allowed; allowed: 1 or more"),
         ({"options": {"kernel": "eager"}}, "backend_options 'kernel' is not allowed; allowed: kernels"),
         (
             {"options": {"kernels": "fast"}},

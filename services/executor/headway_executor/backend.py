@@ -140,7 +140,7 @@ class ExecutorBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. May be called twice."""
+        """Release everything. May be called twice; ``execute`` raises from then on."""
         ...
 
 

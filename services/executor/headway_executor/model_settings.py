@@ -65,6 +65,16 @@ def max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
     return config.max_model_len or model_config.context
 
 
+def check_max_num_seqs(max_num_seqs: int) -> None:
+    """Refuse a number of rows that holds no request.
+
+    Raises:
+        BackendConfigError: it is less than 1.
+    """
+    if max_num_seqs < 1:
+        raise BackendConfigError(f"max_num_seqs {max_num_seqs} is not allowed; allowed: 1 or more")
+
+
 def check_block_size(block_size: int) -> None:
     """A block's size must be a power of two."""
     if block_size < 1 or block_size & (block_size - 1):

@@ -32,6 +32,7 @@ class ThreadedBackend:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._moves: dict[str, Int32Array] | None = None
         self._block_size = 1
+        self._is_closed = False
         # A backend that keeps block tables of its own says so, and spares a copy with each step.
         self._reads_block_table = getattr(backend, "reads_block_table", True)
         self._thread = threading.Thread(target=self._work, name="backend", daemon=True)
@@ -59,7 +60,7 @@ class ThreadedBackend:
             else:
                 _pass_on(result, future)
 
-        self._calls.put(run)
+        self._put(run)
         return future
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
@@ -68,9 +69,10 @@ class ThreadedBackend:
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``. Waits a few seconds for a step that runs."""
-        if self._thread.is_alive():
+        if not self._is_closed:
             self._submit(self._backend.close)
             self._calls.put(None)
+            self._is_closed = True
             self._thread.join(_CLOSE_SECONDS)
 
     def _with_own_block_table(self, batch: StepBatch) -> StepBatch:
@@ -81,8 +83,14 @@ class ThreadedBackend:
 
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
-        self._calls.put(lambda: _settle(future, call))
+        self._put(lambda: _settle(future, call))
         return future
+
+    def _put(self, call: Callable[[], None]) -> None:
+        """Let the thread make a call; refused when it has ended, since nobody would ever answer."""
+        if self._is_closed:
+            raise RuntimeError("the backend is closed")
+        self._calls.put(call)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

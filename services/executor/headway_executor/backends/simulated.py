@@ -115,14 +115,24 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return tokens
 
     def next_token_except(self, prefix: int, salt: int, excluded: frozenset[int]) -> int:
-        """The first token not in ``excluded`` among the draws of a row, for rows below their ``min_tokens``."""
-        if len(excluded) >= self.vocab_size:
+        """The first token not in ``excluded`` among the draws of a row, for rows below their ``min_tokens``.
+
+        Raises:
+            ValueError: none is left.
+        """
+        if not self.leaves_any(excluded):
             raise ValueError("every token is excluded")
         state = np.array([prefix], dtype=np.uint64)
         salts = np.array([salt], dtype=np.uint64)
         while (token := int(self.next_tokens(state, salts)[0])) in excluded:
             state = _mix(state + salts)
         return token
+
+    def leaves_any(self, excluded: frozenset[int]) -> bool:
+        """Whether a token that can be drawn is not in ``excluded``."""
+        ends = frozenset(self.eos_token_ids)
+        left = self.vocab_size - len(excluded | ends) if self.eos_probability < 1 else 0
+        return left > 0 or (self.eos_probability > 0 and bool(ends - excluded))
 
     def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
         """The next ``num_tokens`` tokens after a prompt: the oracle for whole generations.
@@ -157,6 +167,8 @@ class SimulatedBackend:
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
         self._options = _parse_options(config.options)
+        _check_at_least("block_size", config.block_size, 1)
+        _check_at_least("max_num_seqs", config.max_num_seqs, 1)
         model = _describe_model(config.model, self._options)
         max_model_len = _max_model_len(config.max_model_len, model.context_length)
         num_blocks = _num_blocks(config, max_model_len)
@@ -255,13 +267,15 @@ class SimulatedBackend:
         """Draw the token at ``positions`` for ``rows`` and append it to their histories."""
         prefixes = self._prefixes[rows, positions]
         tokens = self._hash.next_tokens(prefixes, self._salts[rows])
+        messages: dict[int, str] = {}
         if self._masked:
             self._apply_masks(rows, positions, prefixes, tokens)
-        errors: tuple[RowError, ...] = ()
+            messages |= dict.fromkeys(rows[tokens == ERRORED_ROW].tolist(), "simulated: every token is excluded")
         if self._options.nan_row_token is not None:
             failed = self._last_tokens[rows] == self._options.nan_row_token
-            errors = tuple(RowError(row, "simulated: the logits are NaN") for row in rows[failed].tolist())
+            messages |= dict.fromkeys(rows[failed].tolist(), "simulated: the logits are NaN")
             tokens[failed] = ERRORED_ROW
+        errors = tuple(RowError(row, message) for row, message in sorted(messages.items()))
         self._prefixes[rows, positions + 1] = prefixes + mix_tokens(tokens, positions)
         self._last_tokens[rows] = tokens
         logprobs = self._invent_logprobs(rows, tokens, prefixes) if self._num_logprobs else ()
@@ -271,7 +285,13 @@ class SimulatedBackend:
         for place, row in enumerate(rows.tolist()):
             end, excluded = self._masked.get(row, (0, frozenset()))
             if positions[place] < end and int(tokens[place]) in excluded:
-                tokens[place] = self._hash.next_token_except(int(prefixes[place]), int(self._salts[row]), excluded)
+                tokens[place] = self._next_except(int(prefixes[place]), int(self._salts[row]), excluded)
+
+    def _next_except(self, prefix: int, salt: int, excluded: frozenset[int]) -> int:
+        """The next token that is not excluded, ``ERRORED_ROW`` where all are: that row fails, and no other."""
+        if not self._hash.leaves_any(excluded):
+            return ERRORED_ROW
+        return self._hash.next_token_except(prefix, salt, excluded)
 
     def _invent_logprobs(self, rows: Int32Array, tokens: Int32Array, prefixes: Hashes) -> tuple[RowLogprobs, ...]:
         """Deterministic values in the right form: the sampled token is the likeliest, its successors follow."""
@@ -439,7 +459,16 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
     return _Model(config.vocab_size, eos_token_ids, config.max_position_embeddings)
 
 
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise BackendConfigError(f"{field}: {value} is not allowed; allowed: {least} or more")
+
+
 def _max_model_len(asked: int, context_length: int) -> int:
+    if asked < 0:
+        raise BackendConfigError(
+            f"max_model_len: {asked} is not allowed; allowed: 1 to {context_length}, or 0 for all of the context"
+        )
     if asked > context_length:
         raise BackendConfigError(f"max_model_len: {asked} is over the model's context; allowed: 1 to {context_length}")
     return asked or context_length

@@ -23,6 +23,7 @@ from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
 from headway_executor.model_settings import (
     check_block_size,
+    check_max_num_seqs,
     check_options,
     check_quantization,
     device_of,
@@ -65,6 +66,7 @@ class TorchBackend:
         dtype = dtype_of(config, model_config, device)
         max_model_len = max_model_len_of(config, model_config)
         check_block_size(config.block_size)
+        check_max_num_seqs(config.max_num_seqs)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
