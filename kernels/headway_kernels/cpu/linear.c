@@ -16,7 +16,7 @@
 #define QUAD 4     /* inputs that one 8-bit instruction takes */
 #define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
 #define LINE 64    /* bytes that memory gives at once */
-#define LINES_AHEAD 64
+#define LINES_AHEAD 128
 /* Steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache. */
 #define DEPTH 768
 #define MOST_FETCHED (128 << 10)
@@ -212,13 +212,17 @@ typedef struct {
     int64_t end;
 } range;
 
-/* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on. */
+/* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on, and from `then` on when only
+ * `last_steps` are left. */
 typedef struct {
     const char *at;
     int64_t lines;
+    const char *then;
+    int64_t last_steps;
 } fetching;
 
-INLINE void fetch(fetching *ahead) {
+INLINE void fetch(fetching *ahead, int64_t steps_left) {
+    if (steps_left == ahead->last_steps) ahead->at = ahead->then;
     for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
 }
 
@@ -234,7 +238,7 @@ INLINE vec load_weights(const int form, const void *panel, int64_t at) {
 INLINE void sum_floats(const int rows, const int form, const float *tile, const void *panel, range inputs,
                        vec (*sums)[2], fetching ahead) {
     for (int64_t k = inputs.begin; k < inputs.end; k++) {
-        fetch(&ahead);
+        fetch(&ahead, inputs.end - k);
         vec low = load_weights(form, panel, k * PANEL);
         vec high = load_weights(form, panel, k * PANEL + LANES);
         const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
@@ -263,7 +267,7 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
 INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, range quads, ivec (*sums)[2],
                      fetching ahead) {
     for (int64_t quad = quads.begin; quad < quads.end; quad++) {
-        fetch(&ahead);
+        fetch(&ahead, quads.end - quad);
         ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
         ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
         const int8_t *column = tile + (quad / STRETCH * STRETCH * rows + quad % STRETCH) * QUAD;
@@ -372,14 +376,15 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
 }
 
 /* What tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first one, which
- * brings those from memory, looks a little ahead; the second and third, which have them in the cache, fetch what comes
- * next. */
+ * brings those from memory, looks a little ahead, near the end into what comes next: what lies behind the end is
+ * another member's. The second and third, which have the weights in the cache, fetch the rest of what comes next. */
 static fetching what_to_fetch(const char *current, const char *next, int64_t bytes, int64_t lines, int64_t place,
                               int64_t count) {
-    if (place == 0) return (fetching){current + LINES_AHEAD * LINE, lines};
-    if (place == 1 && count == 2) return (fetching){next, lines};
-    if (place <= 2) return (fetching){next + (place - 1) * bytes / 2 / LINE * LINE, (lines + 1) / 2};
-    return (fetching){current, 0};
+    if (lines == 0) return (fetching){.at = current};
+    if (place == 0) return (fetching){current + LINES_AHEAD * LINE, lines, next, LINES_AHEAD / lines};
+    if (place == 1 && count == 2) return (fetching){.at = next, .lines = lines};
+    if (place <= 2) return (fetching){.at = next + (place - 1) * bytes / 2 / LINE * LINE, .lines = (lines + 1) / 2};
+    return (fetching){.at = current};
 }
 
 void fetch_panel(const linear *from, int64_t panel) {

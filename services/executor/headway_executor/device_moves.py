@@ -9,7 +9,7 @@ A backend calls, for each step and on one thread:
 1. ``move``, where the step moves blocks: the swaps are given to a stream of their own, the copies to the steps' stream;
 2. ``before_step``, before it gives the step's first work to the steps' stream;
 3. ``after_step``, behind its last work, also when the step has failed: part of it may run;
-4. ``move_time_us``, once the step's result is there.
+4. ``move_time_us``, once the step's result is there; this one from any thread.
 
 Nothing here waits for the device but opening, measuring and closing. Nothing is given to the device by ``before_step``
 or ``after_step`` but a wait where one is needed, and an event; both stand outside a captured graph.
@@ -33,6 +33,8 @@ _TIMED_ROUNDS = 3
 _MOST_WATCHED = 8
 """Steps whose marks are kept without a look at them; more than are ever in flight."""
 
+_MOST_UNASKED = 32
+"""Steps whose times are kept for who asks; more than are ever in flight."""
 
 # Its constructors have no types.
 _untyped_cuda: Any = torch.cuda
@@ -254,8 +256,9 @@ class DeviceMoves:
             self._note_what_ended()
         if self._coming:
             self._timed[number], self._coming = self._coming, []
-            if len(self._timed) > _MOST_WATCHED:  # of steps that failed, nobody asks
-                del self._timed[next(iter(self._timed))]
+            # Of steps that failed, nobody asks. A copy, since another thread may be asking.
+            for forgotten in sorted(self._timed.copy())[:-_MOST_UNASKED]:
+                self._timed.pop(forgotten, None)
         return number
 
     def move_time_us(self, number: int) -> int:
