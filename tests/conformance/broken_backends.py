@@ -1,0 +1,560 @@
+"""Backends that are wrong on purpose: each is ``torch`` but for one mistake that somebody could make.
+
+``found_by`` names the scenarios that must fail. The mistakes are those of a backend that keeps state of its own: what
+torch reads from a step anew each time, a backend on a device may have read one step too early, or once too often.
+"""
+
+import json
+import random
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from headway_executor.backend import BackendConfigError
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import ERRORED_ROW
+
+replace = msgspec.structs.replace
+NOTHING = np.empty((2, 0), dtype=np.int32)
+
+
+class WrappedBackend:
+    """``torch``, eager, as it is."""
+
+    executes_inline: ClassVar[bool] = False
+    found_by: ClassVar[tuple[str, ...]] = ()
+    timeout_s: ClassVar[float] = 60.0
+
+    def __init__(self):
+        self.inner = TorchBackend()
+
+    def open(self, config):
+        self.info = self.inner.open(replace(config, options={"kernels": "eager"} | config.options))
+        return self.info
+
+    def execute(self, batch):
+        return self.inner.execute(batch)
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        self.inner.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
+
+    def close(self):
+        self.inner.close()
+
+
+class SortsBlocks(WrappedBackend):
+    """Takes a row's blocks in ascending order."""
+
+    found_by = ("blocks_in_any_order", "lengths_around_block_boundaries", "swapped_out_and_in")
+
+    def execute(self, batch):
+        table = batch.block_table.copy()
+        for row, reached in zip(batch.rows, batch.num_computed_tokens + batch.num_scheduled_tokens, strict=True):
+            width = -(-reached // self.info.block_size)
+            table[row, :width].sort()
+        return super().execute(replace(batch, block_table=table))
+
+
+class ReadsTheTableOfAnEarlierStep(WrappedBackend):
+    """Keeps a row's table as it was when the row was new, and appends without looking which row is new."""
+
+    found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_1")
+
+    def open(self, config):
+        info = super().open(config)
+        self.table = np.zeros((info.max_num_rows, 1000), dtype=np.int32)
+        self.lengths = np.zeros(info.max_num_rows, dtype=np.int32)
+        return info
+
+    def execute(self, batch):
+        for row, block in batch.new_blocks.T:
+            self.table[row, self.lengths[row]] = block
+            self.lengths[row] += 1
+        return super().execute(replace(batch, block_table=self.table))
+
+
+class LateFuture(Future):
+    """Computes its result when somebody waits for it."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.run()
+        return super().result(timeout)
+
+
+class ReadsTheTableTooLate(WrappedBackend):
+    """Runs a step when the next one comes, and reads a table that has changed by then."""
+
+    found_by = ("steps_in_flight_2", "steps_in_flight_3", "steps_in_flight_4")
+    executes_inline = True
+
+    def __init__(self):
+        super().__init__()
+        self.late = None
+
+    def execute(self, batch):
+        self.run_late()
+        self.late = batch, LateFuture(self.run_late)
+        return self.late[1]
+
+    def run_late(self):
+        if self.late is not None:
+            (batch, future), self.late = self.late, None
+            future.set_result(super().execute(batch))
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        self.run_late()
+        super().move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
+
+
+class KeepsTheParametersOfARow(WrappedBackend):
+    """A row that was used before keeps its first sampling parameters."""
+
+    found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_2")
+
+    def __init__(self):
+        super().__init__()
+        self.sampling = {}
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=self.sampling.setdefault(new.row, new.sampling)) for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class StartsEveryRowAtZero(WrappedBackend):
+    """Counts computed tokens itself, and forgets that a new row may start behind some."""
+
+    found_by = ("a_prefix_that_is_there", "a_prefix_of_the_same_step", "swapped_out_and_in", "copied_blocks")
+
+    def open(self, config):
+        info = super().open(config)
+        self.computed = np.zeros(info.max_num_rows, dtype=np.int32)
+        return info
+
+    def execute(self, batch):
+        for new in batch.new_rows:
+            self.computed[new.row] = 0
+        computed = self.computed[batch.rows]
+        self.computed[batch.rows] += batch.num_scheduled_tokens
+        return super().execute(replace(batch, num_computed_tokens=computed))
+
+
+class CountsRowsThatSitOut(WrappedBackend):
+    """Advances every live row by one where the step says nothing of it, also those that sit out."""
+
+    found_by = ("rows_that_sit_out",)
+
+    def open(self, config):
+        info = super().open(config)
+        self.extra = np.zeros(info.max_num_rows, dtype=np.int32)
+        self.live = set()
+        return info
+
+    def execute(self, batch):
+        self.live -= set(batch.finished_rows.tolist())
+        for new in batch.new_rows:
+            self.live.add(new.row)
+            self.extra[new.row] = 0
+        for row in self.live - set(batch.rows.tolist()):
+            self.extra[row] += 1
+        computed = np.minimum(batch.num_computed_tokens + self.extra[batch.rows], self.info.max_model_len - 1)
+        wide_table = np.pad(batch.block_table, ((0, 0), (0, 20)))
+        return super().execute(replace(batch, num_computed_tokens=computed.astype(np.int32), block_table=wide_table))
+
+
+class DropsSwapIn(WrappedBackend):
+    """Swaps out and never in."""
+
+    found_by = ("swapped_out_and_in", "out_and_in_in_one_step", "host_blocks_of_a_new_epoch", "steps_in_flight_1")
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        super().move_blocks(copies=copies, swap_out=swap_out, swap_in=NOTHING)
+
+
+class AlwaysHasHostBlocks(WrappedBackend):
+    """Reserves host blocks whatever it is told."""
+
+    found_by = ("without_host_blocks",)
+
+    def open(self, config):
+        return super().open(replace(config, swap_space_mib=-1))
+
+
+class ReportsOtherTokens(WrappedBackend):
+    """Reports tokens other than the likeliest, with their right log probabilities."""
+
+    found_by = ("logprobs_among_rows_without",)
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=replace(new.sampling, logprobs=min(20, new.sampling.logprobs + 1)))
+            if new.sampling.logprobs > 0
+            else new
+            for new in batch.new_rows
+        )
+        result = super().execute(replace(batch, new_rows=new_rows))
+        entries = tuple(
+            replace(entry, top_token_ids=entry.top_token_ids[1:], top_logprobs=entry.top_logprobs[1:])
+            if 0 < len(entry.top_token_ids) < 20
+            else entry
+            for entry in result.logprobs
+        )
+        return replace(result, logprobs=entries)
+
+
+class SwapsInBeforeOut(WrappedBackend):
+    """Reads host blocks before the step has written its own, and overwrites device blocks that are to be saved."""
+
+    found_by = ("out_and_in_in_one_step", "moved_within_one_step")
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        super().move_blocks(copies=NOTHING, swap_out=NOTHING, swap_in=swap_in)
+        super().move_blocks(copies=copies, swap_out=swap_out, swap_in=NOTHING)
+
+
+class SwapsOutAfterTheStep(WrappedBackend):
+    """Saves blocks when the step has run, by when others have written to them."""
+
+    found_by = ("swapped_out_and_in",)
+
+    def __init__(self):
+        super().__init__()
+        self.late = NOTHING
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        self.late = swap_out
+        super().move_blocks(copies=copies, swap_out=NOTHING, swap_in=swap_in)
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        super().move_blocks(copies=NOTHING, swap_out=self.late, swap_in=NOTHING)
+        self.late = NOTHING
+        return replace(result, move_time_us=0)
+
+
+class FreesHostBlocksThatWereRead(WrappedBackend):
+    """Takes a host block for empty once it was swapped in."""
+
+    found_by = ("host_blocks_keep_what_was_last_written",)
+
+    def __init__(self):
+        super().__init__()
+        self.read = set()
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        self.read -= set(swap_out[1].tolist())
+        kept = np.array([host not in self.read for host in swap_in[0].tolist()], dtype=bool)
+        self.read |= set(swap_in[0].tolist())
+        super().move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in[:, kept])
+
+
+class IgnoresCopies(WrappedBackend):
+    """Never copies a block."""
+
+    found_by = ("copied_blocks", "swapped_in_then_copied")
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        super().move_blocks(copies=NOTHING, swap_out=swap_out, swap_in=swap_in)
+
+
+class CopiesFirst(WrappedBackend):
+    """Copies before it swaps in."""
+
+    found_by = ("swapped_in_then_copied",)
+
+    def move_blocks(self, *, copies, swap_out, swap_in):
+        super().move_blocks(copies=copies, swap_out=NOTHING, swap_in=NOTHING)
+        super().move_blocks(copies=NOTHING, swap_out=swap_out, swap_in=swap_in)
+
+
+class AnswersInOrderOfArrival(WrappedBackend):
+    """Lists tokens in the order in which the rows were admitted."""
+
+    found_by = ("rows_in_any_order", "every_split_of_a_prompt", "parameters_mixed_in_a_batch", "family_llama")
+
+    def __init__(self):
+        super().__init__()
+        self.arrived = []
+
+    def execute(self, batch):
+        new = [row.row for row in batch.new_rows]
+        self.arrived = [row for row in self.arrived if row not in new] + new
+        result = super().execute(batch)
+        rows = batch.rows[batch.samples == 1].tolist()
+        order = [rows.index(row) for row in self.arrived if row in rows]
+        return replace(result, sampled_token_ids=result.sampled_token_ids[order])
+
+
+class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
+    """Takes a new row only where the old one was finished in so many words, and an epoch's first step does not count."""
+
+    found_by = ("a_new_epoch", "rows_of_an_earlier_epoch_later", "an_epoch_lost_to_an_impossible_step")
+
+    def __init__(self):
+        super().__init__()
+        self.live = set()
+
+    def execute(self, batch):
+        if batch.step:
+            self.live -= set(batch.finished_rows.tolist())
+        new_rows = tuple(new for new in batch.new_rows if new.row not in self.live)
+        self.live |= {new.row for new in new_rows}
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class DrawsFromOneGenerator(WrappedBackend):
+    """Seeds come from a generator that all rows share."""
+
+    found_by = ("a_seed_decides", "parameters_mixed_in_a_batch", "preempted_and_computed_again")
+
+    def __init__(self):
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=replace(new.sampling, seed=self.generator.getrandbits(64))) for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class CutsSeeds(WrappedBackend):
+    """Keeps 32 bits of a seed."""
+
+    found_by = ("parameters_mixed_in_a_batch",)
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=replace(new.sampling, seed=new.sampling.seed & 0xFFFF_FFFF)) for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class TakesOutputForPrompt(WrappedBackend):
+    """Takes all tokens of a new row for its prompt, also those of a request that was preempted."""
+
+    found_by = ("preempted_and_computed_again", "swapped_out_and_in")
+
+    def execute(self, batch):
+        new_rows = tuple(replace(new, num_prompt_tokens=len(new.token_ids)) for new in batch.new_rows)
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class SharesParameters(WrappedBackend):
+    """Penalises every row where it penalises one."""
+
+    found_by = ("parameters_mixed_in_a_batch",)
+
+    def execute(self, batch):
+        penalties = [new.sampling.repetition_penalty for new in batch.new_rows]
+        new_rows = tuple(
+            replace(new, sampling=replace(new.sampling, repetition_penalty=max(penalties))) for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class ReportsProcessedLogprobs(WrappedBackend):
+    """Reports log probabilities as if the one drawn had been likelier."""
+
+    found_by = ("logprobs_among_rows_without", "every_split_of_a_prompt")
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        entries = tuple(
+            replace(entry, logprob=entry.logprob / 2, top_logprobs=tuple(value / 2 for value in entry.top_logprobs))
+            for entry in result.logprobs
+        )
+        return replace(result, logprobs=entries)
+
+
+class ReportsLogprobsForAll(WrappedBackend):
+    """Reports log probabilities for rows that did not ask."""
+
+    found_by = ("logprobs_among_rows_without", "steps_in_flight_1")
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=replace(new.sampling, logprobs=max(0, new.sampling.logprobs)))
+            for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class OneErrorFailsAll(WrappedBackend):
+    """Raises where one row fails."""
+
+    found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        if result.errors:
+            raise RuntimeError("a row failed")
+        return result
+
+
+class HidesErrors(WrappedBackend):
+    """Draws token 0 for a row that cannot draw any."""
+
+    found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        tokens = np.where(result.sampled_token_ids == ERRORED_ROW, np.int32(0), result.sampled_token_ids)
+        return replace(result, sampled_token_ids=tokens, errors=())
+
+
+class RunsRowByRow(WrappedBackend):
+    """Runs one row after another, so that a row cannot find what a later one writes."""
+
+    found_by = ("a_prefix_of_the_same_step",)
+
+    def execute(self, batch):
+        parts = [super(RunsRowByRow, self).execute(part) for part in self.parts(batch)]
+        return replace(
+            parts[0],
+            sampled_token_ids=np.concatenate([part.sampled_token_ids for part in parts]),
+            logprobs=sum((part.logprobs for part in parts), ()),
+            errors=sum((part.errors for part in parts), ()),
+        )
+
+    @staticmethod
+    def parts(batch):
+        fields = ("rows", "num_scheduled_tokens", "num_computed_tokens", "samples")
+        for place in range(max(1, len(batch.rows))):
+            one = {field: getattr(batch, field)[place : place + 1] for field in fields}
+            yield replace(batch, **one, new_rows=() if place else batch.new_rows)
+
+
+class DrawsAfterEveryChunk(WrappedBackend):
+    """Draws a token after every chunk of a prompt."""
+
+    found_by = ("chunks_of_one_token", "prompts_beside_decodes", "every_split_of_a_prompt")
+
+    def execute(self, batch):
+        return super().execute(replace(batch, samples=np.ones_like(batch.samples)))
+
+
+class ChunksOfWholeBlocks(WrappedBackend):
+    """Starts every chunk at the beginning of a block."""
+
+    found_by = ("every_split_of_a_prompt", "lengths_around_block_boundaries")
+
+    def execute(self, batch):
+        is_chunk = batch.num_scheduled_tokens > 1
+        down = batch.num_computed_tokens % self.info.block_size * is_chunk
+        computed = (batch.num_computed_tokens - down).astype(np.int32)
+        return super().execute(replace(batch, num_computed_tokens=computed))
+
+
+class CannotRunAnEmptyStep(WrappedBackend):
+    """Takes a step without rows for an error."""
+
+    found_by = ("empty_steps", "rows_that_sit_out", "rows_of_an_earlier_epoch_later")
+
+    def execute(self, batch):
+        if not len(batch.rows):
+            raise ValueError("nothing to run")
+        return super().execute(batch)
+
+
+class ForgetsNewsOfAnEmptyStep(WrappedBackend):
+    """Returns early from a step without rows, and misses what is new with it."""
+
+    found_by = ("a_row_admitted_to_sit_out",)
+
+    def execute(self, batch):
+        if not len(batch.rows):
+            batch = replace(batch, new_rows=())
+        return super().execute(batch)
+
+
+class Hangs(WrappedBackend):
+    """Never finishes a step."""
+
+    found_by = ("empty_steps",)
+    executes_inline = True
+    timeout_s = 0.2
+
+    def execute(self, batch):
+        return Future()
+
+
+class AnswersAfterClose(WrappedBackend):
+    """Is not closed by ``close``."""
+
+    found_by = ("closed_twice",)
+
+    def close(self):
+        pass
+
+
+class AcceptsAnything(WrappedBackend):
+    """Replaces a setting that cannot be by one that can."""
+
+    found_by = ("settings_that_cannot_be_honoured",)
+
+    def open(self, config):
+        try:
+            return super().open(config)
+        except BackendConfigError:
+            return super().open(replace(config, max_model_len=0, num_kv_blocks=0, block_size=16, options={}))
+
+
+class AnnouncesTheModelsContext(WrappedBackend):
+    """Announces what it could do, not what was asked for."""
+
+    found_by = ("what_is_announced",)
+
+    def open(self, config):
+        return replace(super().open(config), max_num_rows=config.max_num_seqs + 1)
+
+
+class IgnoresMinTokens(WrappedBackend):
+    """Never masks stop tokens."""
+
+    found_by = ("parameters_mixed_in_a_batch", "a_mask_that_leaves_one_token")
+
+    def execute(self, batch):
+        new_rows = tuple(replace(new, sampling=replace(new.sampling, min_tokens=0)) for new in batch.new_rows)
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class IsAlwaysGreedy(WrappedBackend):
+    """Ignores every parameter but logprobs."""
+
+    found_by = ("parameters_mixed_in_a_batch", "a_seed_decides", "steps_in_flight_4")
+
+    def execute(self, batch):
+        new_rows = tuple(
+            replace(new, sampling=SamplingParams(temperature=0.0, logprobs=new.sampling.logprobs))
+            for new in batch.new_rows
+        )
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class IgnoresASlidingWindow(WrappedBackend):
+    """Attends to everything where the model has a window."""
+
+    found_by = ("family_mistral",)
+
+    def open(self, config):
+        model = Path(config.model)
+        without = model.with_name(f"{model.name}-without-window")
+        shutil.copytree(model, without, dirs_exist_ok=True)
+        fields = json.loads((model / "config.json").read_text()) | {"sliding_window": None}
+        (without / "config.json").write_text(json.dumps(fields))
+        return super().open(replace(config, model=str(without)))
+
+
+BROKEN = tuple(kind for kind in vars().copy().values() if isinstance(kind, type) and getattr(kind, "found_by", ()))

@@ -1,0 +1,134 @@
+"""The form of a step's answer, whatever the tokens are.
+
+Owns: what ``StepResult`` must look like for a given step. Must not know: which tokens are right.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headway_conformance.failures import require
+from headway_executor.backend import StepResult
+from headway_proto.columns import encode_column
+from headway_proto.sampling import NO_LOGPROBS
+from headway_proto.step import ERRORED_ROW, BackendInfo, ExecutorOutput, RowLogprobs
+
+_ROUNDING = 1e-5
+
+
+class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a result must answer to.
+
+    ``rows`` ran; ``sampling_rows`` (ascending) drew a token, and asked for ``num_logprobs`` (``NO_LOGPROBS``: none).
+    ``has_moves`` tells whether blocks were moved before.
+    """
+
+    where: str
+    rows: frozenset[int]
+    sampling_rows: tuple[int, ...]
+    num_logprobs: tuple[int, ...]
+    has_moves: bool
+
+
+def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
+    """Hold a result to the form that the step protocol gives it.
+
+    Raises:
+        ConformanceFailure: says what is wrong, in one line.
+    """
+    require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
+    tokens = _check_tokens(asked, result)
+    errors = _check_errors(asked, result)
+    for row, token in zip(asked.sampling_rows, tokens, strict=True):
+        if row in errors:
+            require(token == ERRORED_ROW, f"{asked.where}: row {row} is in errors and its token is {token}, not -1")
+        else:
+            allowed = f"allowed: 0 to {info.vocab_size - 1}"
+            require(0 <= token < info.vocab_size, f"{asked.where}: row {row} drew token {token}; {allowed}")
+    _check_logprobs(asked, dict(zip(asked.sampling_rows, tokens, strict=True)), errors, result, info)
+    _check_times(asked, result)
+    _check_it_travels(asked, result)
+
+
+def _check_tokens(asked: AskedStep, result: StepResult) -> list[int]:
+    tokens = result.sampled_token_ids
+    is_column = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
+    require(is_column, f"{asked.where}: sampled_token_ids is not an int32 array of one dimension")
+    count = len(asked.sampling_rows)
+    require(len(tokens) == count, f"{asked.where}: {len(tokens)} tokens for {count} sampling rows")
+    listed: list[int] = tokens.tolist()
+    return listed
+
+
+def _check_errors(asked: AskedStep, result: StepResult) -> frozenset[int]:
+    rows = [error.row for error in result.errors]
+    require(len(set(rows)) == len(rows), f"{asked.where}: errors names a row twice: {rows}")
+    strangers = sorted(set(rows) - asked.rows)
+    require(not strangers, f"{asked.where}: errors names rows that did not run: {strangers}")
+    require(all(error.message for error in result.errors), f"{asked.where}: an error has no message")
+    return frozenset(rows)
+
+
+def _check_logprobs(
+    asked: AskedStep, tokens: dict[int, int], errors: frozenset[int], result: StepResult, info: BackendInfo
+) -> None:
+    wanted = {
+        row: count
+        for row, count in zip(asked.sampling_rows, asked.num_logprobs, strict=True)
+        if count != NO_LOGPROBS and row not in errors
+    }
+    found = [entry.row for entry in result.logprobs]
+    require(
+        found == list(wanted),
+        f"{asked.where}: logprobs came for the rows {found}; asked for by the rows {list(wanted)}, ascending",
+    )
+    for entry in result.logprobs:
+        _check_entry(
+            f"{asked.where}: row {entry.row}", entry, tokens[entry.row], min(wanted[entry.row], info.vocab_size)
+        )
+
+
+def _check_entry(where: str, entry: RowLogprobs, token: int, count: int) -> None:
+    ids, values = entry.top_token_ids, entry.top_logprobs
+    require(len(ids) == len(values) == count, f"{where}: {len(ids)} ids and {len(values)} logprobs; asked for {count}")
+    require(len(set(ids)) == count, f"{where}: top_token_ids names a token twice")
+    require(all(map(math.isfinite, (entry.logprob, *values))), f"{where}: a logprob is not finite")
+    require(max((entry.logprob, *values)) <= _ROUNDING, f"{where}: a logprob is above 0")
+    require(_is_descending(values), f"{where}: top_logprobs is not best first: {values}")
+    if token in ids:
+        listed = values[ids.index(token)]
+        require(abs(listed - entry.logprob) <= _ROUNDING, f"{where}: token {token} has two logprobs")
+
+
+def _is_descending(values: Sequence[float]) -> bool:
+    return all(first >= second for first, second in itertools.pairwise(values))
+
+
+def _check_times(asked: AskedStep, result: StepResult) -> None:
+    for name, value in (("device_time_us", result.device_time_us), ("move_time_us", result.move_time_us)):
+        require(
+            isinstance(value, int) and value >= 0, f"{asked.where}: {name} is {value!r}; allowed: an integer, 0 or more"
+        )
+    require(asked.has_moves or not result.move_time_us, f"{asked.where}: move_time_us is not 0 and nothing was moved")
+
+
+def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
+    """The result must fit into its message: a number of numpy's, for one, does not."""
+    output = ExecutorOutput(
+        epoch=1,
+        step=0,
+        sampled_token_ids=encode_column(result.sampled_token_ids),
+        logprobs=result.logprobs,
+        errors=result.errors,
+        device_time_us=result.device_time_us,
+        move_time_us=result.move_time_us,
+    )
+    try:
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ExecutorOutput)
+    except (TypeError, msgspec.MsgspecError) as error:
+        require(condition=False, message=f"{asked.where}: the result cannot be sent: {error}")
+    else:
+        require(again.errors == output.errors, f"{asked.where}: the result changes when it is sent")

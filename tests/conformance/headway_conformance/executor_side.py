@@ -1,0 +1,86 @@
+"""The executor's side of a step, without frames: from a message to the backend and back.
+
+Owns: ``BatchState``, the calls of the backend in the order in which ``headway_executor.loop`` makes them, and waiting.
+Must not know: what is scheduled, or what a result should be.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from headway_conformance.failures import ConformanceFailure
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.batch_state import BatchState
+from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.step import BackendInfo, SchedulerOutput
+
+
+class ExecutorSide:
+    """An open backend behind a ``BatchState``, on a thread of its own unless it executes inline.
+
+    ``timeout_s`` is how long a step may take before it counts as never finished.
+    """
+
+    def __init__(
+        self, create_backend: Callable[[], ExecutorBackend], config: BackendConfig, *, timeout_s: float
+    ) -> None:
+        backend = create_backend()
+        is_inline = getattr(backend, "executes_inline", False)
+        self._backend: ExecutorBackend = backend if is_inline else ThreadedBackend(backend)
+        self._timeout_s = timeout_s
+        self.info: BackendInfo = self._backend.open(config)
+        self._state = BatchState(self.info)
+
+    def begin_epoch(self) -> None:
+        """Forget every row, as with a ``NewEpoch``. The backend hears of it with the next step."""
+        self._state.begin_epoch()
+
+    def submit(self, output: SchedulerOutput) -> Future[StepResult]:
+        """Apply one step and give it to the backend.
+
+        Raises:
+            ImpossibleDiff: the message contradicts the state; the backend has not seen it.
+            Exception: the backend's.
+        """
+        batch, moves = self._state.apply(output)
+        if moves is not None:
+            self._backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
+        return execute(self._backend, batch)
+
+    def wait(self, future: Future[StepResult]) -> StepResult:
+        """The result of a step.
+
+        Raises:
+            ConformanceFailure: it has not come in time.
+            Exception: the backend's.
+        """
+        return wait(future, self._timeout_s)
+
+    def close(self) -> None:
+        """Close the backend."""
+        self._backend.close()
+
+
+def execute(backend: ExecutorBackend, batch: StepBatch) -> Future[StepResult]:
+    """``ExecutorBackend.execute``; a result that comes at once is a future that is done."""
+    result = backend.execute(batch)
+    if isinstance(result, Future):
+        return result
+    future: Future[StepResult] = Future()
+    future.set_result(result)
+    return future
+
+
+def wait(future: Future[StepResult], timeout_s: float) -> StepResult:
+    """The result of a step.
+
+    Raises:
+        ConformanceFailure: it has not come in time.
+        Exception: the backend's.
+    """
+    try:
+        return future.result(timeout_s)
+    except FutureTimeoutError as error:
+        if future.done():
+            raise
+        raise ConformanceFailure(f"a step has not finished within {timeout_s:g} seconds") from error

@@ -1,0 +1,139 @@
+"""Whether the tokens and log probabilities of a request are right.
+
+Owns: the comparison with a reference or with the request alone, and what counts as a tie.
+Must not know: steps, or how the requests were scheduled.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from headway_conformance.failures import require
+from headway_conformance.reference import Draw, Reference
+from headway_conformance.requests import ScriptedRequest
+from headway_conformance.scripted_scheduler import ScriptedScheduler
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import RowLogprobs
+
+EXACT_DTYPE = "float32"
+TOLERANCES = {EXACT_DTYPE: 1e-4, "float16": 0.06, "bfloat16": 0.5}
+"""How far a log probability may be from the reference's, by the dtype that a backend announces."""
+
+
+class Oracle(Protocol):
+    """Knows what a request should have drawn."""
+
+    def check(self, request: ScriptedRequest) -> None:
+        """Hold the output of a request that has ended to what it should be.
+
+        Raises:
+            ConformanceFailure: says which token or log probability is wrong.
+        """
+        ...
+
+
+class ReferenceOracle:
+    """Compares with a reference, token by token, each after the history that the request really had.
+
+    With ``exact_draws`` every token must be the reference's, except that a greedy one may be another where both are as
+    good as equally likely (twice ``tolerance`` apart). Without, which is for low precision, a token that was drawn at random
+    is held to its log probability only.
+    """
+
+    def __init__(self, reference: Reference, *, tolerance: float, exact_draws: bool) -> None:
+        self._reference = reference
+        self._tolerance = tolerance
+        self._exact_draws = exact_draws
+
+    def check(self, request: ScriptedRequest) -> None:
+        """See ``Oracle.check``."""
+        for place, (token, logprobs) in enumerate(zip(request.output, request.logprobs, strict=True)):
+            history = tuple(request.prompt + request.output[:place])
+            where = f"output token {place} of {_described(request)}"
+            drawn = self._reference.draw(history, len(request.prompt), request.sampling)
+            wrong = self._numbers(history, token, logprobs, drawn) if logprobs is not None else None
+            if token != drawn.token and not self._may_differ(history, request.sampling, token, drawn):
+                known = "its logprobs are right" if logprobs is not None else "it asked for no logprobs"
+                reason = f"the numerics are off: {wrong}" if wrong else known
+                require(condition=False, message=f"{where} is {token}; expected {drawn.token} ({reason})")
+            require(wrong is None, f"{where}: {wrong}")
+        if request.error is not None:
+            self._check_error(request)
+
+    def _numbers(self, history: tuple[int, ...], token: int, entry: RowLogprobs, drawn: Draw) -> str | None:
+        """What is wrong with the log probabilities of one draw, if anything."""
+        count = len(entry.top_token_ids)
+        reported = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True)) | {token: entry.logprob}
+        for known, logprob in reported.items():
+            expected = self._reference.logprob(history, known)
+            if abs(expected - logprob) > self._tolerance:
+                return f"the logprob of token {known} is {logprob:.6f}; expected {expected:.6f}"
+        least = min(entry.top_logprobs, default=0.0)
+        likeliest = drawn.logprobs.top_token_ids[:count] if drawn.logprobs is not None else ()
+        for known in likeliest:
+            logprob = self._reference.logprob(history, known)
+            if known not in entry.top_token_ids and logprob > least + 2 * self._tolerance:
+                return f"token {known} (logprob {logprob:.6f}) is missing among the {count} likeliest"
+        return None
+
+    def _may_differ(self, history: tuple[int, ...], sampling: SamplingParams, token: int, drawn: Draw) -> bool:
+        if not self._exact_draws and _changes_ranks(sampling):
+            return True
+        if _changes_ranks(sampling) or drawn.logprobs is None:
+            return False
+        return drawn.logprobs.logprob - self._reference.logprob(history, token) <= 2 * self._tolerance
+
+    def _check_error(self, request: ScriptedRequest) -> None:
+        drawn = self._reference.draw(tuple(request.history), len(request.prompt), request.sampling)
+        message = f"{_described(request)} failed, and should not have: {request.error}"
+        require(drawn.error is not None, message)
+
+
+class AloneOracle:
+    """Compares with the same request alone: its prompt in one step, then one step per token, on a backend of its own."""
+
+    def __init__(self, open_scheduler: Callable[[], ScriptedScheduler]) -> None:
+        self._open_scheduler = open_scheduler
+        self._scheduler: ScriptedScheduler | None = None
+        self._known: dict[tuple[tuple[int, ...], int, SamplingParams], ScriptedRequest] = {}
+
+    def check(self, request: ScriptedRequest) -> None:
+        """See ``Oracle.check``."""
+        alone = self._alone(request)
+        where = _described(request)
+        expected_output = alone.output[: len(request.output)]
+        require(request.output == expected_output, f"{where} drew {request.output}; alone it draws {expected_output}")
+        if request.ended:
+            errors = (request.error, alone.error)
+            require((errors[0] is None) == (errors[1] is None), f"{where} has the error {errors[0]}; alone {errors[1]}")
+        for mine, expected in zip(request.logprobs, alone.logprobs, strict=False):
+            require(_without_row(mine) == _without_row(expected), f"{where}: logprobs {mine}; alone {expected}")
+
+    def _alone(self, request: ScriptedRequest) -> ScriptedRequest:
+        key = (tuple(request.prompt), request.max_tokens, request.sampling)
+        if key not in self._known:
+            if self._scheduler is None:
+                self._scheduler = self._open_scheduler()
+            alone = ScriptedRequest(list(request.prompt), request.max_tokens, request.sampling)
+            self._scheduler.run([alone])
+            self._known[key] = alone
+        return self._known[key]
+
+
+def _changes_ranks(sampling: SamplingParams) -> bool:
+    """Whether a draw is anything but the likeliest token."""
+    plain = SamplingParams(
+        temperature=0.0, logprobs=sampling.logprobs, seed=sampling.seed, stop_token_ids=sampling.stop_token_ids
+    )
+    return sampling != plain
+
+
+def _without_row(entry: RowLogprobs | None) -> tuple[object, ...] | None:
+    return None if entry is None else (entry.logprob, entry.top_token_ids, entry.top_logprobs)
+
+
+def _described(request: ScriptedRequest) -> str:
+    defaults = SamplingParams()
+    sampling = request.sampling
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    changed = [f"{name}={value!r:.40}" for name, value in fields.items() if value != getattr(defaults, name)]
+    return f"a request of {len(request.prompt)} prompt tokens ({', '.join(changed)})"

@@ -1,0 +1,151 @@
+"""What a real model draws after a given history, and how likely it finds it.
+
+Owns: the reference, the ``torch`` backend's eager operators in float32 on one row, and what it has answered before.
+Must not know: the backend under test, steps, or what is compared.
+
+It is asked token by token, each with the history that the backend under test really had. So one draw that falls
+differently, which low precision makes likely, says nothing about the draws after it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headway_conformance.executor_side import ExecutorSide
+from headway_conformance.failures import CannotCheck
+from headway_conformance.requests import GREEDY
+from headway_conformance.sizes import Size
+from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.registry import create_backend
+from headway_proto.columns import encode_column, encode_columns
+from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
+from headway_proto.step import BackendInfo, NewRequest, RowLogprobs, SchedulerOutput
+
+_TIMEOUT_S = 60.0
+_FORCING_BIAS = 100.0
+
+_History = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What was drawn: a token with its logprobs, or an error."""
+
+    token: int
+    logprobs: RowLogprobs | None
+    error: str | None
+
+
+class Reference:
+    """Answers for the checkpoint in ``directory``.
+
+    Raises (on construction):
+        BackendConfigError: torch is not installed.
+    """
+
+    def __init__(self, directory: Path, size: Size) -> None:
+        config = BackendConfig(
+            model=str(directory),
+            dtype="float32",
+            block_size=size.block_size,
+            num_kv_blocks=-(-size.max_model_len // size.block_size),
+            swap_space_mib=0,
+            max_num_seqs=1,
+            max_num_batched_tokens=size.max_model_len,
+            num_threads=1,
+            options={"kernels": "eager"},
+        )
+        self._executor = ExecutorSide(lambda: create_backend("torch"), config, timeout_s=_TIMEOUT_S)
+        self._blocks = encode_column(range(self._executor.info.num_blocks))
+        self._history: _History = ()
+        self._step = 0
+        self._draws: dict[tuple[_History, int, SamplingParams], Draw] = {}
+        self._logprobs: dict[tuple[_History, int], float] = {}
+
+    @property
+    def info(self) -> BackendInfo:
+        """What the reference announces."""
+        return self._executor.info
+
+    def draw(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
+        """What a request with these parameters draws next, with the most logprobs there can be."""
+        asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS)
+        key = (history, num_prompt_tokens, asked)
+        if key not in self._draws:
+            self._draws[key] = self._run(history, num_prompt_tokens, asked)
+        return self._draws[key]
+
+    def logprob(self, history: _History, token: int) -> float:
+        """How likely ``token`` is after ``history``."""
+        key = (history, token)
+        if key not in self._logprobs:
+            forcing = msgspec.structs.replace(GREEDY, logit_bias=((token, _FORCING_BIAS),))
+            forced = self.draw(history, len(history), forcing)
+            assert forced.token == token, "the weights of the checkpoint are out of all proportion"
+        return self._logprobs[key]
+
+    def _run(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
+        """One step: what the cache does not hold of the history, at least its last token."""
+        num_computed = min(_common(history, self._history), len(history) - 1)
+        result = self._executor.wait(
+            self._executor.submit(self._message(history, num_prompt_tokens, num_computed, sampling))
+        )
+        self._history = history
+        self._step += 1
+        (token,) = result.sampled_token_ids.tolist()
+        if result.errors:
+            return Draw(token, None, result.errors[0].message)
+        (entry,) = result.logprobs
+        self._logprobs[history, token] = entry.logprob
+        for known, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True):
+            self._logprobs[history, known] = logprob
+        return Draw(token, entry, None)
+
+    def _message(
+        self, history: _History, num_prompt_tokens: int, num_computed: int, sampling: SamplingParams
+    ) -> SchedulerOutput:
+        """The row starts anew with every question; its blocks stay and still hold what it computed before."""
+        count = len(history) - num_computed
+        request = NewRequest(
+            row=0,
+            token_ids=encode_column(history),
+            num_prompt_tokens=num_prompt_tokens,
+            block_ids=self._blocks,
+            num_computed_tokens=num_computed,
+            sampling=sampling,
+        )
+        return SchedulerOutput(
+            epoch=1,
+            step=self._step,
+            scheduled_new_reqs=(request,),
+            finished_rows=encode_column([0] if self._step else []),
+            num_scheduled_tokens=encode_columns(np.array([[0], [count]])),
+            total_num_scheduled_tokens=count,
+        )
+
+
+def _common(first: _History, second: _History) -> int:
+    """How many tokens two histories begin with alike."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+_OPEN: dict[tuple[str, str], Reference] = {}
+
+
+def reference_for(directory: Path, family: str, size: Size) -> Reference:
+    """The reference of a checkpoint that ``write_checkpoint`` made; one per family and size in this process.
+
+    Raises:
+        CannotCheck: torch is not installed.
+    """
+    key = (family, size.name)
+    if key not in _OPEN:
+        try:
+            _OPEN[key] = Reference(directory, size)
+        except BackendConfigError as error:
+            raise CannotCheck(f"the reference of a real model: {error}") from error
+    return _OPEN[key]

@@ -1,0 +1,80 @@
+"""Sampling: each row by its own parameters, whoever shares the step.
+
+Owns: the scenarios about drawing tokens and reporting logprobs. Must not know: how a backend draws.
+"""
+
+import msgspec
+
+from headway_conformance.failures import require
+from headway_conformance.requests import GREEDY, ScriptedRequest
+from headway_conformance.scenario import scenario
+from headway_conformance.scenarios.kinds import kinds
+from headway_conformance.stage import Stage
+from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
+
+
+@scenario
+def parameters_mixed_in_a_batch(stage: Stage) -> None:
+    """Rows of every kind share their steps, and each draws what it draws alone."""
+    size = stage.size
+    requests = [
+        stage.request(4 + place, size.num_output + 2, sampling) for place, sampling in enumerate(kinds(size).values())
+    ]
+    stage.scheduler(seed=1).run(requests)
+    stage.verify(*requests)
+
+
+@scenario
+def a_seed_decides(stage: Stage) -> None:
+    """One prompt under many seeds: the same seed draws the same in one batch, and other seeds draw something else."""
+    prompt = stage.prompt(11)
+    seeds = (0, 1, 2, 1, (1 << 64) - 1, 0, 2)
+    requests = [ScriptedRequest(prompt, 6, SamplingParams(temperature=3.0, seed=seed)) for seed in seeds]
+    stage.scheduler(seed=2).run(requests)
+    stage.verify(*requests)
+    outputs = {seed: request.output for seed, request in zip(seeds, requests, strict=True)}
+    require(len({tuple(output) for output in outputs.values()}) > 2, "other seeds draw the same tokens")
+    for seed, request in zip(seeds, requests, strict=True):
+        require(request.output == outputs[seed], f"seed {seed} draws differently in two rows of one batch")
+
+
+@scenario
+def logprobs_among_rows_without(stage: Stage) -> None:
+    """Logprobs come for the rows that ask, as many as they ask for, and no others; they are the raw distribution's."""
+    counts = (-1, 0, 3, -1, MAX_LOGPROBS, 1, -1)
+    requests = [stage.request(4 + place, 3, _with_logprobs(place, count)) for place, count in enumerate(counts)]
+    scheduler = stage.scheduler(seed=3)
+    scheduler.run(requests[:1])
+    scheduler.run(requests[1:])
+    stage.verify(*requests)
+
+
+@scenario
+def a_mask_that_leaves_one_token(stage: Stage) -> None:
+    """Until ``min_tokens`` is reached the only token that is left is drawn, at any temperature; then others are, too."""
+    left = 5
+    others = tuple(token for token in range(stage.size.vocab_size) if token != left)
+    samplings = [
+        SamplingParams(temperature=temperature, min_tokens=3, stop_token_ids=others, seed=4, logprobs=1)
+        for temperature in (0.0, 1.0)
+    ]
+    requests = [stage.request(6, 5, sampling) for sampling in samplings]
+    stage.scheduler(seed=4).run(requests)
+    stage.verify(*requests)
+    for request in requests:
+        require(request.output[:3] == [left] * 3, f"drew {request.output[:3]}; only token {left} is left")
+
+
+def _with_logprobs(place: int, count: int) -> SamplingParams:
+    """Greedy ones and such whose draws are far from the raw distribution."""
+    if place % 2:
+        return msgspec.structs.replace(GREEDY, logprobs=count)
+    return SamplingParams(temperature=2.5, seed=place, logprobs=count, logit_bias=((place, 6.0),), presence_penalty=1.0)
+
+
+SCENARIOS = (
+    parameters_mixed_in_a_batch,
+    a_seed_decides,
+    logprobs_among_rows_without,
+    a_mask_that_leaves_one_token,
+)

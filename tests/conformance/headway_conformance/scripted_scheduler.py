@@ -1,0 +1,374 @@
+"""A scheduler reduced to its arithmetic: it does what a script says and writes it as step messages.
+
+Owns: rows, blocks and host blocks, the messages of ``headway_proto.step``, and which results still count.
+Must not know: policies (the script decides), the backend, or which tokens are right.
+
+It learns tokens from results only, so with several steps in flight it schedules a token before it knows the one before.
+Rows, blocks and the order of entries in a message are shuffled, so that nothing can rely on them; what becomes free is
+given out again first, in the same step if it can be.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway_conformance.answers import AskedStep, check_answer
+from headway_conformance.executor_side import ExecutorSide
+from headway_conformance.failures import NotApplicable
+from headway_conformance.requests import ScriptedRequest
+from headway_executor.backend import StepResult
+from headway_proto.columns import encode_column, encode_columns
+from headway_proto.sampling import NO_LOGPROBS
+from headway_proto.step import ERRORED_ROW, NewRequest, RowLogprobs, SchedulerOutput
+
+_Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A request that draws a token in a step, and the life in which it does."""
+
+    request: ScriptedRequest
+    life: int
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step in flight: what it must answer to, and who draws, rows ascending."""
+
+    asked: AskedStep
+    drawings: tuple[_Drawing, ...]
+    future: Future[StepResult]
+
+
+@dataclass
+class _Diff:
+    """What has been decided for the next step."""
+
+    admitted: list[ScriptedRequest] = field(default_factory=list)
+    finished_rows: list[int] = field(default_factory=list)
+    copies: _Pairs = field(default_factory=list)
+    swap_out: _Pairs = field(default_factory=list)
+    swap_in: _Pairs = field(default_factory=list)
+    host_blocks_read: list[int] = field(default_factory=list)
+
+
+class ScriptedScheduler:
+    """Drives ``executor``; at most ``depth`` steps are in flight, each of at most ``max_num_batched_tokens`` tokens."""
+
+    def __init__(self, executor: ExecutorSide, *, max_num_batched_tokens: int, depth: int = 1, seed: int = 0) -> None:
+        self.depth = depth
+        self.live: dict[int, ScriptedRequest] = {}
+        self._executor = executor
+        self._block_size = executor.info.block_size
+        self._budget = max_num_batched_tokens
+        self._random = random.Random(seed)
+        self._epoch = 0
+        self._step = 0
+        self._diff = _Diff()
+        self._users: Counter[int] = Counter()
+        self._free_rows: list[int] = []
+        self._free_blocks: list[int] = []
+        self._free_host_blocks: list[int] = []
+        self._flights: deque[_Flight] = deque()
+        self._abandoned: list[Future[StepResult]] = []
+        self._begin()
+
+    # What a script decides; it takes effect with the next step.
+
+    def admit(
+        self,
+        request: ScriptedRequest,
+        *,
+        row: int | None = None,
+        blocks: Iterable[int] = (),
+        num_computed: int = 0,
+    ) -> None:
+        """Give the request a row (None: any). The first ``num_computed`` positions are in the first of ``blocks``."""
+        request.row = self._free_rows.pop() if row is None else row
+        if row is not None:
+            self._free_rows.remove(row)
+        for block in blocks:
+            self._hold(block)
+            request.blocks.append(block)
+        request.num_computed = num_computed
+        request.num_tokens = len(request.history)
+        self.live[request.row] = request
+        self._diff.admitted.append(request)
+
+    def finish(self, request: ScriptedRequest) -> None:
+        """Take the request's row and blocks; what is in flight for it still counts."""
+        del self.live[request.row]
+        self._diff.finished_rows.append(request.row)
+        self._free_rows.append(request.row)
+        request.row = -1
+        for block in request.blocks:
+            self._release(block)
+        request.blocks = []
+
+    def preempt(self, request: ScriptedRequest) -> None:
+        """Take its row and blocks and forget what is in flight; ``admit`` lets it start over from its tokens."""
+        request.life += 1
+        self.finish(request)
+
+    def swap_out(self, request: ScriptedRequest) -> None:
+        """Take its row and move its blocks to the host. What is in flight for it still counts."""
+        request.host_blocks = self.copy_to_host(request.blocks)
+        self.finish(request)
+
+    def swap_in(self, request: ScriptedRequest, *, row: int | None = None) -> None:
+        """Give a swapped request a row and its blocks back. Waits for its tokens, which the message must name."""
+        self.drain()
+        num_computed, host_blocks = request.num_computed, request.host_blocks
+        request.host_blocks = []
+        self.admit(request, row=row, blocks=self.copy_from_host(host_blocks), num_computed=num_computed)
+        self._diff.host_blocks_read += host_blocks
+
+    def drop(self, request: ScriptedRequest) -> None:
+        """Give up a swapped request: its host blocks are free, of which the backend hears nothing."""
+        self._free_host_blocks += request.host_blocks
+        request.host_blocks = []
+
+    def copy_to_host(self, blocks: Sequence[int]) -> list[int]:
+        """Swap blocks out; return where to."""
+        if len(self._free_host_blocks) < len(blocks):
+            raise NotApplicable("it has no host blocks")
+        host_blocks = [self._free_host_blocks.pop() for _ in blocks]
+        self._diff.swap_out += zip(blocks, host_blocks, strict=True)
+        return host_blocks
+
+    def copy_from_host(self, host_blocks: Sequence[int]) -> list[int]:
+        """Swap host blocks in, which keep what they hold; return where to, for ``admit``."""
+        blocks = self._reserve(len(host_blocks))
+        self._diff.swap_in += zip(host_blocks, blocks, strict=True)
+        return blocks
+
+    def copy_blocks(self, sources: Sequence[int]) -> list[int]:
+        """Copy blocks; return the copies, for ``admit``."""
+        copies = self._reserve(len(sources))
+        self._diff.copies += zip(sources, copies, strict=True)
+        return copies
+
+    def new_epoch(self) -> None:
+        """Open a new epoch: rows, blocks, host blocks and results in flight are forgotten; requests may be admitted."""
+        for flight in self._flights:
+            self._abandoned.append(flight.future)
+        for request in self.live.values():
+            request.life += 1
+            request.row = -1
+            request.blocks, request.host_blocks = [], []
+        self._flights.clear()
+        self._executor.begin_epoch()
+        self._begin()
+
+    # Running.
+
+    def step(self, counts: Mapping[ScriptedRequest, int] | None = None) -> None:
+        """Send one step: every live row runs one token, but for those in ``counts``. Collects what must be."""
+        planned = {request: (counts or {}).get(request, 1) for request in self.live.values()}
+        output, asked, drawings = self._message(planned)
+        self._flights.append(_Flight(asked, drawings, self._executor.submit(output)))
+        self._step += 1
+        self._free_host_blocks += self._diff.host_blocks_read
+        self._diff = _Diff()
+        while len(self._flights) >= self.depth:
+            self._collect()
+
+    def step_whole(self) -> None:
+        """Send one step in which every live row runs all that it has."""
+        self.step({request: request.remaining for request in self.live.values()})
+
+    def run(
+        self, requests: Iterable[ScriptedRequest] = (), *, budget: int | None = None, chunk: int | None = None
+    ) -> None:
+        """Run what is live, and ``requests`` as soon as they fit, until all have ended.
+
+        Decodes first, then prompts: at most ``budget`` tokens a step, at most ``chunk`` of one row.
+        """
+        waiting = deque(requests)
+        while True:
+            for request in tuple(self.live.values()):
+                if request.ended or request.fully_scheduled:
+                    self.finish(request)
+            counts, left = self._share(budget or self._budget, chunk)
+            while waiting and left > 0 and self._free_rows and self._has_room(waiting[0]):
+                request = waiting.popleft()
+                self.admit(request)
+                counts[request] = min(request.remaining, left, chunk or left)
+                left -= counts[request]
+            if not self.live:
+                break
+            self.step(counts)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for every step in flight, those of earlier epochs too: the backend must still finish them."""
+        while self._flights:
+            self._collect()
+        while self._abandoned:
+            self._executor.wait(self._abandoned.pop(0))
+
+    def submit_raw(self, output: SchedulerOutput) -> None:
+        """Send a message of the script's own making, whose step or result the scheduler takes no note of."""
+        self._executor.submit(output)
+
+    def other_free_row(self, row: int) -> int:
+        """A free row that is not ``row``."""
+        return next(free for free in self._free_rows if free != row)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """How many host blocks the backend announces."""
+        return self._executor.info.num_host_blocks
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and number of the next step."""
+        return self._epoch, self._step
+
+    def _begin(self) -> None:
+        info = self._executor.info
+        self._epoch += 1
+        self._step = 0
+        self.live = {}
+        self._diff = _Diff()
+        self._users = Counter()
+        self._free_rows = self._shuffled(info.max_num_rows)
+        self._free_blocks = self._shuffled(info.num_blocks)
+        self._free_host_blocks = self._shuffled(info.num_host_blocks)
+
+    def _shuffled(self, count: int) -> list[int]:
+        numbers = list(range(count))
+        self._random.shuffle(numbers)
+        return numbers
+
+    def _reserve(self, count: int) -> list[int]:
+        """Take blocks that a later ``_hold`` will find taken."""
+        return [self._free_blocks.pop() for _ in range(count)]
+
+    def _hold(self, block: int) -> None:
+        if not self._users[block] and block in self._free_blocks:
+            self._free_blocks.remove(block)
+        self._users[block] += 1
+
+    def _release(self, block: int) -> None:
+        self._users[block] -= 1
+        if not self._users[block]:
+            self._free_blocks.append(block)
+
+    def _has_room(self, request: ScriptedRequest) -> bool:
+        """Whether the pool holds all that the request may come to, beside what the live ones may."""
+        promised = sum(self._most_blocks(other) - len(other.blocks) for other in self.live.values())
+        return self._most_blocks(request) <= len(self._free_blocks) - promised
+
+    def _most_blocks(self, request: ScriptedRequest) -> int:
+        surplus = 0 if request.foreseen else self.depth
+        return max(len(request.blocks), -(-(len(request.prompt) + request.max_tokens + surplus) // self._block_size))
+
+    def _share(self, budget: int, chunk: int | None) -> tuple[dict[ScriptedRequest, int], int]:
+        """Give each live row its tokens, decodes first; return them and what is left of the budget."""
+        counts: dict[ScriptedRequest, int] = {}
+        for request in sorted(self.live.values(), key=lambda request: request.remaining > 1):
+            counts[request] = min(request.remaining, budget, chunk or budget)
+            budget -= counts[request]
+        return counts, budget
+
+    def _message(
+        self, planned: Mapping[ScriptedRequest, int]
+    ) -> tuple[SchedulerOutput, AskedStep, tuple[_Drawing, ...]]:
+        total = sum(planned.values())
+        assert total <= self._budget, f"the script schedules {total} tokens of {self._budget}"
+        new_blocks = self._grow(planned)
+        new_requests = tuple(self._new_request(request) for request in self._diff.admitted)
+        drawing = self._advance(planned)
+        output = SchedulerOutput(
+            epoch=self._epoch,
+            step=self._step,
+            scheduled_new_reqs=new_requests,
+            finished_rows=encode_column(self._diff.finished_rows),
+            new_blocks=_pairs(new_blocks),
+            num_scheduled_tokens=_pairs(self._exceptions(planned)),
+            block_copies=_pairs(self._diff.copies),
+            swap_out=_pairs(self._diff.swap_out),
+            swap_in=_pairs(self._diff.swap_in),
+            total_num_scheduled_tokens=total,
+        )
+        asked = AskedStep(
+            where=f"epoch {self._epoch} step {self._step}",
+            rows=frozenset(request.row for request, count in planned.items() if count),
+            sampling_rows=tuple(request.row for request in drawing),
+            num_logprobs=tuple(request.sampling.logprobs for request in drawing),
+            has_moves=bool(output.block_copies or output.swap_out or output.swap_in),
+        )
+        return output, asked, tuple(_Drawing(request, request.life) for request in drawing)
+
+    def _grow(self, planned: Mapping[ScriptedRequest, int]) -> _Pairs:
+        """Give every row the blocks that its tokens need; return those of rows that are not new."""
+        added: _Pairs = []
+        for request in self._in_any_order(planned):
+            while len(request.blocks) * self._block_size < request.num_computed + planned[request]:
+                block = self._free_blocks[-1]
+                self._hold(block)
+                request.blocks.append(block)
+                if request not in self._diff.admitted:
+                    added.append((request.row, block))
+        return added
+
+    def _exceptions(self, planned: Mapping[ScriptedRequest, int]) -> _Pairs:
+        return [(request.row, planned[request]) for request in self._in_any_order(planned) if planned[request] != 1]
+
+    def _in_any_order(self, requests: Iterable[ScriptedRequest]) -> list[ScriptedRequest]:
+        shuffled = list(requests)
+        self._random.shuffle(shuffled)
+        return shuffled
+
+    @staticmethod
+    def _advance(planned: Mapping[ScriptedRequest, int]) -> list[ScriptedRequest]:
+        """Rule 3; return the requests that draw a token, rows ascending."""
+        drawing = []
+        for request, count in sorted(planned.items(), key=lambda item: item[0].row):
+            request.num_computed += count
+            if count and not request.remaining:
+                request.num_tokens += 1
+                drawing.append(request)
+        return drawing
+
+    @staticmethod
+    def _new_request(request: ScriptedRequest) -> NewRequest:
+        return NewRequest(
+            row=request.row,
+            token_ids=encode_column(request.history),
+            num_prompt_tokens=len(request.prompt),
+            block_ids=encode_column(request.blocks),
+            num_computed_tokens=request.num_computed,
+            sampling=request.sampling,
+        )
+
+    def _collect(self) -> None:
+        """Wait for the oldest step, check its form, and note what still counts."""
+        flight = self._flights.popleft()
+        result = self._executor.wait(flight.future)
+        check_answer(flight.asked, result, self._executor.info)
+        logprobs = {entry.row: entry for entry in result.logprobs}
+        errors = {error.row: error.message for error in result.errors}
+        tokens = result.sampled_token_ids.tolist()
+        for row, token, drawing in zip(flight.asked.sampling_rows, tokens, flight.drawings, strict=True):
+            request = drawing.request
+            if drawing.life == request.life and not request.ended:
+                _note(request, token, logprobs.get(row), errors.get(row))
+
+
+def _note(request: ScriptedRequest, token: int, logprobs: RowLogprobs | None, error: str | None) -> None:
+    if token == ERRORED_ROW:
+        request.error = error
+        return
+    request.output.append(token)
+    request.logprobs.append(logprobs if request.sampling.logprobs != NO_LOGPROBS else None)
+
+
+def _pairs(pairs: _Pairs) -> bytes:
+    return encode_columns(np.array(pairs, dtype=np.int32).reshape(-1, 2).T)

@@ -1,0 +1,216 @@
+"""The built-in backends conform, and the conformance suite finds those that do not."""
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+import headway_conformance.__main__ as command
+from broken_backends import BROKEN, WrappedBackend
+from headway_conformance import SCENARIOS, SMALL, ConformanceFailure, Outcome, check, scenario_named
+from headway_conformance.answers import AskedStep, check_answer
+from headway_conformance.checkpoints import write_checkpoint
+from headway_executor.backend import StepResult
+from headway_executor.backends.simulated import SimulatedBackend
+from headway_executor.registry import create_backend
+from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import BackendInfo, RowError, RowLogprobs
+
+replace = msgspec.structs.replace
+
+# A backend is one line: its name and its options.
+BACKENDS = {
+    "simulated": ("simulated", {}),
+    "torch-eager": ("torch", {"kernels": "eager"}),
+    "torch-compiled": ("torch", {"kernels": "compiled"}),
+}
+NEEDS_A_MODEL = {"a_model_that_is_not_there", *(scenario.name for scenario in SCENARIOS if "family" in scenario.name)}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Written once for all backends."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_built_in_backends(backend, scenario, checkpoints):
+    name, options = BACKENDS[backend]
+    outcome = check(scenario, lambda: create_backend(name), directory=checkpoints, options=options)
+    does_not_apply = name == "simulated" and scenario.name in NEEDS_A_MODEL
+    assert outcome is (Outcome.NOT_APPLICABLE if does_not_apply else Outcome.PASSED)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_backend_that_executes_inline_conforms_on_a_thread_too(scenario, checkpoints):
+    check(scenario, lambda: ThreadedBackend(SimulatedBackend()), directory=checkpoints)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["parameters_mixed_in_a_batch", "steps_in_flight_3", "family_qwen3", "the_same_twice", "a_seed_decides"]
+)
+def test_low_precision_is_held_to_log_probabilities(name, dtype, checkpoints):
+    check(scenario_named(name), WrappedBackend, directory=checkpoints, dtype=dtype)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_backend_is_found(broken, checkpoints):
+    """Each differs from a working one in what its docstring says, and fails in the scenarios that are about it."""
+    for name in broken.found_by:
+        with pytest.raises(ConformanceFailure, match=name):
+            check(scenario_named(name), broken, directory=checkpoints, timeout_s=broken.timeout_s)
+
+
+def test_the_wrapper_that_broken_backends_derive_from_works(checkpoints):
+    for name in sorted({name for broken in BROKEN for name in broken.found_by}):
+        check(scenario_named(name), WrappedBackend, directory=checkpoints)
+
+
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_a_backend_that_ignores_a_parameter_is_found(field, checkpoints):
+    class Ignores(WrappedBackend):
+        def execute(self, batch):
+            neutral = {field: getattr(SamplingParams(), field)}
+            new_rows = tuple(replace(new, sampling=replace(new.sampling, **neutral)) for new in batch.new_rows)
+            return super().execute(replace(batch, new_rows=new_rows))
+
+    with pytest.raises(ConformanceFailure, match="parameters_mixed_in_a_batch"):
+        check(scenario_named("parameters_mixed_in_a_batch"), Ignores, directory=checkpoints)
+
+
+def test_names_are_distinct_and_every_scenario_says_what_it_proves():
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    assert all(len(scenario.proves) > 30 and scenario.proves.endswith(".") for scenario in SCENARIOS)
+
+
+def test_checkpoints_are_the_same_bytes_each_time(tmp_path):
+    first, second = (write_checkpoint(tmp_path / name, "qwen2", SMALL) for name in "ab")
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+INFO = BackendInfo(
+    backend="b",
+    device="d",
+    dtype="float32",
+    model_name="m",
+    model_fingerprint="f",
+    num_blocks=1,
+    block_size=1,
+    max_model_len=1,
+    vocab_size=10,
+    eos_token_ids=(),
+    max_num_rows=9,
+)
+ASKED = AskedStep(where="here", rows=frozenset({1, 2, 5}), sampling_rows=(1, 5), num_logprobs=(-1, 2), has_moves=False)
+GOOD = StepResult(
+    sampled_token_ids=np.array([3, 4], dtype=np.int32), logprobs=(RowLogprobs(5, -0.5, (4, 7), (-0.5, -2.0)),)
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"errors": (RowError(2, "no"),)}, None),
+        (
+            {"sampled_token_ids": np.array([3, -1], dtype=np.int32), "logprobs": (), "errors": (RowError(5, "no"),)},
+            None,
+        ),
+        ({"sampled_token_ids": np.array([3], dtype=np.int32)}, "1 tokens for 2 sampling rows"),
+        ({"sampled_token_ids": np.array([3, 4])}, "not an int32 array"),
+        ({"sampled_token_ids": [3, 4]}, "not an int32 array"),
+        ({"sampled_token_ids": np.array([10, 4], dtype=np.int32)}, "row 1 drew token 10; allowed: 0 to 9"),
+        ({"sampled_token_ids": np.array([-1, 4], dtype=np.int32)}, "row 1 drew token -1"),
+        ({"errors": (RowError(5, "no"),)}, "row 5 is in errors and its token is 4"),
+        ({"errors": (RowError(3, "no"),)}, r"did not run: \[3\]"),
+        ({"errors": (RowError(2, ""),)}, "no message"),
+        ({"errors": (RowError(2, "a"), RowError(2, "b"))}, "twice"),
+        ({"logprobs": ()}, r"came for the rows \[\]; asked for by the rows \[5\]"),
+        ({"logprobs": (RowLogprobs(5, -0.5, (4,), (-0.5,)),)}, "asked for 2"),
+        ({"logprobs": (RowLogprobs(5, -0.5, (4, 4), (-0.5, -2.0)),)}, "a token twice"),
+        ({"logprobs": (RowLogprobs(5, -0.5, (7, 4), (-2.0, -0.5)),)}, "best first"),
+        ({"logprobs": (RowLogprobs(5, 0.5, (4, 7), (0.5, -2.0)),)}, "above 0"),
+        ({"logprobs": (RowLogprobs(5, -0.5, (4, 7), (-0.4, -2.0)),)}, "two logprobs"),
+        ({"logprobs": (RowLogprobs(5, float("nan"), (4, 7), (-0.4, -2.0)),)}, "not finite"),
+        ({"device_time_us": -1}, "device_time_us is -1"),
+        ({"move_time_us": 5}, "nothing was moved"),
+        ({"errors": (RowError(np.int32(2), "no"),)}, "cannot be sent"),
+    ],
+)
+def test_the_form_of_an_answer(changes, message):
+    result = replace(GOOD, **changes)
+    if message is None:
+        check_answer(ASKED, result, INFO)
+        return
+    with pytest.raises(ConformanceFailure, match=f"here.*{message}"):
+        check_answer(ASKED, result, INFO)
+
+
+def run_command(capsys, *arguments):
+    code = command.main(arguments)
+    return code, *capsys.readouterr()
+
+
+def test_the_command_checks_an_installed_backend(capsys):
+    code, out, _ = run_command(capsys, "--backend", "simulated")
+    assert code == 0
+    assert f"[ 1/{len(SCENARIOS)}] {SCENARIOS[0].name}" in out
+    assert f"simulated: all {len(SCENARIOS)} hold" in out
+    assert "not applicable" in out
+
+
+def test_the_command_tells_what_failed_and_why(capsys, monkeypatch):
+    monkeypatch.setattr(command, "create_backend", lambda _: BROKEN[0]())
+    chosen = ("--scenario", BROKEN[0].found_by[0], "--scenario", "closed_twice")
+    code, out, _ = run_command(capsys, "--backend", "mine", *chosen)
+    assert code == 1
+    assert "FAILED" in out
+    assert f"mine: 1 of 2 failed: {BROKEN[0].found_by[0]}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--backend", "no-such"), "backend: 'no-such' is not allowed; allowed: "),
+        (("--backend", "simulated", "--backend-option", "x"), "--backend-option 'x' is not allowed"),
+    ],
+)
+def test_the_command_refuses_in_one_line(capsys, arguments, message):
+    code, _, err = run_command(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--backend is needed; installed: "),
+        (("--backend", "simulated", "--scenario", "no-such"), "--scenario 'no-such' is not allowed"),
+    ],
+)
+def test_the_command_refuses_wrong_flags(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_lists_what_the_scenarios_prove(capsys):
+    code, out, _ = run_command(capsys, "--list")
+    assert code == 0
+    assert all(scenario.name in out and scenario.proves in out for scenario in SCENARIOS)
+
+
+def test_the_suite_loads_neither_torch_nor_pytest():
+    program = (
+        "import sys, headway_conformance; print([name for name in ('torch', 'pytest', 'grpc') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.strip() == "[]"
