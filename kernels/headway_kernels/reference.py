@@ -153,3 +153,52 @@ def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
     """``gpu.quantized_linear.quantized_linear``; sums in float64, so that they are nobody's order of addition."""
     results = x.double() @ codes.double().T * scales.double()
     out.copy_(results if bias is None else results + bias.double())
+
+
+# ---- attention --------------------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    query: Tensor,
+    pool_layer: Tensor,
+    *,
+    rows: Tensor,
+    query_start: Tensor,
+    kv_length: Tensor,
+    block_tables: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """What ``gpu.attention.paged_attention`` writes to ``out``, for the rows' tokens alone: float64, as are all sums.
+
+    Arguments as there. Returns shape ``[query_start[-1], heads * head_dim]``.
+    """
+    _, _, block_size, head_dim = pool_layer.shape
+    num_heads = query.shape[1] // head_dim
+    starts = query_start.tolist()
+    out = query.new_zeros((starts[-1], num_heads, head_dim), dtype=torch.float64)
+    for row, length in enumerate(kv_length.tolist()):
+        low, high = starts[row], starts[row + 1]
+        if low == high:
+            continue
+        used = block_tables[rows[row], : -(-length // block_size)].long()
+        # [2 * kv heads, positions, head_dim]
+        stored = pool_layer[used].transpose(0, 1).flatten(1, 2)[:, :length].double()
+        keys = stored[:num_kv_heads].repeat_interleave(num_heads // num_kv_heads, dim=0)
+        values = stored[num_kv_heads:].repeat_interleave(num_heads // num_kv_heads, dim=0)
+        queries = query[low:high].reshape(high - low, num_heads, head_dim).transpose(0, 1).double()
+        logits = queries @ keys.transpose(1, 2) * scale
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        key_position = torch.arange(length, device=query.device)
+        query_position = key_position[length - (high - low) :, None]
+        seen = key_position <= query_position
+        if window is not None:
+            seen &= key_position > query_position - window
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        # What no query of the row sees may be anything.
+        values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
+        out[low:high] = (weights @ values).transpose(0, 1)
+    return out.flatten(1)

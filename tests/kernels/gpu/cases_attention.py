@@ -1,0 +1,82 @@
+"""Variants of the attention kernels, as the table of tile sizes and some models ask for them."""
+
+from triton_compilation import CompileCase
+
+from headway_kernels.gpu import attention
+
+POINTERS = ("query", "pool", "out")
+LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends")
+STRIDES = ("query_stride", "out_stride", "table_stride")
+REDUCE_WARPS = 2
+
+
+def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
+    """``constants`` may hold more than the kernel takes."""
+    types = {"window": "i32", "factor": "fp32", "cap": "fp32", "num_rows": "i32"}
+    types |= dict.fromkeys(POINTERS, element) | dict.fromkeys(("partial", "log_sum_exp"), "*fp32")
+    types |= dict.fromkeys(LENGTHS, "*i32") | dict.fromkeys(STRIDES, "i32")
+    signature = {key: kind for key, kind in types.items() if key in kernel.arg_names}
+    return CompileCase(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constants={key: value for key, value in constants.items() if key in kernel.arg_names},
+        num_warps=num_warps,
+        num_stages=num_stages,
+        aligned=tuple(key for key, kind in signature.items() if kind.startswith("*") or key in STRIDES),
+    )
+
+
+def model(major, head_dim, element, *, group=4, block_size=16, window=False, soft_cap=False):
+    """The kernels of one model, cut as for devices of compute capability ``major``."""
+    tuning = attention._tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element])
+    tokens = max(1, tuning.chunk.query_tile // group)
+    constants = {
+        "GROUP": group,
+        "NUM_KV_HEADS": 8,
+        "NUM_HEADS": 8 * group,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": max(16, attention._power_of_two(head_dim)),
+        "PADDED_ROWS": 256,
+        "HAS_WINDOW": window,
+        "HAS_SOFT_CAP": soft_cap,
+        "TOKENS": tokens,
+        "TOKENS_PER_TILE": tokens,
+    }
+    vectors = {
+        "chunk": max(16, attention._power_of_two(tokens * group)),
+        "decode": max(16, attention._power_of_two(group)),
+    }
+    kernels = {"chunk": attention._chunk_kernel, "decode": attention._decode_kernel}
+    return [
+        case(
+            f"{kind} {head_dim} {element} for {major}.x",
+            kernel,
+            element,
+            getattr(tuning, kind).num_warps,
+            getattr(tuning, kind).num_stages,
+            QUERY_TILE=vectors[kind],
+            KEY_TILE=getattr(tuning, kind).key_tile,
+            **constants,
+        )
+        for kind, kernel in kernels.items()
+    ] + [case(f"reduce {head_dim} {element}", attention._reduce_kernel, element, REDUCE_WARPS, **constants)]
+
+
+def every_entry():
+    """The whole table, for those who change it: too many for every test run."""
+    elements = {2: "*bf16", 4: "*fp32"}
+    return [
+        found
+        for major, head_dim, element_bytes in attention._TUNING
+        for found in model(major, head_dim, elements[element_bytes])
+    ]
+
+
+CASES = [
+    case("plan", attention._plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096),
+    *model(9, 128, "*bf16"),
+    *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True)[:2],
+    *model(8, 12, "*fp32", group=1, block_size=8)[:2],
+]

@@ -1,0 +1,306 @@
+"""The attention kernels beside their oracle, and results that depend on neither company nor grid."""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway_kernels import reference
+from headway_kernels.gpu.attention import (
+    MAX_SPLITS,
+    AttentionRows,
+    AttentionTuning,
+    AttentionWorkspace,
+    KernelTuning,
+    attention_tuning,
+    paged_attention,
+    plan_attention,
+    tokens_per_tile,
+)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+UNTOUCHED = 7.0
+SPARE_TOKENS = 2
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One batch: ``rows`` are (tokens, positions after the step)."""
+
+    rows: tuple[tuple[int, int], ...]
+    head_dim: int = 12
+    num_kv_heads: int = 2
+    group: int = 2
+    block_size: int = 8
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: torch.dtype = torch.float32
+    query_tile: int = 16
+    key_tile: int = 64
+    seed: int = 0
+
+    @property
+    def tuning(self):
+        decode = KernelTuning(16, self.key_tile, 4, 2, 2)
+        return AttentionTuning(decode, KernelTuning(self.query_tile, self.key_tile, 4, 2, 2))
+
+
+class Batch:
+    """Tensors of a batch; whatever no row may read is NaN, infinite or no block at all."""
+
+    def __init__(self, shape, device):
+        self.shape = shape
+        self.device = device
+        draw = torch.Generator().manual_seed(shape.seed)
+        num_heads = shape.num_kv_heads * shape.group
+        num_blocks = [-(-length // shape.block_size) if tokens else 0 for tokens, length in shape.rows]
+        pool = torch.full((sum(num_blocks) + 2, 2 * shape.num_kv_heads, shape.block_size, shape.head_dim), float("nan"))
+        ids = torch.randperm(len(pool), generator=draw)
+        rows = torch.randperm(len(shape.rows) + 1, generator=draw)[: len(shape.rows)]
+        tables = torch.full((len(shape.rows) + 1, max([1, *num_blocks]) + 1), 2**30)
+        tokens = [tokens for tokens, _ in shape.rows]
+        for row, (count, length), first in zip(rows, shape.rows, accumulate([0, *num_blocks[:-1]]), strict=True):
+            used = ids[first : first + -(-length // shape.block_size)] if count else ids[:0]
+            tables[row, : len(used)] = used
+            held = pool.new_full((2 * shape.num_kv_heads, len(used) * shape.block_size, shape.head_dim), float("inf"))
+            visible = length if count else 0
+            held[:, :visible] = torch.randn((len(held), visible, shape.head_dim), generator=draw)
+            pool[used] = held.unflatten(1, (len(used), shape.block_size)).transpose(0, 1)
+        width = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        projected = torch.randn((sum(tokens) + SPARE_TOKENS, width), generator=draw)
+        self.query = projected.to(device, shape.dtype)[:, : num_heads * shape.head_dim]
+        self.pool = pool.to(device, shape.dtype)
+        starts = torch.tensor([0, *accumulate(tokens)])
+        lengths = torch.tensor([length for _, length in shape.rows])
+        self.rows = self.with_rows(rows, starts, lengths, tables)
+        self.workspace = AttentionWorkspace.allocate(len(rows), num_heads, shape.head_dim, device)
+
+    def with_rows(self, rows, starts, lengths, tables):
+        rows, starts, lengths, tables = (held.to(self.device, torch.int32) for held in (rows, starts, lengths, tables))
+        shape = self.shape
+        tokens = tokens_per_tile(
+            shape.group * shape.num_kv_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            self.device,
+            shape.tuning,
+        )
+        return AttentionRows(rows, starts, lengths, tables, torch.empty_like(rows), torch.empty_like(rows), tokens)
+
+    def alone(self, index):
+        """The batch's row ``index`` by itself: its tokens, and rows of a batch of one."""
+        low, high = self.rows.query_start[index : index + 2].tolist()
+        starts = torch.tensor([0, high - low])
+        one = slice(index, index + 1)
+        return slice(low, high), self.with_rows(
+            self.rows.rows[one], starts, self.rows.kv_length[one], self.rows.block_tables
+        )
+
+    @property
+    def options(self):
+        shape = self.shape
+        scale = shape.head_dim**-0.5
+        return {
+            "num_kv_heads": shape.num_kv_heads,
+            "scale": scale,
+            "window": shape.window,
+            "soft_cap": shape.soft_cap,
+        }
+
+    def attend(self, query=None, rows=None, **options):
+        query = self.query if query is None else query
+        rows = self.rows if rows is None else rows
+        out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
+        plan_attention(rows)
+        chosen = {"tuning": self.shape.tuning} | self.options | options
+        paged_attention(query, self.pool, out, rows, self.workspace, **chosen)
+        return out
+
+    def expected(self, **options):
+        rows = self.rows
+        return reference.paged_attention(
+            self.query,
+            self.pool,
+            rows=rows.rows,
+            query_start=rows.query_start,
+            kv_length=rows.kv_length,
+            block_tables=rows.block_tables,
+            **(self.options | options),
+        )
+
+
+def check(shape, device):
+    batch = Batch(shape, device)
+    out = batch.attend()
+    expected = batch.expected()
+    tolerance = TOLERANCE[shape.dtype]
+    torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=tolerance, atol=tolerance)
+    assert (out[len(expected) :] == UNTOUCHED).all()
+
+
+@st.composite
+def rows_of(draw, longest):
+    """Padding, decodes and chunks, some of them new; lengths are often multiples of blocks and tiles."""
+    length = st.one_of(
+        st.integers(1, longest), st.sampled_from([1, 8, 16, 32, 64, 65, 128]).filter(lambda n: n <= longest)
+    )
+    rows = []
+    for kind in draw(st.lists(st.sampled_from(["padding", "decode", "chunk", "new"]), min_size=1, max_size=4)):
+        positions = draw(length)
+        tokens = {"padding": 0, "decode": 1, "new": positions}.get(kind)
+        rows.append((draw(st.integers(1, min(positions, 40))) if tokens is None else tokens, positions))
+    return tuple(rows)
+
+
+@st.composite
+def shapes(draw, head_dims, longest, max_kv_heads):
+    return Shape(
+        rows=draw(rows_of(longest)),
+        head_dim=draw(st.sampled_from(head_dims)),
+        num_kv_heads=draw(st.integers(1, max_kv_heads)),
+        group=draw(st.integers(1, 8)),
+        block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
+        window=draw(st.none() | st.integers(1, longest)),
+        soft_cap=draw(st.none() | st.sampled_from([2.0, 50.0])),
+        query_tile=draw(st.sampled_from([16, 64])),
+        key_tile=draw(st.sampled_from([32, 64])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(shape=shapes(head_dims=[8, 12, 16], longest=150, max_kv_heads=2))
+def test_matches_reference_with_tiny_heads(shape, kernel_device):
+    check(shape, kernel_device)
+
+
+@settings(max_examples=8, deadline=None)
+@given(shape=shapes(head_dims=[64, 80, 96, 128], longest=70, max_kv_heads=1))
+def test_matches_reference_with_usual_heads(shape, kernel_device):
+    check(shape, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_matches_reference_in_16_bits(dtype, soft_cap, kernel_device):
+    rows = ((1, 5), (0, 0), (20, 70), (1, 300), (9, 9))
+    check(Shape(rows, head_dim=80, num_kv_heads=1, group=3, dtype=dtype, soft_cap=soft_cap, window=270), kernel_device)
+
+
+@pytest.mark.parametrize("group", [9, 16, 20])
+def test_large_groups(group, kernel_device):
+    check(Shape(((1, 40), (6, 40)), num_kv_heads=1, group=group), kernel_device)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300, 4000])
+def test_decodes_of_many_splits(window, kernel_device):
+    rows = ((1, 600), (1, 4097), (1, 256), (1, 257), (0, 0))
+    check(Shape(rows, num_kv_heads=1, block_size=32, window=window, key_tile=128), kernel_device)
+
+
+def test_extreme_logits(kernel_device):
+    """Weights that underflow and logits far from zero, in splits and tiles that do not agree on the maximum."""
+    batch = Batch(Shape(((1, 600), (20, 150))), kernel_device)
+    out, expected = batch.attend(scale=40.0), batch.expected(scale=40.0)
+    torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+COMPANY = Shape(((1, 300), (0, 0), (17, 90), (1, 1), (1, 600), (20, 20), (2, 70)), num_kv_heads=1, window=280)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_alone_is_the_row_in_company(dtype, kernel_device):
+    batch = Batch(replace(COMPANY, dtype=dtype), kernel_device)
+    together = batch.attend()
+    for index in range(len(COMPANY.rows)):
+        tokens, rows = batch.alone(index)
+        alone = batch.attend(batch.query[tokens], rows)
+        assert torch.equal(alone, together[tokens]), index
+
+
+def test_padding_to_a_larger_batch_changes_nothing(kernel_device):
+    """As a graph captured for more rows replays it: with another variant of each kernel, too."""
+    batch = Batch(COMPANY, kernel_device)
+    usual, rows = batch.attend(), batch.rows
+    missing = 130 - len(COMPANY.rows)
+    starts = torch.cat([rows.query_start, rows.query_start[-1:].repeat(missing)])
+    padding = rows.rows.new_full((missing,), 2**30)
+    lengths = torch.cat([rows.kv_length, padding])
+    padded = batch.with_rows(torch.cat([rows.rows, padding]), starts, lengths, rows.block_tables)
+    batch.workspace = AttentionWorkspace.allocate(
+        len(lengths), COMPANY.group * COMPANY.num_kv_heads, COMPANY.head_dim, kernel_device
+    )
+    assert torch.equal(batch.attend(rows=padded), usual)
+
+
+def test_the_number_of_programs_changes_nothing(kernel_device):
+    batch = Batch(COMPANY, kernel_device)
+    usual = batch.attend()
+    for number in (1, 7):
+        tuning = AttentionTuning(
+            replace(COMPANY.tuning.decode, programs_per_multiprocessor=number),
+            replace(COMPANY.tuning.chunk, programs_per_multiprocessor=number),
+        )
+        assert torch.equal(batch.attend(tuning=tuning), usual)
+
+
+def test_only_the_kinds_that_the_step_has(kernel_device):
+    batch = Batch(COMPANY, kernel_device)
+    usual = batch.attend()
+    starts = batch.rows.query_start.tolist()
+    decodes = torch.zeros(len(usual), dtype=torch.bool)
+    for low, (tokens, _) in zip(starts, COMPANY.rows, strict=False):
+        decodes[low] |= tokens == 1
+    decodes = decodes[:, None].to(kernel_device)
+    untouched = torch.full_like(usual, UNTOUCHED)
+    assert torch.equal(batch.attend(has_chunks=False), usual.where(decodes, untouched))
+    assert torch.equal(batch.attend(has_decodes=False), usual.where(~decodes, untouched))
+
+
+def test_plan_counts_splits_and_tiles(kernel_device):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (300,), generator=draw) * torch.randint(1, 30, (300,), generator=draw) // 2
+    lengths = tokens + torch.randint(0, 200_000, (300,), generator=draw)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
+    batch = Batch(Shape(((1, 1),)), kernel_device)
+    rows = batch.with_rows(torch.arange(300), starts, lengths, torch.zeros((300, 1)))
+    plan_attention(rows)
+    tiles = torch.where(tokens > 1, -(-tokens // rows.tokens_per_tile), 0)
+    assert rows.tile_ends.tolist() == tiles.cumsum(0).tolist()
+    splits = rows.split_ends.diff(prepend=rows.split_ends.new_zeros(1)).cpu()
+    assert (splits[tokens != 1] == 0).all()
+    counts, lengths = splits[tokens == 1], lengths[tokens == 1]
+    # Never more than allowed, never so many that they are short, and all that may be had of a long row.
+    assert counts.min() >= 1
+    assert counts.max() == MAX_SPLITS.value
+    assert ((counts == 1) | (lengths > 256 * (counts - 1))).all()
+    assert (counts[lengths > 60_000] >= MAX_SPLITS.value - 1).all()
+
+
+def test_the_devices_own_tuning(kernel_device):
+    """As a backend calls it, with nothing said of tiles."""
+    shape = Shape(((1, 300), (70, 150), (0, 0)), head_dim=64, num_kv_heads=1, block_size=16)
+    tuning = attention_tuning(kernel_device, shape.head_dim, shape.dtype)
+    batch = Batch(replace(shape, query_tile=tuning.chunk.query_tile), kernel_device)
+    out, expected = batch.attend(tuning=None), batch.expected()
+    torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a pool of more elements than an int32 counts")
+def test_blocks_past_two_to_the_31_elements(kernel_device):
+    shape = Shape(((1, 300), (20, 40)), head_dim=128, block_size=16, num_kv_heads=8, dtype=torch.bfloat16)
+    batch = Batch(shape, kernel_device)
+    expected = batch.attend()
+    small = batch.pool
+    batch.pool = small.new_empty((2**31 // small[0].numel() + len(small), *small.shape[1:]))
+    offset = len(batch.pool) - len(small)
+    batch.pool[offset:] = small
+    tables = batch.rows.block_tables
+    batch.rows = replace(batch.rows, block_tables=torch.where(tables < len(small), tables + offset, tables))
+    assert torch.equal(batch.attend(), expected)
