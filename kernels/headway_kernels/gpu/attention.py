@@ -48,10 +48,11 @@ _DOT_ROWS = 16
 class KernelTuning:
     """How one kernel is cut: nothing of it changes results by more than rounding.
 
-    ``query_tile``: query vectors (tokens times heads of one group) of a program, a power of two, 16 at least; the decode
-    kernel takes a whole group and more only as padding. ``key_tile``: positions of one turn, a power of two from 16 (in
-    the decode kernel to 128). ``num_stages``: key tiles in the pipeline, that of this turn included. ``programs_per_multiprocessor``: how many the grid holds for
-    each, at best as many as fit by shared memory and registers.
+    ``query_tile``: query vectors (tokens times heads of one group) of a program, a power of two, 16 at least; the
+    decode kernel takes a whole group and more only as padding. ``key_tile``: positions of one turn, a power of two
+    from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the pipeline, that of this turn included.
+    ``programs_per_multiprocessor``: how many the grid holds for each, at best as many as fit by shared memory and
+    registers.
     """
 
     query_tile: int
@@ -69,10 +70,10 @@ class AttentionTuning:
     chunk: KernelTuning
 
 
-# (compute capability's first number, padded head size, bytes of an element) -> tuning. Decodes are bound by memory: tiles
-# that keep some 64 KiB on their way in each multiprocessor. Chunks are bound by the tensor cores: accumulators as large
-# as registers hold (128 query vectors by 128 components for 8 warps). float32 has no tensor cores that keep its
-# precision: small tiles, since each thread holds its operands in registers.
+# (compute capability's first number, padded head size, bytes of an element) -> tuning. Decodes are bound by memory:
+# tiles that keep some 64 KiB on their way in each multiprocessor. Chunks are bound by the tensor cores: accumulators
+# as large as registers hold (128 query vectors by 128 components for 8 warps). float32 has no tensor cores that keep
+# its precision: small tiles, since each thread holds its operands in registers.
 _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),
@@ -114,7 +115,7 @@ def tokens_per_tile(
     device: torch.device,
     tuning: AttentionTuning | None = None,
 ) -> int:
-    """How many tokens of a chunk one program attends with: as many as the query tile holds with all heads of a group."""
+    """Tokens of a chunk that one program attends with: what the query tile holds with all heads of a group."""
     tuning = tuning or attention_tuning(device, head_dim, dtype)
     return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
 
@@ -124,12 +125,12 @@ class AttentionRows:
     """The rows of one step, on the device; all int32 and contiguous but for ``block_tables``' row stride.
 
     - ``rows`` ``[R]``: which row of ``block_tables`` each batch row uses.
-    - ``query_start`` ``[R + 1]``: the tokens of batch row i are ``query_start[i]`` up to ``query_start[i + 1]``; none is
-      a padding row, of which nothing else is read.
+    - ``query_start`` ``[R + 1]``: the tokens of batch row i are ``query_start[i]`` up to ``query_start[i + 1]``; none
+      is a padding row, of which nothing else is read.
     - ``kv_length`` ``[R]``: the positions of the row's sequence after this step, of which its tokens are the last.
     - ``block_tables`` ``[max_rows, max_blocks]``: ids of blocks; those past ``kv_length`` are not read.
-    - ``split_ends``, ``tile_ends`` ``[R]``: what ``plan_attention`` writes: how many splits (of decodes) and query tiles
-      (of chunks) there are up to and with each row.
+    - ``split_ends``, ``tile_ends`` ``[R]``: what ``plan_attention`` writes: how many splits (of decodes) and query
+      tiles (of chunks) there are up to and with each row.
     - ``tokens_per_tile``: as the function of that name says, the same for plan and kernels.
     """
 
@@ -144,8 +145,9 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class AttentionWorkspace:
-    """What the splits of decodes leave for one another, in float32: ``partial`` ``[R, MAX_SPLITS, heads, head_dim]`` and
-    ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2), for as many rows as a step can have. All layers share it.
+    """What the splits of decodes leave for one another, in float32: ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``
+    and ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2), for as many rows as a step can have. All layers share
+    it.
     """
 
     partial: Tensor
@@ -197,24 +199,25 @@ def paged_attention(
 ) -> None:
     """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
 
-    ``query``: shape ``[tokens, heads * head_dim]``, any row stride (the leading columns of the fused projection), rotated.
-    ``pool_layer``: shape ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads before value
-    heads, block_size a power of two; positions that no row has may hold anything, NaN included. ``out``: shape
-    ``[tokens, heads * head_dim]``, any row stride; tokens past the last row's are left alone. All of one dtype: float32,
-    bfloat16 or float16; head_dim a multiple of 8. Query head h belongs to key-value head ``h // group``, where group is
-    heads / num_kv_heads.
+    ``query``: shape ``[tokens, heads * head_dim]``, any row stride (the leading columns of the fused projection),
+    rotated. ``pool_layer``: shape ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads
+    before value heads, block_size a power of two; positions that no row has may hold anything, NaN included. ``out``:
+    shape ``[tokens, heads * head_dim]``, any row stride; tokens past the last row's are left alone. All of one dtype:
+    float32, bfloat16 or float16; head_dim a multiple of 8. Query head h belongs to key-value head ``h // group``,
+    where group is heads / num_kv_heads.
 
-    A token at position p sees positions up to p, of these the last ``window`` if that is given. Logits are ``scale`` (more
-    than 0) times the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products, softmax and sums
-    are in float32; weights are rounded to the dtype before they meet the values.
+    A token at position p sees positions up to p, of these the last ``window`` if that is given. Logits are ``scale``
+    (more than 0) times the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products,
+    softmax and sums are in float32; weights are rounded to the dtype before they meet the values.
 
-    ``has_decodes`` and ``has_chunks`` tell whether the step may have rows of one token and of several: a kernel that has
-    nothing to do is not launched, and rows of a kind that was denied get no result. ``rows`` must have been planned.
+    ``has_decodes`` and ``has_chunks`` tell whether the step may have rows of one token and of several: a kernel that
+    has nothing to do is not launched, and rows of a kind that was denied get no result. ``rows`` must have been
+    planned.
 
     Moves, per decode of n visible positions: ``2 * n * num_kv_heads * head_dim`` elements of the pool, once, for
-    ``4 * n * heads * head_dim`` FLOPs, so that memory sets the pace; with several splits each also writes and reads
-    ``8 * heads * (head_dim + 1)`` bytes of the workspace in all. Per chunk: as many FLOPs for each token, and the pool's
-    elements once for each query tile, mostly from the L2 cache.
+    ``4 * n * heads * head_dim`` FLOPs, so that memory sets the pace; each of several splits also writes and reads
+    ``8 * heads * (head_dim + 1)`` bytes of the workspace in all. Per chunk: as many FLOPs for each token, and the
+    pool's elements once for each query tile, mostly from the L2 cache.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
@@ -360,8 +363,8 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _cut(kv_length, window, HAS_WINDOW: tl.constexpr):
     """How a decode's positions are cut: where the first split starts, positions of a split, and splits in use.
 
-    As many splits as the plan counted from ``kv_length`` alone share what the window leaves; rounding may leave the last
-    of them nothing.
+    As many splits as the plan counted from ``kv_length`` alone share what the window leaves; rounding may leave the
+    last of them nothing.
     """
     size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
     first = kv_length * 0
@@ -420,11 +423,12 @@ def _find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
 
 @triton.jit
 def _load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
-    """The ids of the blocks that hold a key tile's positions: one for each position, or one where a block holds them all.
+    """The ids of the blocks that hold a key tile's positions: one for each position, or one where a block holds them
+    all.
 
-    0, which every pool has, for what is not from ``begin`` to ``end``. Loops ask for a tile's ids one turn ahead and carry
-    them in registers: were they read in the turn that uses them, Triton's pipeliner would have to spend its stages on
-    the chain from id to vector, and keep fewer vectors on their way.
+    0, which every pool has, for what is not from ``begin`` to ``end``. Loops ask for a tile's ids one turn ahead and
+    carry them in registers: were they read in the turn that uses them, Triton's pipeliner would have to spend its
+    stages on the chain from id to vector, and keep fewer vectors on their way.
     """
     start = tile * KEY_TILE
     if BLOCK_SIZE % KEY_TILE == 0:
@@ -437,7 +441,8 @@ def _load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl
 
 @triton.jit
 def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.constexpr):
-    """A tile of vectors, one per row of ``pointers``: zeros where not ``wanted`` (if SOME) and past the head (if PADDED).
+    """A tile of vectors, one per row of ``pointers``: zeros where not ``wanted`` (if SOME) and past the head (if
+    PADDED).
 
     What is not wanted is not read: a zero weight would not hide a NaN there.
     """
@@ -500,9 +505,10 @@ def _attend_tile(
 ):
     """Let each query attend to key tile ``tile``: positions from ``tile * KEY_TILE``, of these ``begin`` up to ``end``.
 
-    ``keys`` points to the key head in block 0. The state is FlashAttention's: weighted values, and of the logits to base 2
-    the maximum and the sum of exponentials. Not MASKED: all queries see the whole tile. Keys and values are read first, by
-    addresses that need no other turn's result, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way.
+    ``keys`` points to the key head in block 0. The state is FlashAttention's: weighted values, and of the logits to
+    base 2 the maximum and the sum of exponentials. Not MASKED: all queries see the whole tile. Keys and values are
+    read first, by addresses that need no other turn's result, so that Triton's pipeliner keeps ``num_stages`` - 1
+    tiles on their way.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)

@@ -146,7 +146,7 @@ def check(shape, device):
 
 @st.composite
 def rows_of(draw, longest):
-    """Padding, decodes and chunks, some of them new; lengths about multiples of blocks and tiles more often than others."""
+    """Padding, decodes and chunks, some of them new; lengths are often multiples of blocks and tiles."""
     length = st.one_of(
         st.integers(1, longest), st.sampled_from([1, 8, 16, 32, 64, 65, 128]).filter(lambda n: n <= longest)
     )
