@@ -229,7 +229,7 @@ def one_logit_row_after(
     sampler.add_row(0, sampling, prompt)
     working = logits[None].clone()
     tokens = torch.tensor([history + [0] * 4], dtype=torch.int32)
-    sampler._adjust(working, sampler._flags[:1], np.array([0]), np.array([len(history)]), tokens)
+    sampler._adjust(working, sampler._columns["flags"][:1], np.array([0]), np.array([len(history)]), tokens)
     return working[0]
 
 

@@ -32,18 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.philox import uniforms
-from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
+from headway_executor.sampling_columns import SamplingColumns, SamplingEntries
+from headway_kernels.gpu.sampling_layout import ENTRIES, LOGPROBS, PENALTIES, RANDOM
+from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 
-_RANDOM = 1
-_PENALTIES = 2
-_LOGIT_BIAS = 4
-_MIN_TOKENS = 8
-_LOGPROBS = 16
-_ADJUSTED = _PENALTIES | _LOGIT_BIAS | _MIN_TOKENS
-
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them tells nothing but the largest logit apart."""
+_ADJUSTED = PENALTIES | ENTRIES
 
 _FIRST_WIDTH = 64
 _WIDER = 16
@@ -79,59 +73,22 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._flags = np.zeros(max_num_rows, dtype=np.uint8)
-        self._seed = np.zeros(max_num_rows, dtype=np.uint64)
-        self._num_prompt_tokens = np.zeros(max_num_rows, dtype=np.int64)
-        self._min_tokens = np.zeros(max_num_rows, dtype=np.int64)
-        self._top_k = np.zeros(max_num_rows, dtype=np.int64)
-        self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, dtype=np.int64)
-        self._temperature = np.zeros(max_num_rows, dtype=np.float32)
-        self._top_p = np.ones(max_num_rows, dtype=np.float64)
-        self._min_p = np.zeros(max_num_rows, dtype=np.float64)
-        self._repetition = np.ones(max_num_rows, dtype=np.float32)
-        self._presence = np.zeros(max_num_rows, dtype=np.float32)
-        self._frequency = np.zeros(max_num_rows, dtype=np.float32)
-        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stop_token_ids: dict[int, Tensor] = {}
+        # Entries stay with their row here. The pool that they would share elsewhere is of a size that cannot run out,
+        # not even where each gap in it is just too small.
+        self._columns = SamplingColumns(
+            vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=2 * max_num_rows * vocab_size
+        )
+        self._entries: dict[int, SamplingEntries] = {}
 
     def add_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Give ``row`` to a request; what the row held before is forgotten.
 
         The parameters must be valid (``headway_proto.sampling.violations``).
         """
-        random = sampling.temperature >= _GREEDY_BELOW and sampling.top_k != 1
-        penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
-        masked = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
-        self._flags[row] = (
-            (_RANDOM if random else 0)
-            | (_PENALTIES if penalised else 0)
-            | (_LOGIT_BIAS if sampling.logit_bias else 0)
-            | (_MIN_TOKENS if masked else 0)
-            | (_LOGPROBS if sampling.logprobs != NO_LOGPROBS else 0)
-        )
-        self._seed[row] = sampling.seed
-        self._num_prompt_tokens[row] = num_prompt_tokens
-        self._min_tokens[row] = sampling.min_tokens
-        self._top_k[row] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
-        self._num_logprobs[row] = sampling.logprobs
-        self._temperature[row] = sampling.temperature
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._repetition[row] = sampling.repetition_penalty
-        self._presence[row] = sampling.presence_penalty
-        self._frequency[row] = sampling.frequency_penalty
-        if sampling.logit_bias:
-            token_ids, biases = zip(*sampling.logit_bias, strict=True)
-            self._bias[row] = (
-                torch.tensor(token_ids, dtype=torch.int64, device=self._device),
-                torch.tensor(biases, dtype=torch.float32, device=self._device),
-            )
-        if masked:
-            self._stop_token_ids[row] = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
+        entries = self._columns.set_row(row, sampling, num_prompt_tokens)
+        self._entries.pop(row, None)
+        if entries is not None:
+            self._entries[row] = entries
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor) -> SampledTokens:
         """Draw one token per row of ``logits``.
@@ -142,7 +99,7 @@ class Sampler:
         A row whose logits are NaN or infinite gets ``ERRORED_ROW`` and an error; the others are unaffected.
         """
         host_rows: _HostIndex = rows.cpu().numpy()
-        flags = self._flags[host_rows]
+        flags = self._columns["flags"][host_rows]
         if not flags.any():
             drawn, usable = _argmax(logits)
             return _collect(drawn, usable, host_rows, ())
@@ -154,16 +111,16 @@ class Sampler:
     def _draw(
         self,
         logits: Tensor,
-        flags: NDArray[np.uint8],
+        flags: NDArray[np.int32],
         rows: _HostIndex,
         positions: _HostIndex,
         token_ids: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Split the batch into plain argmax rows and rows whose logits are processed; draw both."""
-        processed = np.flatnonzero(flags & (_ADJUSTED | _RANDOM))
+        processed = np.flatnonzero(flags & (_ADJUSTED | RANDOM))
         if not len(processed):
             return _argmax(logits)
-        plain = np.flatnonzero((flags & (_ADJUSTED | _RANDOM)) == 0)
+        plain = np.flatnonzero((flags & (_ADJUSTED | RANDOM)) == 0)
         drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         usable = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
         if len(plain):
@@ -178,10 +135,10 @@ class Sampler:
         return drawn, usable
 
     def _draw_processed(
-        self, working: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, positions: _HostIndex
+        self, working: Tensor, flags: NDArray[np.int32], rows: _HostIndex, positions: _HostIndex
     ) -> tuple[Tensor, Tensor]:
         """Draw from adjusted float32 logits: argmax for greedy rows, the inverse distribution for the others."""
-        random = np.flatnonzero(flags & _RANDOM)
+        random = np.flatnonzero(flags & RANDOM)
         if not len(random):
             return _argmax(working)
         if len(random) == len(rows):
@@ -194,30 +151,34 @@ class Sampler:
     def _adjust(
         self,
         working: Tensor,
-        flags: NDArray[np.uint8],
+        flags: NDArray[np.int32],
         rows: _HostIndex,
         positions: _HostIndex,
         token_ids: Tensor,
     ) -> None:
         """Apply penalties, logit bias and the ``min_tokens`` mask to ``working`` in place."""
-        penalised = np.flatnonzero(flags & _PENALTIES)
+        penalised = np.flatnonzero(flags & PENALTIES)
         if len(penalised):
             where = self._to_device(penalised)
             working[where] = self._penalise(
                 working.index_select(0, where), rows[penalised], positions[penalised], token_ids
             )
-        biased = np.flatnonzero(flags & _LOGIT_BIAS)
-        if len(biased):
-            entries = [self._bias[int(row)] for row in rows[biased]]
-            index = self._repeat(biased, [len(ids) for ids, _ in entries])
-            ids = torch.cat([ids for ids, _ in entries])
-            working.index_put_((index, ids), torch.cat([biases for _, biases in entries]), accumulate=True)
-        too_short = positions - self._num_prompt_tokens[rows] < self._min_tokens[rows]
-        masked = np.flatnonzero((flags & _MIN_TOKENS != 0) & too_short)
-        if len(masked):
-            stops = [self._stop_token_ids[int(row)] for row in rows[masked]]
-            index = self._repeat(masked, [len(ids) for ids in stops])
-            working[index, torch.cat(stops)] = -torch.inf
+        having = np.flatnonzero(flags & ENTRIES)
+        if len(having):
+            self._apply_entries(working, having, rows[having], positions[having])
+
+    def _apply_entries(self, working: Tensor, places: _HostIndex, rows: _HostIndex, positions: _HostIndex) -> None:
+        """Apply logit bias and the ``min_tokens`` mask to ``working``, whose rows at ``places`` are ``rows``."""
+        entries = [self._entries[row] for row in rows.tolist()]
+        num_entries = [len(entry.token_ids) for entry in entries]
+        stored = np.concatenate([entry.token_ids for entry in entries])
+        too_short = positions - self._columns["num_prompt_tokens"][rows] < self._columns["min_tokens"][rows]
+        excluded = (stored < 0) & np.repeat(too_short, num_entries)
+        index = self._to_device(np.repeat(places, num_entries))
+        token_ids = self._to_device(np.where(stored < 0, ~stored, stored).astype(np.int64))
+        biases = self._to_device(np.concatenate([entry.biases for entry in entries]))
+        biased = working[index, token_ids] + biases
+        working[index, token_ids] = biased.masked_fill_(self._to_device(excluded), -torch.inf)
 
     def _penalise(self, working: Tensor, rows: _HostIndex, positions: _HostIndex, token_ids: Tensor) -> Tensor:
         """Return ``working`` after the repetition, presence and frequency penalties of ``rows``."""
@@ -229,20 +190,20 @@ class Sampler:
         # when the store holds ERRORED_ROW: such a row may run once more before the scheduler takes it out.
         history = torch.where(held, history, history[:, :1]).clamp_(0, self._vocab_size - 1)
 
-        repetition = self._column(self._repetition, rows)
+        repetition = self._column("repetition", rows)
         seen = working.gather(1, history)
         working.scatter_(1, history, torch.where(seen > 0, seen / repetition, seen * repetition))
 
-        generated = held & (place >= self._column(self._num_prompt_tokens, rows))
+        generated = held & (place >= self._column("num_prompt_tokens", rows))
         counts = torch.zeros_like(working).scatter_add_(1, history, generated.to(working.dtype))
-        presence, frequency = self._column(self._presence, rows), self._column(self._frequency, rows)
+        presence, frequency = self._column("presence", rows), self._column("frequency", rows)
         return working - frequency * counts - presence * (counts > 0)
 
     def _draw_random(self, working: Tensor, rows: _HostIndex, positions: _HostIndex) -> tuple[Tensor, Tensor]:
         """Draw from temperature-scaled, truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
-        probabilities, usable = _probabilities(working, self._column(self._temperature, rows))
-        uniform = self._to_device(uniforms(self._seed[rows], positions))[:, None]
-        is_ranked = (self._top_k[rows] > 0) | (self._top_p[rows] < 1.0)
+        probabilities, usable = _probabilities(working, self._column("temperature", rows))
+        uniform = self._to_device(uniforms(self._columns["seed"][rows], positions))[:, None]
+        is_ranked = (self._columns["top_k"][rows] > 0) | (self._columns["top_p"][rows] < 1.0)
         if is_ranked.all():
             return self._draw_ranked(probabilities, uniform, rows), usable
         if not is_ranked.any():
@@ -258,8 +219,8 @@ class Sampler:
 
     def _draw_unranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
         """Draw from all tokens, or from those that min-p keeps, in the order of their ids."""
-        if self._min_p[rows].any():
-            least = self._column(self._min_p, rows) * probabilities.amax(-1, keepdim=True)
+        if self._columns["min_p"][rows].any():
+            least = self._column("min_p", rows) * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
         return _invert(_integer_weights(probabilities), uniform)
 
@@ -271,7 +232,7 @@ class Sampler:
         """
         drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))
-        width = max(_FIRST_WIDTH, 1 << int(self._top_k[rows].max()).bit_length())
+        width = max(_FIRST_WIDTH, 1 << int(self._columns["top_k"][rows].max()).bit_length())
         while len(open_rows):
             width = min(width, self._vocab_size)
             where = self._to_device(open_rows)
@@ -290,7 +251,7 @@ class Sampler:
         Returns ``(settled, picked)``, both of shape ``[m]``; a pick counts only where the width sufficed.
         """
         width = token_ids.shape[1]
-        top_k, top_p = self._column(self._top_k, rows), self._column(self._top_p, rows)
+        top_k, top_p = self._column("top_k", rows), self._column("top_p", rows)
         token_ids, probabilities = _rank(token_ids, probabilities, self._vocab_size)
 
         weights = _integer_weights(probabilities)
@@ -300,7 +261,7 @@ class Sampler:
         mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << _SCALE_BITS).double()
         enough = top_p * mass
         kept = (weights > 0) & ((cumulative - weights).double() < enough)
-        kept &= probabilities >= self._column(self._min_p, rows) * probabilities[:, :1]
+        kept &= probabilities >= self._column("min_p", rows) * probabilities[:, :1]
 
         # Among equals at the edge, which ones are candidates is topk's whim: the kept must outweigh the edge.
         least_kept = probabilities.masked_fill(~kept, torch.inf).amin(-1)
@@ -316,16 +277,16 @@ class Sampler:
         return settled, in_order.values.gather(1, place[:, None]).squeeze(1)
 
     def _logprobs(
-        self, logits: Tensor, flags: NDArray[np.uint8], rows: _HostIndex, drawn: Tensor, usable: Tensor
+        self, logits: Tensor, flags: NDArray[np.int32], rows: _HostIndex, drawn: Tensor, usable: Tensor
     ) -> tuple[RowLogprobs, ...]:
         """Report the raw distribution at the rows that asked for it and drew a token."""
-        asking = np.flatnonzero((flags & _LOGPROBS != 0) & usable.cpu().numpy())
+        asking = np.flatnonzero((flags & LOGPROBS != 0) & usable.cpu().numpy())
         if not len(asking):
             return ()
         where = self._to_device(asking)
         distribution = logits.index_select(0, where).float().log_softmax(-1)
         own = distribution.gather(1, drawn.index_select(0, where)[:, None]).squeeze(1).tolist()
-        wanted = self._num_logprobs[rows[asking]]
+        wanted = self._columns.num_logprobs(rows[asking])
         if wanted.any():
             # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
             best = distribution.topk(min(MAX_LOGPROBS, self._vocab_size), dim=-1)
@@ -342,12 +303,9 @@ class Sampler:
     def _to_device(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _column(self, values: NDArray[np.generic], rows: _HostIndex) -> Tensor:
-        """The parameter of each of ``rows`` as a tensor of shape ``[m, 1]``."""
-        return self._to_device(values[rows])[:, None]
-
-    def _repeat(self, indices: _HostIndex, counts: list[int]) -> Tensor:
-        return self._to_device(np.repeat(indices, counts))
+    def _column(self, name: str, rows: _HostIndex) -> Tensor:
+        """The named parameter of each of ``rows`` as a tensor of shape ``[m, 1]``."""
+        return self._to_device(self._columns[name][rows])[:, None]
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,166 @@
+"""The sampling parameters of every row, on the host: what a step needs is decided here, and uploads are packed here.
+
+Owns: one array with a record per row, the place of each row's entries in the device's pool, and the choice of a variant.
+Must not know: devices, tensors, or what a kernel does with a record.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_kernels.gpu.sampling_layout import (
+    ENTRIES,
+    LOGPROBS,
+    PENALTIES,
+    RANDOM,
+    RANKED,
+    ROW_LAYOUT,
+    ROW_WORDS,
+)
+from headway_proto.sampling import NO_LOGPROBS, SamplingParams
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them tells nothing but the largest logit apart."""
+
+_MAX_INT32 = (1 << 31) - 1
+
+
+class SamplingEntriesError(ValueError):
+    """No place is left for a row's logit bias and stop ids; the message says how many there is place for."""
+
+
+class SamplingEntries(NamedTuple):
+    """Entries of the pool to upload, from ``first`` on; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
+
+    A token id stands as its complement where the token is also excluded while its row is shorter than ``min_tokens``.
+    """
+
+    first: int
+    token_ids: NDArray[np.int32]
+    biases: NDArray[np.float32]
+
+
+class SamplingNeeds(NamedTuple):
+    """What some row of a batch asks for: the arguments that choose among ``headway_kernels.gpu.sampling``'s variants.
+
+    ``top_logprobs`` is the largest number of alternatives that a row reports, -1 where none reports log probabilities.
+    """
+
+    variant: Literal["greedy", "random", "truncated"]
+    adjusted: bool
+    top_logprobs: int
+
+
+class SamplingColumns:
+    """Records of ``max_num_rows`` rows over a vocabulary of ``vocab_size``, and a pool of ``entry_capacity`` entries.
+
+    The last record, number ``max_num_rows``, belongs to no request and stays greedy: it is for rows that pad a batch.
+    """
+
+    def __init__(self, *, vocab_size: int, max_num_rows: int, entry_capacity: int) -> None:
+        self._vocab_size = vocab_size
+        self._entry_capacity = entry_capacity
+        self._records = np.zeros(max_num_rows + 1, dtype=ROW_LAYOUT)
+        self._records["top_p"] = self._records["repetition"] = 1.0
+        self._num_logprobs = np.full(max_num_rows + 1, NO_LOGPROBS, dtype=np.int32)
+        self._flags = self._records["flags"]
+        self._spans: dict[int, tuple[int, int]] = {}
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """The parameter that ``ROW_LAYOUT`` calls ``name``, of every row."""
+        return self._records[name]
+
+    def set_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingEntries | None:
+        """Give ``row`` to a request and return the entries to upload, if it has any.
+
+        The parameters must be valid (``headway_proto.sampling.violations``). The entries' place may have been that of a
+        row that was cleared: upload them in the order of the steps.
+
+        Raises:
+            SamplingEntriesError: the pool has no room; the row is left cleared.
+        """
+        self.clear_row(row)
+        token_ids, biases = _entries(sampling)
+        first = self._place(row, len(token_ids))
+        record = self._records[row]
+        record["seed"] = sampling.seed
+        record["top_p"] = sampling.top_p
+        record["min_p"] = sampling.min_p
+        record["temperature"] = sampling.temperature
+        record["repetition"] = sampling.repetition_penalty
+        record["presence"] = sampling.presence_penalty
+        record["frequency"] = sampling.frequency_penalty
+        record["top_k"] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
+        record["num_prompt_tokens"] = num_prompt_tokens
+        record["min_tokens"] = min(sampling.min_tokens, _MAX_INT32)
+        record["flags"] = _flags(sampling, ranked=record["top_k"] > 0 or sampling.top_p < 1.0)
+        record["first_entry"], record["end_entry"] = first, first + len(token_ids)
+        self._num_logprobs[row] = sampling.logprobs
+        return SamplingEntries(first, token_ids, biases) if len(token_ids) else None
+
+    def clear_row(self, row: int) -> None:
+        """Take ``row`` from its request: its entries' place is free again, and it is greedy."""
+        self._spans.pop(row, None)
+        self._records[row] = self._records[-1]
+        self._num_logprobs[row] = NO_LOGPROBS
+
+    def pack(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The records of ``rows``, shape ``[k]``, as 32-bit words, shape ``[k, ROW_WORDS]``, to upload as they are."""
+        return self._records[rows].view(np.int32).reshape(len(rows), ROW_WORDS)
+
+    def num_logprobs(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The number of alternatives that each of ``rows`` reports; ``NO_LOGPROBS`` where it reports nothing."""
+        return self._num_logprobs[rows]
+
+    def needs(self, rows: NDArray[np.int64]) -> SamplingNeeds:
+        """What a step that samples ``rows`` needs."""
+        flags = int(np.bitwise_or.reduce(self._flags[rows], initial=0))
+        variant: Literal["greedy", "random", "truncated"] = "greedy"
+        if flags & RANDOM:
+            variant = "truncated" if flags & RANKED else "random"
+        top_logprobs = int(self._num_logprobs[rows].max()) if flags & LOGPROBS else NO_LOGPROBS
+        return SamplingNeeds(variant, bool(flags & (PENALTIES | ENTRIES)), top_logprobs)
+
+    def _place(self, row: int, count: int) -> int:
+        """Reserve the first gap in the pool that holds ``count`` entries."""
+        if not count:
+            return 0
+        first = 0
+        for start, end in sorted(self._spans.values()):
+            if start - first >= count:
+                break
+            first = end
+        if first + count > self._entry_capacity:
+            raise SamplingEntriesError(
+                f"{count} tokens under logit_bias and min_tokens are too many beside those of the other requests; "
+                f"there is place for {self._entry_capacity} in all"
+            )
+        self._spans[row] = (first, first + count)
+        return first
+
+
+def _flags(sampling: SamplingParams, *, ranked: bool) -> int:
+    random = sampling.temperature >= _GREEDY_BELOW and sampling.top_k != 1
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    masked = sampling.min_tokens > 0 and bool(sampling.stop_token_ids)
+    return (
+        (RANDOM if random else 0)
+        | (RANKED if random and ranked else 0)
+        | (PENALTIES if penalties != (1.0, 0.0, 0.0) else 0)
+        | (ENTRIES if sampling.logit_bias or masked else 0)
+        | (LOGPROBS if sampling.logprobs != NO_LOGPROBS else 0)
+    )
+
+
+def _entries(sampling: SamplingParams) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The row's entries, no token twice: biases of the same token add up, and a stop id is one even without a bias."""
+    biases: dict[int, np.float32] = {}
+    for token_id, bias in sampling.logit_bias:
+        biases[token_id] = biases.get(token_id, np.float32(0)) + np.float32(bias)
+    stops = set(sampling.stop_token_ids) if sampling.min_tokens > 0 else set()
+    token_ids = list(biases) + sorted(stops - biases.keys())
+    return (
+        np.array([~token_id if token_id in stops else token_id for token_id in token_ids], dtype=np.int32),
+        np.array([biases.get(token_id, 0.0) for token_id in token_ids], dtype=np.float32),
+    )
