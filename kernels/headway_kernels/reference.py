@@ -3,6 +3,8 @@
 Owns: the oracles. Must not know: how a kernel cuts its work.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -202,10 +204,6 @@ def paged_attention(
         values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
         out[low:high] = (weights @ values).transpose(0, 1)
     return out.flatten(1)
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
 
 
 def sample(

@@ -24,18 +24,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_address: Annotated[
         str, Meta(description="ZeroMQ address of the scheduler to connect to: ipc://PATH or tcp://HOST:PORT")
     ] = "tcp://127.0.0.1:50052"
-    backend: Annotated[str, Meta(description="what runs the model: torch, simulated, or an installed backend")] = (
-        "torch"
-    )
+    backend: Annotated[
+        str, Meta(description="what runs the model: torch, triton (CUDA only), simulated, or an installed backend")
+    ] = "torch"
     model: Annotated[str, Meta(description="checkpoint directory")] = ""
     device: Annotated[str, Meta(description="device of the model: cpu, cuda or cuda:N")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and KV; auto: the backend's"),
     ] = "auto"
-    quantization: Annotated[Literal["none", "int8"], Meta(description="int8: quantise the weights while loading")] = (
-        "none"
-    )
+    quantization: Annotated[
+        Literal["none", "int8", "fp8"],
+        Meta(description="int8, or fp8 with the triton backend: quantise the weights while loading"),
+    ] = "none"
     block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: by free memory")] = 0
     swap_space_mib: Annotated[

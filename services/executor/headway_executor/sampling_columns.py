@@ -105,15 +105,17 @@ class SamplingColumns:
         self._records[row] = self._records[-1]
         self._num_logprobs[row] = NO_LOGPROBS
 
-    def pack(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def pack(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
         """The records of ``rows``, shape ``[k]``, as 32-bit words, shape ``[k, ROW_WORDS]``, to upload as they are."""
-        return self._records[rows].view(np.int32).reshape(len(rows), ROW_WORDS)
+        words: NDArray[np.int32] = self._records[rows].view(np.int32)
+        return words.reshape(len(rows), ROW_WORDS)
 
-    def num_logprobs(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def num_logprobs(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
         """The number of alternatives that each of ``rows`` reports; ``NO_LOGPROBS`` where it reports nothing."""
-        return self._num_logprobs[rows]
+        counts: NDArray[np.int32] = self._num_logprobs[rows]
+        return counts
 
-    def needs(self, rows: NDArray[np.int64]) -> SamplingNeeds:
+    def needs(self, rows: NDArray[np.integer]) -> SamplingNeeds:
         """What a step that samples ``rows`` needs."""
         flags = int(np.bitwise_or.reduce(self._flags[rows], initial=0))
         variant: Literal["greedy", "random", "truncated"] = "greedy"

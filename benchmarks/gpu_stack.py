@@ -1,0 +1,224 @@
+"""The whole stack on a GPU: does the device ever wait for the host, and how fast is it beside transformers?
+
+Owns: the load, the server's process, what its step log says, the peer, and the result file.
+Must not know: how any of the three services works.
+
+``headway serve`` with the triton backend answers ``--concurrency`` clients at a time, over gRPC. Its step log tells, by the
+device's own clock, how long each step took and how long the device had nothing to do before it: in steady decode that is
+what the host cost. Then ``transformers`` runs the same prompts with its continuous batching, in a process of its own, with
+the same weights, drawn from the same seed.
+
+    python benchmarks/gpu_stack.py
+    python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
+    TRITON_INTERPRET=1 python benchmarks/gpu_stack.py --shape tiny --device cpu --no-peer     # tries the benchmark
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import headway
+from gpu_steps import SHAPES, Shape, say
+from headway.client import AsyncClient
+from provenance import provenance
+
+ADDRESS = "127.0.0.1:50931"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+READY_S = 900.0
+IDLE_ASKED = 0.02
+RATIO_ASKED = 3.0
+LEAST_STEADY_STEPS = 20
+
+
+def prompts_of(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+    """The prompts, as token ids."""
+    draw = np.random.default_rng(arguments.seed)
+    return [draw.integers(0, vocab_size, arguments.prompt).tolist() for _ in range(arguments.requests)]
+
+
+def make_model(directory: Path, shape: Shape) -> None:
+    """A model directory without weights: the shape's config.json, and the demo model's tokenizer for the gateway."""
+    (directory / "config.json").write_text(json.dumps(shape.config))
+    demo_model = Path(headway.__file__).with_name("demo_model")
+    for name in TOKENIZER_FILES:
+        if (demo_model / name).exists():
+            shutil.copy(demo_model / name, directory / name)
+
+
+class Server:
+    """``headway serve`` as a user would start it."""
+
+    def __init__(self, arguments: argparse.Namespace, directory: Path, step_log: Path) -> None:
+        words = [
+            *("serve", "--model", str(directory), "--backend", "triton", "--device", arguments.device),
+            *("--backend-option", "weights=random", "--backend-option", f"step_log={step_log}"),
+            *("--max-num-seqs", str(arguments.concurrency), "--grpc-address", ADDRESS, "--seed", str(arguments.seed)),
+            *("--max-model-len", str(arguments.prompt + arguments.output), "--swap-space-mib", "0"),
+        ]
+        self._process = subprocess.Popen([sys.executable, "-m", "headway", *words], stdout=subprocess.DEVNULL)
+
+    def stop(self) -> None:
+        """End it, and wait until its device is free."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+
+
+async def run_clients(arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
+    """Keep ``--concurrency`` requests open until all prompts are answered; the seconds it took."""
+    waiting = list(reversed(prompts))
+
+    async def one_client(client: AsyncClient) -> None:
+        while waiting:
+            stream = client.generate(waiting.pop(), max_tokens=arguments.output, temperature=0.0, ignore_eos=True)
+            result = await stream.result()
+            assert len(result.token_ids) == arguments.output
+
+    async with AsyncClient(ADDRESS) as client:
+        await client.wait_ready(READY_S)
+        say("the server is ready; sending the load")
+        await client.generate(prompts[0], max_tokens=2, temperature=0.0, ignore_eos=True).result()
+        started = time.perf_counter()
+        await asyncio.gather(*[one_client(client) for _ in range(arguments.concurrency)])
+        return time.perf_counter() - started
+
+
+def idle_share(step_log: Path, num_rows: int) -> tuple[float, int]:
+    """The share of its time that the device had nothing to do in steps of ``num_rows`` decodes, and how many those were.
+
+    Steady: the step before was such a step too.
+    """
+    lines = [json.loads(line) for line in step_log.read_text().splitlines()]
+    idle = busy = count = 0
+    for before, line in pairwise(lines):
+        if all(step["num_rows"] == step["num_tokens"] == num_rows for step in (before, line)):
+            idle, busy, count = idle + line["idle_us"], busy + line["device_time_us"], count + 1
+    return (idle / (idle + busy) if count else float("nan")), count
+
+
+def run_peer(arguments: argparse.Namespace) -> float:
+    """Tokens per second of transformers, in a process of its own: the device's memory must be free for it."""
+    words = [sys.executable, __file__, "--peer-only"]
+    for name in ("shape", "device", "concurrency", "requests", "prompt", "output", "seed"):
+        words += [f"--{name}", str(getattr(arguments, name))]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+
+
+def peer(arguments: argparse.Namespace) -> None:
+    """Be the peer: print ``{"tokens_per_s": ...}``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from headway_executor.models.families import read_model_config
+    from headway_executor.models.loading import expected_tensors
+    from headway_executor.random_weights import RandomCheckpoint
+
+    shape = SHAPES[arguments.shape]
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name), shape)
+        config = AutoConfig.from_pretrained(name)
+        expected = expected_tensors(read_model_config(Path(name)))
+    dtype = getattr(torch, str(shape.config["torch_dtype"]))
+    say("transformers: building the model")
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    weights = RandomCheckpoint(expected, seed=arguments.seed, dtype=dtype, device=torch.device(arguments.device))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.copy_(weights.read(parameter_name))
+    generation = GenerationConfig(
+        max_new_tokens=arguments.output, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
+    )
+    prompts = prompts_of(arguments, int(str(shape.config["vocab_size"])))
+    # The first batch compiles and records whatever it does.
+    model.generate_batch(inputs=prompts[: arguments.concurrency], generation_config=generation)
+    say("transformers: sending the load")
+    started = time.perf_counter()
+    answers = model.generate_batch(inputs=prompts, generation_config=generation)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(answer.generated_tokens) for answer in answers.values())
+    print(json.dumps({"tokens_per_s": num_tokens / seconds}), flush=True)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both sides, one after the other."""
+    shape = SHAPES[arguments.shape]
+    prompts = prompts_of(arguments, int(str(shape.config["vocab_size"])))
+    with tempfile.TemporaryDirectory() as name:
+        directory, step_log = Path(name), Path(name) / "steps.jsonl"
+        make_model(directory, shape)
+        say("starting headway serve")
+        server = Server(arguments, directory, step_log)
+        try:
+            seconds = asyncio.run(run_clients(arguments, prompts))
+        finally:
+            server.stop()
+        share, count = idle_share(step_log, arguments.concurrency)
+    ours = arguments.requests * arguments.output / seconds
+    theirs = None if arguments.no_peer else run_peer(arguments)
+    return {
+        "provenance": provenance(arguments.seed),
+        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "json"},
+        "tokens_per_s": ours,
+        "idle_share": share,
+        "steady_steps": count,
+        "transformers_tokens_per_s": theirs,
+        "ratio": None if theirs is None else ours / theirs,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    lines = [f"headway serve:              {result['tokens_per_s']:10.0f} output tokens/s"]
+    if result["steady_steps"] >= LEAST_STEADY_STEPS:
+        lines.append(
+            f"device idle between steps:  {result['idle_share']:10.2%} of {result['steady_steps']} steady decode steps "
+            f"(asked: at most {IDLE_ASKED:.0%})"
+        )
+    else:
+        lines.append(f"device idle between steps:  not told by {result['steady_steps']} steady decode steps")
+    if result["ratio"] is not None:
+        lines += [
+            f"transformers:               {result['transformers_tokens_per_s']:10.0f} output tokens/s",
+            f"ratio:                      {result['ratio']:10.2f} (asked: at least {RATIO_ASKED:.0f})",
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print, store."""
+    parser = argparse.ArgumentParser(description="The whole stack on a GPU, beside transformers.")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--peer-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.peer_only:
+        peer(arguments)
+        return 0
+    result = run(arguments)
+    print(table(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""The backend for GPUs: Triton and CuPy kernels, CUDA graphs, and a host that never makes the device wait.
+
+Owns: opening a model on a device (settings, weights, memory, graphs), and one step: from a ``StepBatch`` to launches, and
+from what the device left to a ``StepResult``.
+Must not know: sockets, frames, epochs, the scheduler's reasons, or what a kernel computes.
+
+What a step needs lies on the device before the step is known: token ids, block tables and sampling parameters of every
+row (``gpu.device_rows``, ``gpu.device_sampler``), edited by what a step changes. The sampled tokens of step k are put
+where step k + 1 reads them, on the device; the host reads them later, for the scheduler. So step k + 1 is launched while
+step k runs, and ``execute`` answers with a future.
+
+Steps of decodes, and small ones with chunks, are CUDA graphs (``gpu.graphs``); larger ones take the device longer than
+their launches take the host. Everything a step needs is allocated at opening, by a step of the largest size, and what is
+left is the pool's.
+
+Under ``TRITON_INTERPRET=1`` all of it but graphs, streams and CuPy runs on a CPU, to be tried and tested.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from headway_executor.backend import (
+    BackendConfig,
+    BackendConfigError,
+    StepBatch,
+    StepOutOfMemoryError,
+    StepResult,
+)
+from headway_executor.gpu.block_mover import open_pool
+from headway_executor.gpu.decoder import Decoder, load_decoder
+from headway_executor.gpu.device_rows import DeviceRows
+from headway_executor.gpu.device_sampler import DeviceSampler
+from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
+from headway_executor.gpu.linear import QuantizationKind
+from headway_executor.gpu.readback import Readback
+from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
+from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
+from headway_executor.gpu.step_log import StepLog
+from headway_executor.kv_pool import check_pool_size, num_blocks_that_fit
+from headway_executor.model_settings import (
+    check_block_size,
+    check_max_num_seqs,
+    check_options,
+    check_quantization,
+    device_of,
+    dtype_of,
+    max_model_len_of,
+)
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import TensorSource, expected_tensors, ignored_tensors
+from headway_executor.random_weights import RandomCheckpoint
+from headway_executor.refusals import Refusals, with_refusals
+from headway_executor.weights import Checkpoint
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.step import BackendInfo
+
+_QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
+_ALIGNMENT = 16
+_GRAPHS = ("auto", "off")
+_WEIGHTS = ("checkpoint", "random")
+
+
+class TritonBackend:
+    """An ``ExecutorBackend``; see there for the four calls.
+
+    Options: ``graphs``, "auto", or "off" to launch every kernel; ``weights``, "checkpoint", or "random" to draw them from the
+    seed, for a model directory with no more than a config.json; ``step_log``, a file that gets a line for every step.
+    """
+
+    reads_block_table = False
+    """It keeps block tables of its own, from ``new_blocks``."""
+
+    def __init__(self) -> None:
+        self._model: _OpenModel | None = None
+
+    def open(self, config: BackendConfig) -> BackendInfo:
+        """See ``ExecutorBackend.open``."""
+        device = device_of(config)
+        check_quantization(config, _QUANTIZATIONS)
+        check_options(config, ("graphs", "step_log", "weights"))
+        graphs = _graphs_asked(config)
+        runtime = runtime_for(device)
+        directory = Path(config.model)
+        model_config = read_model_config(directory)
+        dtype = dtype_of(config, model_config, device)
+        max_model_len = max_model_len_of(config, model_config)
+        check_block_size(config.block_size)
+        check_max_num_seqs(config.max_num_seqs)
+        # Sums of products in bfloat16 would save little and lose much.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
+            self._model = _OpenModel(config, model_config, weights, runtime, dtype, max_model_len)
+            fingerprint = weights.fingerprint()
+            self._model.prepare(record_graphs=graphs and runtime.is_cuda)
+            swap_us_per_block = self._model.mover.measure_swap_us()
+        mover = self._model.mover
+        return BackendInfo(
+            backend="triton",
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            model_name=directory.resolve().name,
+            model_fingerprint=fingerprint,
+            num_blocks=self._model.num_blocks,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            max_num_rows=config.max_num_seqs,
+            num_host_blocks=mover.num_host_blocks,
+            swap_us_per_block=swap_us_per_block,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
+        """See ``ExecutorBackend.execute``."""
+        model = self._opened
+        try:
+            with torch.inference_mode(), model.runtime.on_stream():
+                return model.execute(batch)
+        except torch.OutOfMemoryError as error:
+            raise StepOutOfMemoryError(int(batch.num_scheduled_tokens.sum()), " ".join(str(error).split())) from error
+
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """See ``ExecutorBackend.move_blocks``."""
+        model = self._opened
+        with torch.inference_mode(), model.runtime.on_stream():
+            model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+
+    def close(self) -> None:
+        """See ``ExecutorBackend.close``."""
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+
+    @property
+    def _opened(self) -> "_OpenModel":
+        if self._model is None:
+            raise RuntimeError("the backend is not open")
+        return self._model
+
+
+class _OpenModel:
+    """A loaded model and everything that a step of it touches."""
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        model_config: ModelConfig,
+        checkpoint: TensorSource,
+        runtime: Runtime,
+        dtype: torch.dtype,
+        max_model_len: int,
+    ) -> None:
+        self.runtime = runtime
+        self._config = config
+        self._model_config = model_config
+        self._dtype = dtype
+        self._max_model_len = max_model_len
+        device = runtime.device
+        self._columns = StepColumns(config.max_num_seqs)
+        self._column_uploads = UploadRing(runtime, self._columns.size)
+        self._columns_here = torch.zeros(self._columns.size, dtype=torch.int32, device=device)
+        self._views = self._columns.views(self._columns_here)
+        self._rows = DeviceRows(
+            runtime,
+            max_num_rows=config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+        self._sampler = DeviceSampler(
+            runtime,
+            vocab_size=model_config.vocab_size,
+            max_num_rows=config.max_num_seqs,
+        )
+        self._refusals = Refusals(model_config.vocab_size)
+        weights = load_decoder(
+            model_config,
+            checkpoint,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+            quantization=_QUANTIZATIONS[config.quantization],
+            progress=lambda done, total: config.progress("loading layers", done, total),
+        )
+        self._decoder = Decoder(
+            model_config,
+            weights,
+            self._rows,
+            self._views,
+            max_num_tokens=config.max_num_batched_tokens,
+            dtype=dtype,
+        )
+        self._readback = Readback() if runtime.is_cuda else None
+        self._last_ended: Mark | None = None
+        self._step_log = StepLog(Path(config.options["step_log"])) if "step_log" in config.options else None
+        self._sizes = self._step_sizes(recorded=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.shape[1]
+
+    def prepare(self, *, record_graphs: bool) -> None:
+        """Reserve the pool in the memory that the largest step leaves; compile, and record the graphs."""
+        config = self._config
+        self._open_pool(1, swap_space_mib=0)
+        self._graphs = StepGraphs(self.runtime, self._forward)
+        if self.runtime.is_cuda:
+            config.progress("trying the largest step", 0, 1)
+            self.try_largest_step()
+        self._open_pool(self._num_blocks(), swap_space_mib=config.swap_space_mib)
+        if record_graphs:
+            self._sizes = self._step_sizes(recorded=True)
+            self._graphs.record(
+                self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
+            )
+
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
+        """Launch one step; the result follows."""
+        self.mover.before_step(batch)
+        started = self.runtime.mark()
+        try:
+            build = self._run(batch)
+        finally:
+            number = self.mover.after_step()
+        ended, before = self.runtime.mark(), self._last_ended
+        self._last_ended = ended
+
+        def timed() -> StepResult:
+            device_time_us = ended.microseconds_since(started)
+            if self._step_log is not None:
+                idle_us = None if before is None else started.microseconds_since(before)
+                self._step_log.add(batch, device_time_us=device_time_us, idle_us=idle_us)
+            return msgspec.structs.replace(
+                build(), device_time_us=device_time_us, move_time_us=self.mover.move_time_us(number)
+            )
+
+        return timed() if self._readback is None else self._readback.when_reached(ended, timed)
+
+    def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
+        """Launch what ``batch`` asks for; what is returned builds the result once that is over."""
+        if len(batch.finished_rows):
+            self._refusals.forget(batch.finished_rows)
+            self._sampler.forget(batch.finished_rows)
+        new_rows = batch.new_rows
+        if new_rows:
+            new_rows = tuple(
+                [
+                    msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids))
+                    for new in new_rows
+                ]
+            )
+            self._refusals.add(self._sampler.add_rows(new_rows))
+        self._rows.apply(new_rows, batch.new_blocks)
+        shape = shape_of(batch)
+        if not shape.num_rows:
+            return _nothing_drawn
+        self._launch(batch, shape)
+        if not shape.num_sampled:
+            return _nothing_drawn
+        sampled_rows = batch.rows[batch.samples != 0]
+        drawn = self._sampler.sample(
+            self._decoder.logits(shape.num_sampled), sampled_rows, self._views, self._rows.token_store
+        )
+        refused = self._refusals.among(sampled_rows)
+
+        def build() -> StepResult:
+            token_ids, logprobs, errors = drawn.collect()
+            token_ids, errors = with_refusals(sampled_rows, token_ids, errors, refused)
+            return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+        return build
+
+    def close(self) -> None:
+        """Let the steps and moves under way end."""
+        self.mover.close()
+        if self._readback is not None:
+            self._readback.close()
+        if self._step_log is not None:
+            self._step_log.close()
+
+    def _launch(self, batch: StepBatch, shape: StepShape) -> None:
+        size = self._sizes.of(shape)
+        self._columns.fill(self._column_uploads.next_slot(), batch, shape, size.num_rows)
+        self._column_uploads.send(self._columns_here, self._columns.size)
+        self._graphs.launch(size)
+
+    def _step_sizes(self, *, recorded: bool) -> StepSizes:
+        return StepSizes(
+            max_num_rows=self._config.max_num_seqs,
+            max_num_tokens=self._config.max_num_batched_tokens,
+            recorded=recorded,
+            alignment=_ALIGNMENT if self.runtime.is_cuda else 1,
+        )
+
+    def _forward(self, size: LaunchSize) -> None:
+        self._decoder.run(
+            self._pool,
+            size.num_tokens,
+            size.num_rows,
+            has_decodes=size.has_decodes,
+            has_chunks=size.has_chunks,
+        )
+
+    def _open_pool(self, num_blocks: int, *, swap_space_mib: int) -> None:
+        config = self._model_config
+        shape = (config.num_layers, num_blocks, 2 * config.num_kv_heads, self._config.block_size, config.head_dim)
+        self._pool, self.mover = open_pool(self.runtime, shape, self._dtype, swap_space_mib=swap_space_mib)
+
+    def try_largest_step(self) -> None:
+        """Run as large a step as there can be, and draw for as many rows, with everything that a row can ask for.
+
+        It leaves torch holding the most memory that a step takes, and compiles. Every block is block 0.
+        """
+        config = self._config
+        counts = _largest_step(config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
+        rows = np.arange(len(counts), dtype=np.int32)
+        batch = StepBatch(
+            step=0,
+            finished_rows=EMPTY_COLUMN,
+            new_rows=(),
+            new_blocks=np.empty((2, 0), dtype=np.int32),
+            rows=rows,
+            num_scheduled_tokens=counts,
+            num_computed_tokens=np.zeros_like(counts),
+            samples=np.ones_like(counts),
+            block_table=np.empty((0, 0), dtype=np.int32),
+        )
+        shape = shape_of(batch)
+        self._launch(batch, shape)
+        self._sampler.try_largest(self._decoder.logits(shape.num_sampled), rows, self._views, self._rows.token_store)
+        self.runtime.mark().wait()
+
+    def _num_blocks(self) -> int:
+        """As many blocks as were asked for, or as the free memory holds."""
+        config = self._config
+        num_blocks = config.num_kv_blocks
+        if num_blocks == 0:
+            num_blocks = num_blocks_that_fit(
+                block_bytes=self._pool.nbytes,
+                useful_blocks=config.max_num_seqs * -(-self._max_model_len // config.block_size),
+                device=self.runtime.device,
+            )
+        check_pool_size(
+            num_blocks=num_blocks,
+            given=config.num_kv_blocks != 0,
+            block_size=config.block_size,
+            max_model_len=self._max_model_len,
+        )
+        return num_blocks
+
+
+def _nothing_drawn() -> StepResult:
+    return StepResult(sampled_token_ids=EMPTY_COLUMN)
+
+
+def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
+    """Tokens of each row of a step of ``max_num_tokens`` tokens, or as many as the rows hold, of as many rows as possible."""
+    num_rows = min(max_num_rows, max_num_tokens)
+    num_tokens = min(max_num_tokens, num_rows * max_model_len)
+    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
+    counts[: num_tokens % num_rows] += 1
+    return counts
+
+
+def _graphs_asked(config: BackendConfig) -> bool:
+    asked = config.options.get("graphs", _GRAPHS[0])
+    if asked not in _GRAPHS:
+        raise BackendConfigError(f"backend_options graphs {asked!r:.64} is not allowed; allowed: {', '.join(_GRAPHS)}")
+    return asked != "off"
+
+
+def _open_weights(
+    config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Checkpoint | RandomCheckpoint:
+    """The checkpoint of ``config.model``, checked, or random weights of its shapes where option ``weights`` asks for them."""
+    asked = config.options.get("weights", _WEIGHTS[0])
+    if asked not in _WEIGHTS:
+        raise BackendConfigError(
+            f"backend_options weights {asked!r:.64} is not allowed; allowed: {', '.join(_WEIGHTS)}"
+        )
+    expected = expected_tensors(model_config)
+    if asked == "random":
+        return RandomCheckpoint(expected, seed=config.seed, dtype=dtype, device=device)
+    checkpoint = Checkpoint(Path(config.model))
+    checkpoint.check(expected, ignored_tensors(model_config))
+    return checkpoint

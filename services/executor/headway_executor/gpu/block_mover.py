@@ -1,0 +1,124 @@
+"""A pool's blocks and their moves between steps: beside the steps on a GPU, at once on a CPU.
+
+Owns: the seam, the pool's memory, and the choice. Must not know: how a move is fenced against steps, or how one is made.
+"""
+
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headway_executor.backend import StepBatch
+from headway_executor.device_moves import DeviceMoves
+from headway_executor.gpu.runtime import CudaRuntime, Runtime
+from headway_executor.host_pool import num_host_blocks
+from headway_executor.kv_pool import KvPool
+from headway_proto.columns import Int32Array
+
+
+class BlockMover(Protocol):
+    """Moves the blocks of one pool, as ``ExecutorBackend.move_blocks`` says, in time for the steps that need them."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """How many blocks can be swapped out."""
+        ...
+
+    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """Start the moves that belong before the next step. Each int32, shape ``[2, n]``."""
+        ...
+
+    def before_step(self, batch: StepBatch) -> None:
+        """The launches of ``batch`` follow: they wait on the device for the moves that they need, and for no others."""
+        ...
+
+    def after_step(self) -> int:
+        """The launches of the step are made; its number, for ``move_time_us``."""
+        ...
+
+    def move_time_us(self, number: int) -> int:
+        """Microseconds that the moves of that step took; asked for once, when the step is over, from any thread."""
+        ...
+
+    def measure_swap_us(self) -> float:
+        """Microseconds that one block takes one way; 0.0 without host blocks. Leaves the blocks of the pool as they are."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        ...
+
+
+class ImmediateMoves:
+    """A ``BlockMover`` of a pool in main memory: a move is over when the call returns."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._coming_us = 0
+        self._times_us: dict[int, int] = {}
+        self._num_steps = 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """See ``BlockMover``."""
+        return self._pool.num_host_blocks
+
+    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        """See ``BlockMover``."""
+        started = time.perf_counter_ns()
+        self._pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        self._coming_us = (time.perf_counter_ns() - started) // 1000
+
+    def before_step(self, batch: StepBatch) -> None:
+        """See ``BlockMover``."""
+
+    def after_step(self) -> int:
+        """See ``BlockMover``."""
+        self._num_steps += 1
+        if self._coming_us:
+            self._times_us = {self._num_steps: self._coming_us}
+            self._coming_us = 0
+        return self._num_steps
+
+    def move_time_us(self, number: int) -> int:
+        """See ``BlockMover``."""
+        return self._times_us.pop(number, 0)
+
+    def measure_swap_us(self) -> float:
+        """See ``BlockMover``."""
+        return self._pool.measure_swap_us()
+
+    def close(self) -> None:
+        """See ``BlockMover``."""
+
+
+def open_pool(
+    runtime: Runtime, shape: tuple[int, ...], dtype: torch.dtype, *, swap_space_mib: int
+) -> tuple[Tensor, BlockMover]:
+    """A pool of zeros of ``shape``, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
+
+    Raises:
+        BackendConfigError: the main memory for the swapped-out blocks cannot be had.
+    """
+    num_layers, num_blocks, *block_shape = shape
+    block_bytes = num_layers * torch.Size(block_shape).numel() * dtype.itemsize
+    num_beside = num_host_blocks(
+        swap_space_mib=swap_space_mib,
+        block_bytes=block_bytes,
+        num_device_blocks=num_blocks,
+        device=runtime.device,
+    )
+    if isinstance(runtime, CudaRuntime):
+        layers = torch.zeros(shape, dtype=dtype, device=runtime.device)
+        return layers, DeviceMoves.of_pool(layers, num_host_blocks=num_beside, compute_stream=runtime.stream)
+    pool = KvPool(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_shape[-2],
+        block_shape=tuple(block_shape),
+        dtype=dtype,
+        device=runtime.device,
+        num_host_blocks=num_beside,
+    )
+    return pool.layers, ImmediateMoves(pool)

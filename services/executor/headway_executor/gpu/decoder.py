@@ -1,0 +1,256 @@
+"""The decoder that all supported families share, as kernels and matrix products over memory that is already there.
+
+Owns: the weights on the device, the memory of the activations, and the order of the launches of one step.
+Must not know: where a step comes from, whether it runs in a graph, or how tokens are drawn.
+
+Nothing here allocates, waits, or depends on a value that only the device knows: with the same sizes the launches are the
+same, which is what a CUDA graph needs. A step reads its columns (``step_columns``) and the rows (``device_rows``), and
+leaves the normalised hidden state of every token, of which ``logits`` takes those that sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.device_rows import DeviceRows
+from headway_executor.gpu.linear import DenseLinear, DeviceLinear, QuantizationKind, QuantizedLinear, SplitWorkspace
+from headway_executor.gpu.step_columns import ColumnViews
+from headway_executor.linear import placed
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.loading import ModelTensors, TensorSource
+from headway_executor.models.rope import rotations
+from headway_kernels.gpu.activation import silu_and_multiply
+from headway_kernels.gpu.attention import (
+    AttentionRows,
+    AttentionWorkspace,
+    paged_attention,
+    plan_attention,
+    tokens_per_tile,
+)
+from headway_kernels.gpu.norm import add_rms_norm
+from headway_kernels.gpu.rotary import rotate_and_store
+from headway_kernels.gpu.rows import expand_rows, gather_rows
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. ``qkv`` gives queries, keys and values side by side, ``gate_up`` gates and ups.
+
+    ``query_norm`` and ``key_norm`` (shape ``[head_dim]``) are None where the family has none; ``window`` is how many
+    positions a query sees, None for all.
+    """
+
+    attention_norm: Tensor
+    qkv: DeviceLinear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: DeviceLinear
+    window: int | None
+    mlp_norm: Tensor
+    gate_up: DeviceLinear
+    down: DeviceLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model. ``embedding`` shape ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
+
+    embedding: Tensor
+    cosines: Tensor
+    sines: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: DeviceLinear
+
+
+class _Activations:
+    """Memory for the activations of up to ``num_tokens`` tokens, of which ``num_rows`` rows sample."""
+
+    def __init__(
+        self, config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=kind, device=device)
+
+        query_width = config.num_heads * config.head_dim
+        self.token_ids = space(num_tokens, kind=torch.int32)
+        self.positions = space(num_tokens, kind=torch.int32)
+        self.slots = space(num_tokens, kind=torch.int32)
+        self.hidden = space(num_tokens, config.hidden_size)
+        self.normed = space(num_tokens, config.hidden_size)
+        self.delta = space(num_tokens, config.hidden_size)
+        self.qkv = space(num_tokens, query_width + 2 * config.num_kv_heads * config.head_dim)
+        # Zeros: rows of padding are never written, and must not bring NaN into the products.
+        self.attended = torch.zeros((num_tokens, query_width), dtype=dtype, device=device)
+        self.gate_up = space(num_tokens, 2 * config.intermediate_size)
+        self.inner = space(num_tokens, config.intermediate_size)
+        self.last = space(num_rows, config.hidden_size)
+        self.logits = space(num_rows, config.vocab_size)
+
+
+class Decoder:
+    """A loaded model, the memory for its steps, and the rows it runs.
+
+    ``pool`` holds keys and values: shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        rows: DeviceRows,
+        columns: ColumnViews,
+        *,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        device = rows.token_store.device
+        max_num_rows = rows.token_store.shape[0]
+        self._config = config
+        self._weights = weights
+        self._rows = rows
+        self._columns = columns
+        self._scale = float(config.head_dim**-0.5)
+        self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, device)
+        self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
+        self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
+        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+
+    def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
+        """Run the step in the columns, launched for ``num_tokens`` tokens of ``num_rows`` rows: as many, or more."""
+        config, space, weights = self._config, self._space, self._weights
+        rows = self._expand(num_tokens, num_rows)
+        hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
+        qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
+        gate_up, inner = space.gate_up[:num_tokens], space.inner[:num_tokens]
+        torch.index_select(weights.embedding, 0, space.token_ids[:num_tokens], out=hidden)
+        update: Tensor | None = None
+        for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
+            add_rms_norm(hidden, update, layer.attention_norm, normed, eps=config.rms_norm_eps)
+            layer.qkv(normed, qkv)
+            self._rotate(qkv, layer, layer_pool, num_tokens)
+            paged_attention(
+                qkv[:, : config.num_heads * config.head_dim],
+                layer_pool,
+                attended,
+                rows,
+                self._attention_space,
+                num_kv_heads=config.num_kv_heads,
+                scale=self._scale,
+                window=layer.window,
+                has_decodes=has_decodes,
+                has_chunks=has_chunks,
+            )
+            layer.output(attended, delta)
+            add_rms_norm(hidden, delta, layer.mlp_norm, normed, eps=config.rms_norm_eps)
+            layer.gate_up(normed, gate_up)
+            silu_and_multiply(gate_up, inner)
+            layer.down(inner, delta)
+            update = delta
+        add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
+
+    def logits(self, num_sampled: int) -> Tensor:
+        """Logits of the sampling rows of the step that ran: shape ``[num_sampled, vocab]``; the next call's memory too."""
+        last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
+        gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
+        self._weights.head(last, logits)
+        return logits
+
+    def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
+        """From rows to tokens, and what attention has to do; once a step."""
+        space, columns = self._space, self._columns
+        expand_rows(
+            columns.rows[:num_rows],
+            columns.query_start[: num_rows + 1],
+            columns.first_position[:num_rows],
+            self._rows.token_store,
+            self._rows.block_tables,
+            space.token_ids[:num_tokens],
+            space.positions[:num_tokens],
+            space.slots[:num_tokens],
+            block_size=self._rows.block_size,
+        )
+        rows = AttentionRows(
+            rows=columns.rows[:num_rows],
+            query_start=columns.query_start[: num_rows + 1],
+            kv_length=columns.kv_length[:num_rows],
+            block_tables=self._rows.block_tables,
+            split_ends=self._plan[0, :num_rows],
+            tile_ends=self._plan[1, :num_rows],
+            tokens_per_tile=self._tokens_per_tile,
+        )
+        plan_attention(rows)
+        return rows
+
+    def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:
+        config, space = self._config, self._space
+        rotate_and_store(
+            qkv,
+            space.positions[:num_tokens],
+            space.slots[:num_tokens],
+            self._weights.cosines,
+            self._weights.sines,
+            layer_pool,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            q_norm=layer.query_norm,
+            k_norm=layer.key_norm,
+            eps=config.rms_norm_eps,
+        )
+
+
+def load_decoder(
+    config: ModelConfig,
+    checkpoint: TensorSource,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationKind | None,
+    progress: Callable[[int, int], None],
+) -> DecoderWeights:
+    """Load a checkpoint that ``Checkpoint.check`` accepted, tensor by tensor straight to ``device``.
+
+    ``quantization`` is of the layers; the embedding and the head keep their dtype. ``progress`` hears how many
+    of how many layers are there.
+    """
+    tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
+    workspace = SplitWorkspace(device)
+
+    def here(tensor: Tensor) -> Tensor:
+        return placed(tensor, dtype, device)
+
+    def linear(weight: Tensor, bias: Tensor | None) -> DeviceLinear:
+        own_bias = None if bias is None else here(bias)
+        if quantization is None:
+            return DenseLinear(here(weight), own_bias)
+        return QuantizedLinear(weight, own_bias, quantization, dtype=dtype, workspace=workspace)
+
+    def layer(index: int) -> LayerWeights:
+        progress(index, config.num_layers)
+        qk_norm = tensors.qk_norm(index)
+        return LayerWeights(
+            attention_norm=here(tensors.attention_norm(index)),
+            qkv=linear(*tensors.qkv(index)),
+            query_norm=None if qk_norm is None else here(qk_norm[0]),
+            key_norm=None if qk_norm is None else here(qk_norm[-1]),
+            output=linear(*tensors.output(index)),
+            window=config.sliding_windows[index],
+            mlp_norm=here(tensors.mlp_norm(index)),
+            gate_up=linear(*tensors.gate_up(index)),
+            down=linear(*tensors.down(index)),
+        )
+
+    table = rotations(config.rope, config.head_dim, max_model_len)
+    embedding = here(tensors.embedding())
+    return DecoderWeights(
+        embedding=embedding,
+        cosines=table.real.contiguous().to(device),
+        sines=table.imag.contiguous().to(device),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=here(tensors.final_norm()),
+        head=DenseLinear(embedding if config.tie_word_embeddings else here(tensors.head()), None),
+    )

@@ -1,0 +1,86 @@
+"""The rows of the batch on the device: token ids and block tables, edited by what changed.
+
+Owns: both stores, the diff's way into them, and how many blocks each row has.
+Must not know: sampling, the model, or what a token means.
+
+The host sends what it knows and never a token that the device has drawn: ``store_sampled`` puts those where the next
+step reads them, so a step can be given to the device before the one before it has ended.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_executor.backend import NewRow
+from headway_executor.gpu.runtime import Runtime, UploadRing
+from headway_kernels.gpu.rows import apply_edits
+
+_SLOT_SIZE = 1 << 16
+
+
+class DeviceRows:
+    """``max_num_rows`` rows of at most ``max_model_len`` tokens in blocks of ``block_size``.
+
+    ``token_store`` int32, shape ``[max_num_rows, max_model_len + 1]``; ``block_tables`` int32, shape
+    ``[max_num_rows, blocks]``. What lies beyond a row's tokens and blocks is what others left there.
+    """
+
+    def __init__(self, runtime: Runtime, *, max_num_rows: int, max_model_len: int, block_size: int) -> None:
+        max_num_blocks = -(-max_model_len // block_size) + 1
+        self.block_size = block_size
+        self.token_store = torch.zeros((max_num_rows, max_model_len + 1), dtype=torch.int32, device=runtime.device)
+        self.block_tables = torch.zeros((max_num_rows, max_num_blocks), dtype=torch.int32, device=runtime.device)
+        self._num_blocks = np.zeros(max_num_rows, dtype=np.int32)
+        self._runtime = runtime
+        self._uploads = UploadRing(runtime, _SLOT_SIZE)
+        self._received = torch.empty(_SLOT_SIZE, dtype=torch.int32, device=runtime.device)
+
+    def apply(self, new_rows: tuple[NewRow, ...], new_blocks: NDArray[np.int32]) -> None:
+        """Take in a step's new rows and new blocks (shape ``[2, n]``: row, block); nothing happens without either."""
+        num_edits, num_rows = new_blocks.shape[1], len(new_rows)
+        if not num_edits and not num_rows:
+            return
+        token_ids = [new.token_ids for new in new_rows]
+        starts = np.zeros(num_rows + 1, dtype=np.int32)
+        np.cumsum([len(ids) for ids in token_ids], out=starts[1:])
+        numbers = np.array([new.row for new in new_rows], dtype=np.int32)
+        self._num_blocks[numbers] = 0
+        places = self._places(new_blocks[0])
+        parts = (new_blocks[0], places, new_blocks[1], numbers, starts, *token_ids)
+        sizes = [num_edits, num_edits, num_edits, num_rows, num_rows + 1, int(starts[-1])]
+        columns = torch.split(self._upload(parts, sum(sizes)), sizes)
+        apply_edits(
+            self.token_store,
+            self.block_tables,
+            edit_rows=columns[0],
+            edit_places=columns[1],
+            edit_blocks=columns[2],
+            token_rows=columns[3],
+            token_starts=columns[4],
+            tokens=columns[5],
+        )
+
+    def _places(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where each block goes in its row's table: behind those that the row has, in the order they are listed."""
+        if (rows[1:] > rows[:-1]).all():
+            places = self._num_blocks[rows]
+        else:
+            order = np.argsort(rows, kind="stable")
+            in_order = rows[order]
+            places = np.empty_like(rows)
+            places[order] = self._num_blocks[in_order] + np.arange(len(rows)) - np.searchsorted(in_order, in_order)
+        # In this order, so that the last of a row's blocks decides.
+        self._num_blocks[rows] = places + 1
+        return places
+
+    def _upload(self, parts: tuple[NDArray[np.int32], ...], size: int) -> Tensor:
+        """Send ``parts``, one behind the other, ``size`` numbers in all; returns them on the device."""
+        if size > self._uploads.size:
+            # Rare: prompts of more tokens than a slot holds. torch keeps pinned memory until the copy is over.
+            sent = self._runtime.host_tensor((size,), torch.int32)
+            np.concatenate(parts, out=sent.numpy())
+            return sent.to(self._runtime.device, non_blocking=True)
+        np.concatenate(parts, out=self._uploads.next_slot()[:size])
+        self._uploads.send(self._received, size)
+        return self._received[:size]

@@ -1,0 +1,186 @@
+"""Drawing the next tokens on the device, and bringing home what was drawn.
+
+Owns: the sampling parameters of the rows on the device, the choice of how much of sampling a step needs, and the form of
+its results. Must not know: how a token is drawn, the model, or blocks.
+
+The host knows every row's parameters, so it decides which kernels run; the device knows every row's logits, so it draws,
+and puts the token where the next step reads it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway_executor.backend import NewRow
+from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.step_columns import ColumnViews
+from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError
+from headway_kernels.gpu import sampling
+from headway_kernels.gpu.rows import store_sampled
+from headway_proto.columns import Int32Array
+from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
+from headway_proto.step import RowError, RowLogprobs
+
+_STOP_IDS_PER_ROW = 20
+"""Beside the logit bias; rows that have fewer leave their place to others."""
+
+_BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
+
+
+class DrawnTokens(NamedTuple):
+    """What a step drew, on its way to main memory; to be looked at once the device is past the copies.
+
+    ``ids_and_status`` int32, ``[2, n]``. ``logprobs`` float32, ``[n]``, where some row reports them; ``top`` the ids and log
+    probabilities (both ``[k, width]``) of those of them that report alternatives, which are rows ``top_places``.
+    """
+
+    rows: Int32Array
+    num_logprobs: Int32Array
+    ids_and_status: Tensor
+    logprobs: Tensor | None
+    top: tuple[Tensor, Tensor] | None
+    top_places: Int32Array
+
+    def collect(self) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[RowError, ...]]:
+        """Token ids, int32, ``[n]``, -1 where a row failed; log probabilities and errors, rows ascending."""
+        token_ids, status = self.ids_and_status.numpy()
+        errors: tuple[RowError, ...] = ()
+        if status.any():
+            errors = tuple(RowError(row, _BAD_LOGITS) for row in self.rows[status != 0].tolist())
+        return token_ids, self._row_logprobs(status), errors
+
+    def _row_logprobs(self, status: Int32Array) -> tuple[RowLogprobs, ...]:
+        if self.logprobs is None:
+            return ()
+        own = self.logprobs.tolist()
+        top_ids, top_values = ([], []) if self.top is None else (part.tolist() for part in self.top)
+        at = {place: number for number, place in enumerate(self.top_places.tolist())}
+        found = []
+        for place, (row, count) in enumerate(zip(self.rows.tolist(), self.num_logprobs.tolist(), strict=True)):
+            if count < 0 or status[place]:
+                continue
+            ids, values = (top_ids[at[place]], top_values[at[place]]) if count else ([], [])
+            found.append(RowLogprobs(row, own[place], tuple(ids[:count]), tuple(values[:count])))
+        return tuple(found)
+
+
+class DeviceSampler:
+    """Sampling state of ``max_num_rows`` rows over logits of width ``vocab_size``."""
+
+    def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int) -> None:
+        self._runtime = runtime
+        self._vocab_size = vocab_size
+        entry_capacity = max_num_rows * (MAX_LOGIT_BIAS_ENTRIES + _STOP_IDS_PER_ROW)
+        device = runtime.device
+        self._host = SamplingColumns(vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=entry_capacity)
+        self._columns = sampling.SamplingColumns.allocate(
+            num_rows=max_num_rows + 1, entry_capacity=entry_capacity, device=device
+        )
+        self._workspace = sampling.SamplingWorkspace.allocate(
+            max_batch=max_num_rows, vocab_size=vocab_size, device=device
+        )
+        self._drawn = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
+        self._own_logprobs = torch.zeros((2, max_num_rows), dtype=torch.float32, device=device)
+
+    def forget(self, rows: Int32Array) -> None:
+        """``rows`` are nobody's any more."""
+        for row in rows.tolist():
+            self._host.clear_row(row)
+
+    def add_rows(self, new_rows: tuple[NewRow, ...]) -> dict[int, str]:
+        """Take in the parameters of new rows; returns those that cannot be honoured, and why."""
+        refused = {}
+        for new in new_rows:
+            try:
+                entries = self._host.set_row(new.row, new.sampling, new.num_prompt_tokens)
+            except SamplingEntriesError as error:
+                refused[new.row] = str(error)
+                continue
+            if entries is not None:
+                self._columns.write_entries(entries.first, self._sent(entries.token_ids), self._sent(entries.biases))
+        rows = np.array([new.row for new in new_rows], dtype=np.int64)
+        self._columns.write_rows(self._sent(rows), self._sent(self._host.pack(rows)))
+        return refused
+
+    def sample(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> DrawnTokens:
+        """Draw a token for each of ``rows`` from its ``logits``, and store it for the next step.
+
+        ``views`` are the step's columns, whose sampled rows are ``rows``. Waits for nothing.
+        """
+        count = len(rows)
+        needs = self._host.needs(rows)
+        drawn = self._drawn[:, :count]
+        sampling.sample(
+            logits,
+            views.sampled_row[:count],
+            views.sampled_position[:count],
+            self._columns,
+            token_store,
+            self._workspace,
+            drawn[0],
+            drawn[1],
+            variant=needs.variant,
+            adjusted=needs.adjusted,
+        )
+        store_sampled(drawn[0], views.sampled_row[:count], views.sampled_position[:count], token_store)
+        num_logprobs = self._host.num_logprobs(rows)
+        logprobs, top, top_places = None, None, np.flatnonzero(num_logprobs > 0)
+        if needs.top_logprobs >= 0:
+            logprobs, top = self._logprobs(logits, drawn[0], top_places)
+        return DrawnTokens(rows, num_logprobs, self._fetched(drawn), logprobs, top, top_places.astype(np.int32))
+
+    def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
+        """Draw for ``rows`` with everything that a row can ask for, and forget it: compiles, and takes the memory once."""
+        for asked in (SamplingParams(temperature=0.0), _EVERYTHING):
+            self.add_rows(
+                tuple(
+                    NewRow(
+                        row=row,
+                        token_ids=np.zeros(1, dtype=np.int32),
+                        num_prompt_tokens=1,
+                        num_computed_tokens=0,
+                        sampling=asked,
+                    )
+                    for row in rows.tolist()
+                )
+            )
+            self.sample(logits, rows, views, token_store)
+        self.forget(rows)
+
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, top_places: np.ndarray
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        own, normalisers = self._own_logprobs[:, : len(token_ids)]
+        sampling.row_logprobs(logits, token_ids, self._workspace, own, normalisers)
+        if not len(top_places):
+            return self._fetched(own), None
+        # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
+        width = min(MAX_LOGPROBS, self._vocab_size)
+        where = self._sent(top_places)
+        ids, values = sampling.top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))
+        return self._fetched(own), (self._fetched(ids), self._fetched(values))
+
+    def _sent(self, values: np.ndarray) -> Tensor:
+        """``values`` on the device, without waiting: from pinned memory, which torch keeps until it is read."""
+        here = torch.from_numpy(values)
+        staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
+        return staged.to(self._runtime.device, non_blocking=True)
+
+    def _fetched(self, values: Tensor) -> Tensor:
+        """``values`` in main memory, once the device is past this copy."""
+        return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
+
+
+_EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=10,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    logprobs=MAX_LOGPROBS,
+)

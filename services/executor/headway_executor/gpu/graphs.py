@@ -1,0 +1,122 @@
+"""CUDA graphs of a model's step: recorded once for a ladder of sizes, then launched as one.
+
+Owns: which sizes are recorded, recording them, and choosing one for a step.
+Must not know: what a step computes.
+
+A step without a graph of its size costs the host a launch per kernel, some hundreds of them; with one, a single launch. A
+graph runs for its own size, so a smaller step is padded to it: with rows without tokens, which do nothing.
+"""
+
+import bisect
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.step_columns import StepShape
+
+MAX_MIXED_TOKENS = 512
+"""Steps with chunks are recorded up to so many tokens: beyond, a step takes the device longer than the host."""
+
+_MIXED_STEP = 64
+
+
+class LaunchSize(NamedTuple):
+    """For how many tokens and rows a step is launched: as many as it has, or more."""
+
+    num_tokens: int
+    num_rows: int
+    has_decodes: bool
+    has_chunks: bool
+
+
+class ForwardPass(Protocol):
+    """Launches a model's step for a size; the step itself lies in memory that the launch reads."""
+
+    def __call__(self, size: LaunchSize) -> None:
+        """Launch."""
+        ...
+
+
+def decode_ladder(max_num_rows: int) -> list[int]:
+    """Batch sizes that decode steps are recorded for, ascending, ending with ``max_num_rows``.
+
+    Padding costs little where a step is bound by reading weights, so the rungs lie a quarter apart at first, then 16 rows.
+    """
+    rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows + 32, 32)]
+    return [*[rung for rung in rungs if rung < max_num_rows], max_num_rows]
+
+
+def mixed_ladder(max_num_tokens: int) -> list[int]:
+    """Token counts that steps with chunks are recorded for, ascending."""
+    return list(range(_MIXED_STEP, min(max_num_tokens, MAX_MIXED_TOKENS) + 1, _MIXED_STEP))
+
+
+class StepSizes:
+    """Which size each step is launched for, and which of them are ``recorded``, if any.
+
+    Where none is, tokens are rounded up to a multiple of ``alignment``, so that kernels and products see few sizes.
+    """
+
+    def __init__(self, *, max_num_rows: int, max_num_tokens: int, recorded: bool, alignment: int) -> None:
+        self._alignment = alignment
+        self._max_num_rows = max_num_rows
+        self._max_num_tokens = max_num_tokens
+        self._decode = decode_ladder(min(max_num_rows, max_num_tokens)) if recorded else []
+        self._mixed = mixed_ladder(max_num_tokens) if recorded else []
+
+    def of(self, shape: StepShape) -> LaunchSize:
+        """The smallest size that is recorded and holds ``shape``; where there is none, its own, a little rounded."""
+        if not shape.has_chunks:
+            if self._decode:
+                rung = self._decode[bisect.bisect_left(self._decode, shape.num_rows)]
+                return _decode_size(rung)
+        elif self._mixed and shape.num_tokens <= self._mixed[-1]:
+            return self._mixed_size(self._mixed[bisect.bisect_left(self._mixed, shape.num_tokens)])
+        rounded = min(-(-shape.num_tokens // self._alignment) * self._alignment, self._max_num_tokens)
+        return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
+
+    def recorded(self) -> list[LaunchSize]:
+        """Every size to record, largest first: smaller ones then reuse its memory."""
+        sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
+        return sorted(sizes, key=lambda size: -size.num_tokens)
+
+    def _mixed_size(self, num_tokens: int) -> LaunchSize:
+        return LaunchSize(num_tokens, min(num_tokens, self._max_num_rows), has_decodes=True, has_chunks=True)
+
+
+class StepGraphs:
+    """The recorded steps of ``forward``."""
+
+    def __init__(self, runtime: Runtime, forward: ForwardPass) -> None:
+        self._runtime = runtime
+        self._forward = forward
+        self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
+
+    def record(self, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
+        """Record a graph for each of ``sizes``; the memory that the launches read must make a harmless step."""
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(sizes):
+            progress(done, len(sizes))
+            # Once without recording: compiles the kernels' variants and chooses the products', which no graph can hold.
+            self._forward(size)
+            self._runtime.mark().wait()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                self._forward(size)
+            self._graphs[size] = graph
+
+    def launch(self, size: LaunchSize) -> None:
+        """Launch the step that lies ready: its graph if there is one, or else kernel by kernel."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            self._forward(size)
+        else:
+            graph.replay()
+
+
+def _decode_size(num_rows: int) -> LaunchSize:
+    return LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False)

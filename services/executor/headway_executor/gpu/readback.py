@@ -1,0 +1,49 @@
+"""Results on their way from the device to main memory, waited for by a thread of their own.
+
+Owns: that thread, and the order of the results.
+Must not know: what a result is made of, or how a step ran.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from headway_executor.backend import StepResult
+from headway_executor.gpu.runtime import Mark
+
+
+class Readback:
+    """Turns steps under way into results, one after the other.
+
+    A thread, because the one that launches must not wait: it has the next step to launch.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._work, name="readback", daemon=True)
+        self._thread.start()
+
+    def when_reached(self, mark: Mark, build: Callable[[], StepResult]) -> Future[StepResult]:
+        """The result that ``build`` gives once the device has come to ``mark``; its failure is the future's."""
+        future: Future[StepResult] = Future()
+        self._under_way.put((mark, build, future))
+        return future
+
+    def close(self) -> None:
+        """Finish what is under way, and end the thread."""
+        self._under_way.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (entry := self._under_way.get()) is not None:
+            mark, build, future = entry
+            try:
+                mark.wait()
+                result = build()
+            except Exception as error:  # noqa: BLE001 (a device's failure belongs to whoever waits for the step)
+                future.set_exception(error)
+            else:
+                future.set_result(result)

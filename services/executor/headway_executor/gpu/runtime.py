@@ -1,0 +1,163 @@
+"""What differs between a CUDA device and Triton's interpreter on a CPU: memory for transfers, streams, and time.
+
+Owns: pinned memory, the stream that steps run on, and points in it that can be waited for and timed.
+Must not know: models, rows, or steps.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_executor.backend import BackendConfigError
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def wait(self) -> None:
+        """Return when the device has come here; the thread sleeps until then."""
+        ...
+
+    def microseconds_since(self, earlier: "Mark") -> int:
+        """Time from ``earlier`` to here, on the device's clock. Both must have been reached."""
+        ...
+
+
+class Runtime(Protocol):
+    """One device as the backend uses it."""
+
+    device: torch.device
+    is_cuda: bool
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Everything launched inside belongs to the stream of the steps."""
+        ...
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Main memory that the device copies to and from by itself; not initialised."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind everything launched so far."""
+        ...
+
+
+class CudaRuntime:
+    """A CUDA device with a stream of its own."""
+
+    is_cuda = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """See ``Runtime``."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Runtime``."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Mark:
+        """See ``Runtime``."""
+        return _CudaMark(self.stream)
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # blocking: a waiting thread sleeps instead of taking a core from the one that launches.
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def microseconds_since(self, earlier: Mark) -> int:
+        assert isinstance(earlier, _CudaMark)
+        return int(earlier.event.elapsed_time(self.event) * 1000)
+
+
+class InterpretedRuntime:
+    """A CPU on which Triton interprets kernels: everything has happened when a launch returns."""
+
+    device = torch.device("cpu")
+    is_cuda = False
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """See ``Runtime``."""
+        return contextlib.nullcontext()
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See ``Runtime``."""
+        return torch.empty(shape, dtype=dtype)
+
+    def mark(self) -> Mark:
+        """See ``Runtime``."""
+        return _HostMark()
+
+
+class _HostMark:
+    def __init__(self) -> None:
+        self.nanoseconds = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def microseconds_since(self, earlier: Mark) -> int:
+        assert isinstance(earlier, _HostMark)
+        return (self.nanoseconds - earlier.nanoseconds) // 1000
+
+
+def runtime_for(device: torch.device) -> Runtime:
+    """The runtime of ``device``, which must exist.
+
+    Raises:
+        BackendConfigError: a CPU, while Triton's kernels were not told to be interpreted.
+    """
+    if device.type == "cuda":
+        return CudaRuntime(device)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise BackendConfigError(
+            "device 'cpu' is not allowed for backend 'triton'; allowed: cuda, cuda:N, or cpu where the environment has "
+            "TRITON_INTERPRET=1 (to try the kernels, slowly)"
+        )
+    return InterpretedRuntime()
+
+
+class UploadRing:
+    """Host memory for what goes to the device, ``size`` int32 numbers a slot, used in turn.
+
+    A slot is written again only after the copy that read it is over; with more slots than steps in flight nobody waits.
+    """
+
+    def __init__(self, runtime: Runtime, size: int, *, num_slots: int = 8) -> None:
+        self._runtime = runtime
+        self._slots = [runtime.host_tensor((size,), torch.int32) for _ in range(num_slots)]
+        self._arrays: list[NDArray[np.int32]] = [slot.numpy() for slot in self._slots]
+        self._sent: list[Mark | None] = [None] * num_slots
+        self._next = 0
+        self.size = size
+
+    def next_slot(self) -> NDArray[np.int32]:
+        """The memory to fill now: int32, shape ``[size]``."""
+        sent = self._sent[self._next]
+        if sent is not None:
+            sent.wait()
+        return self._arrays[self._next]
+
+    def send(self, target: Tensor, count: int) -> None:
+        """Copy the first ``count`` numbers of the slot to ``target`` (int32), on the current stream; go to the next."""
+        target[:count].copy_(self._slots[self._next][:count], non_blocking=True)
+        self._sent[self._next] = self._runtime.mark()
+        self._next = (self._next + 1) % len(self._slots)

@@ -1,0 +1,211 @@
+"""The triton backend, its kernels interpreted: the same tokens as transformers, and one-line refusals."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from backend_driver import BackendDriver, Request
+from checkpoints import CONTEXT, VOCAB_SIZE, make_checkpoint
+from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.backends.triton_backend import TritonBackend
+from headway_proto.sampling import SamplingParams
+
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread", "nearest_bfloat16"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a device, the conformance suite runs"),
+]
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+SETTINGS = {"dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 40, "block_size": 8, "max_model_len": 64}
+
+
+def open_backend(directory, kind=TritonBackend, **settings):
+    backend = kind()
+    config = {"model": str(directory), "max_num_batched_tokens": 64} | SETTINGS
+    return backend, backend.open(BackendConfig(**(config | settings)))
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3-bias", "mistral"])
+def family(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, make_checkpoint(directory, request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, make_checkpoint(directory, "llama3")
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def expected(model, tokens, num_output):
+    output = model.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        max_new_tokens=num_output,
+        min_new_tokens=num_output,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    return output.sequences[0, len(tokens) :].tolist(), torch.log_softmax(torch.cat(output.logits).float(), -1)
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(family):
+    directory, model = family
+    requests = [Request(prompt(length, seed=length), 4, GREEDY) for length in (1, 8, 21)]
+    BackendDriver(*open_backend(directory)).run(requests, budget=16)
+    for request in requests:
+        tokens, logprobs = expected(model, request.prompt, 4)
+        assert request.output == tokens
+        for entry, row in zip(request.logprobs, logprobs, strict=True):
+            best = torch.topk(row, 2)
+            assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
+            assert list(entry.top_token_ids) == best.indices.tolist()
+            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_it_draws_what_the_torch_backend_draws(llama):
+    parameters = (
+        SamplingParams(temperature=0.8, seed=1),
+        SamplingParams(temperature=1.2, top_k=9, top_p=0.8, seed=2, logprobs=0),
+        SamplingParams(temperature=0.9, frequency_penalty=0.5, repetition_penalty=1.2, seed=3),
+        SamplingParams(temperature=0.0, logit_bias=((5, 3.0), (6, -2.0)), min_tokens=3, stop_token_ids=(5,)),
+    )
+
+    def outputs(kind):
+        requests = [Request(prompt(9 + i, seed=i), 5, sampling) for i, sampling in enumerate(parameters)]
+        BackendDriver(*open_backend(llama[0], kind)).run(requests, budget=24)
+        return [request.output for request in requests]
+
+    assert outputs(TritonBackend) == outputs(TorchBackend)
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.3), ("fp8", 1.0)])
+def test_quantised_weights_are_close(llama, quantization, tolerance):
+    request = Request(prompt(12), 1, GREEDY)
+    BackendDriver(*open_backend(llama[0], quantization=quantization)).run([request], budget=16)
+    _, logprobs = expected(llama[1], request.prompt, 1)
+    assert request.logprobs[0].logprob == pytest.approx(float(logprobs[0, request.output[0]]), abs=tolerance)
+
+
+def test_half_precision_runs(llama):
+    request = Request(prompt(12), 2, GREEDY)
+    _, info = opened = open_backend(llama[0], dtype="bfloat16")
+    BackendDriver(*opened).run([request], budget=16)
+    assert info.dtype == "bfloat16"
+    _, logprobs = expected(llama[1], request.prompt, 1)
+    assert request.logprobs[0].logprob == pytest.approx(float(logprobs[0, request.output[0]]), abs=0.5)
+
+
+def test_random_weights_need_no_checkpoint_and_follow_the_seed(llama, tmp_path):
+    config = json.loads((llama[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def output(seed):
+        opened = open_backend(tmp_path, options={"weights": "random", "step_log": str(tmp_path / "steps")}, seed=seed)
+        request = Request(prompt(6), 3, GREEDY)
+        BackendDriver(*opened).run([request], budget=16)
+        opened[0].close()
+        return request.output, opened[1].model_fingerprint
+
+    assert output(1) == output(1)
+    assert output(1)[1] != output(2)[1]
+    lines = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert [(line["num_rows"], line["num_tokens"]) for line in lines] == [(1, 6), (1, 1), (1, 1)]
+    assert lines[0]["idle_us"] is None
+    assert lines[1]["idle_us"] >= 0
+
+
+def test_a_step_beyond_memory_says_how_many_tokens_it_had(llama, monkeypatch):
+    backend, info = open_backend(llama[0])
+
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+
+    monkeypatch.setattr(backend._model._decoder, "run", exhausted)
+    with pytest.raises(
+        StepOutOfMemoryError, match=r"out of memory with 7 tokens: CUDA out of memory\. Tried"
+    ) as caught:
+        BackendDriver(backend, info).run([Request(prompt(7), 1)], budget=16)
+    assert caught.value.num_tokens == 7
+
+
+def test_a_row_with_impossible_tokens_fails_alone(llama):
+    good, bad = Request(prompt(9), 3), Request([1, VOCAB_SIZE, 2], 3)
+    BackendDriver(*open_backend(llama[0])).run([good, bad], budget=64)
+    assert good.output == expected(llama[1], good.prompt, 3)[0]
+    assert bad.output == [-1]
+    assert "token id 320 is not allowed; allowed: 0 to 319" in bad.errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 12}, "block_size 12 is not allowed; allowed: a power of two"),
+        ({"num_kv_blocks": 7}, "num_kv_blocks 7 is not allowed; .* allowed: 8 or more"),
+        ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; .*{CONTEXT}"),
+        ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
+        ({"device": "cuda"}, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
+        ({"quantization": "int4"}, "quantization 'int4' is not allowed; allowed: none, int8, fp8"),
+        ({"options": {"graph": "off"}}, "backend_options 'graph' is not allowed; allowed: graphs, step_log, weights"),
+        ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
+        (
+            {"options": {"weights": "none"}},
+            "backend_options weights 'none' is not allowed; allowed: checkpoint, random",
+        ),
+        ({"options": {"step_log": "/proc/none/x"}}, "backend_options step_log '/proc/none/x' is not allowed; No such"),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(llama, settings, message):
+    with pytest.raises(BackendConfigError, match=message) as caught:
+        open_backend(llama[0], **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cpu_is_refused_unless_kernels_are_interpreted(llama, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BackendConfigError, match="device 'cpu' is not allowed for backend 'triton'; allowed: cuda"):
+        open_backend(llama[0])
+
+
+def test_info_describes_the_model_and_close_may_be_called_twice(llama):
+    backend, info = open_backend(llama[0], swap_space_mib=1)
+    assert isinstance(backend, ExecutorBackend)
+    assert (info.backend, info.device, info.num_blocks, info.max_num_batched_tokens) == ("triton", "cpu", 40, 64)
+    assert (info.max_model_len, info.block_size, info.max_num_rows, info.vocab_size) == (64, 8, 4, VOCAB_SIZE)
+    assert info.num_host_blocks > 0
+    assert info.swap_us_per_block > 0
+    backend.close()
+    backend.close()
+    with pytest.raises(RuntimeError, match="not open"):
+        BackendDriver(backend, info).run([Request(prompt(3), 1)], budget=8)
+
+
+def test_the_largest_step_can_be_tried_and_leaves_nothing_behind(llama):
+    opened = open_backend(llama[0], max_num_batched_tokens=20)
+    with torch.inference_mode():
+        opened[0]._model.try_largest_step()
+    request = Request(prompt(9), 2)
+    BackendDriver(*opened).run([request], budget=20)
+    assert request.output == expected(llama[1], request.prompt, 2)[0]
+
+
+def test_opening_tells_how_far_it_is(llama):
+    heard = []
+    backend = TritonBackend()
+    config = BackendConfig(model=str(llama[0]), max_num_batched_tokens=16, **SETTINGS)
+    backend.open(msgspec.structs.replace(config, progress=lambda *news: heard.append(news)))
+    assert heard == [
+        ("loading layers", 0, 3),
+        ("loading layers", 1, 3),
+        ("loading layers", 2, 3),
+    ]
