@@ -30,10 +30,12 @@ def kernel_device():
 
 
 @pytest.fixture(scope="session")
-def nearest_bfloat16():
-    """Triton's interpreter cuts float32 off to bfloat16, where a device rounds to nearest; and it takes its time.
+def triton_interpreter():
+    """Triton's interpreter, where there is one, rounds as a device does, and takes less time.
 
-    An internal function of Triton's: where it is gone, tests that compare bfloat16 will say so.
+    It cuts float32 off to bfloat16, slowly, where a device rounds to nearest; and whenever a kernel calls a function it
+    patches ``triton.language`` again, which it did when the kernel began. Both are inside of Triton: where they are gone,
+    tests that compare bfloat16 will say so.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -52,6 +54,12 @@ def nearest_bfloat16():
             return (values.astype("uint32") << 16).reshape(values.shape)
         return original(values, source, target, rounding_mode)
 
+    def called(function, *arguments, **named):
+        if tl.core.is_builtin(tl.core.load):  # for functions of Triton's own library, which know it by this name
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **named)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", converted)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", called)
         yield

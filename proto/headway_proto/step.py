@@ -132,8 +132,9 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one step produced.
 
-    ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves
-    before them (0 where it had none); neither contains the other. Both in microseconds.
+    ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves (0
+    where it had none), which came before them and may have run beside the step before; neither contains the other. Both in
+    microseconds.
     """
 
     epoch: int

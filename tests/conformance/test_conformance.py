@@ -1,5 +1,6 @@
 """The built-in backends conform, and the conformance suite finds those that do not."""
 
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,8 @@ BACKENDS = {
     "torch-eager": ("torch", {"kernels": "eager"}),
     "torch-compiled": ("torch", {"kernels": "compiled"}),
 }
+SLOW_TWINS = {"steps_in_flight_1", "steps_in_flight_3"}
+"""Beside depths 2 and 4, these would tell nothing more of a backend whose steps take effect at once."""
 NEEDS_A_MODEL = {"a_model_that_is_not_there", *(scenario.name for scenario in SCENARIOS if "family" in scenario.name)}
 
 
@@ -43,6 +46,14 @@ def test_built_in_backends(backend, scenario, checkpoints):
     outcome = check(scenario, lambda: create_backend(name), directory=checkpoints, options=options)
     does_not_apply = name == "simulated" and scenario.name in NEEDS_A_MODEL
     assert outcome is (Outcome.NOT_APPLICABLE if does_not_apply else Outcome.PASSED)
+
+
+@pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
+@pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.name not in SLOW_TWINS], ids=str)
+def test_the_triton_backend(scenario, checkpoints):
+    """On a device if there is one; or else interpreted, where every step is over when it has been launched."""
+    device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+    check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

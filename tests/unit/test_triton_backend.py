@@ -15,7 +15,7 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_proto.sampling import SamplingParams
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "nearest_bfloat16"),
+    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a device, the conformance suite runs"),
 ]
 
@@ -197,6 +197,16 @@ def test_the_largest_step_can_be_tried_and_leaves_nothing_behind(llama):
     request = Request(prompt(9), 2)
     BackendDriver(*opened).run([request], budget=20)
     assert request.output == expected(llama[1], request.prompt, 2)[0]
+
+
+def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
+    backend, info = open_backend(llama[0], max_num_batched_tokens=64)
+    model = backend._model
+    model._sizes = model._step_sizes(recorded=True)
+    requests = [Request(prompt(length, seed=length), 3, GREEDY) for length in (5, 11, 2)]
+    BackendDriver(backend, info).run(requests, budget=12)
+    for request in requests:
+        assert request.output == expected(llama[1], request.prompt, 3)[0]
 
 
 def test_opening_tells_how_far_it_is(llama):

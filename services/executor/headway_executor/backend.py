@@ -96,7 +96,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``sampled_token_ids`` int32, one per row with ``samples == 1``, rows ascending; ``ERRORED_ROW`` where ``errors``
     names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` is the time of the
-    step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out.
+    step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out; it may have
+    run beside the step before.
     """
 
     sampled_token_ids: Int32Array

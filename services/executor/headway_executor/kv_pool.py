@@ -92,16 +92,18 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def num_blocks_that_fit(*, block_bytes: int, useful_blocks: int, device: torch.device) -> int:
+def num_blocks_that_fit(
+    *, block_bytes: int, useful_blocks: int, device: torch.device, device_share: float = _DEVICE_SHARE
+) -> int:
     """How many blocks to reserve when the user named no number.
 
-    A share of the memory that is free now (half on a CPU, which others use too), but no more than ``useful_blocks``,
-    the most that all rows together could ever hold.
+    A share of the memory that is free now (half on a CPU, which others use too; ``device_share`` on a device, which leaves
+    room for what steps take), but no more than ``useful_blocks``, the most that all rows together could ever hold.
     """
     if device.type == "cpu":
         budget = _CPU_SHARE * free_host_bytes()
     else:
-        budget = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+        budget = device_share * torch.cuda.mem_get_info(device)[0]
     return min(useful_blocks, int(budget // block_bytes))
 
 

@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rounding_as_on_a_device(nearest_bfloat16):
+def rounding_as_on_a_device(triton_interpreter):
     """For every test of this folder."""

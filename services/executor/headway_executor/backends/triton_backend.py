@@ -62,6 +62,9 @@ from headway_proto.step import BackendInfo
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
 _ALIGNMENT = 16
+_POOL_SHARE = 0.94
+"""Of what the largest step leaves of a device's memory; the rest is for the graphs."""
+
 _GRAPHS = ("auto", "off")
 _WEIGHTS = ("checkpoint", "random")
 
@@ -216,6 +219,7 @@ class _OpenModel:
             self.try_largest_step()
         self._open_pool(self._num_blocks(), swap_space_mib=config.swap_space_mib)
         if record_graphs:
+            self._columns_here.zero_()  # a step without tokens, which the recording may run
             self._sizes = self._step_sizes(recorded=True)
             self._graphs.record(
                 self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
@@ -346,6 +350,7 @@ class _OpenModel:
                 block_bytes=self._pool.nbytes,
                 useful_blocks=config.max_num_seqs * -(-self._max_model_len // config.block_size),
                 device=self.runtime.device,
+                device_share=_POOL_SHARE,
             )
         check_pool_size(
             num_blocks=num_blocks,

@@ -32,7 +32,7 @@ _BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude eve
 class DrawnTokens(NamedTuple):
     """What a step drew, on its way to main memory; to be looked at once the device is past the copies.
 
-    ``ids_and_status`` int32, ``[2, n]``. ``logprobs`` float32, ``[n]``, where some row reports them; ``top`` the ids and log
+    ``ids_and_status`` int32, ``[2, n]`` or wider: one piece of memory, which one copy brings. ``logprobs`` float32, ``[n]``, where some row reports them; ``top`` the ids and log
     probabilities (both ``[k, width]``) of those of them that report alternatives, which are rows ``top_places``.
     """
 
@@ -45,7 +45,7 @@ class DrawnTokens(NamedTuple):
 
     def collect(self) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[RowError, ...]]:
         """Token ids, int32, ``[n]``, -1 where a row failed; log probabilities and errors, rows ascending."""
-        token_ids, status = self.ids_and_status.numpy()
+        token_ids, status = self.ids_and_status.numpy()[:, : len(self.rows)]
         errors: tuple[RowError, ...] = ()
         if status.any():
             errors = tuple(RowError(row, _BAD_LOGITS) for row in self.rows[status != 0].tolist())
@@ -129,11 +129,11 @@ class DeviceSampler:
         logprobs, top, top_places = None, None, np.flatnonzero(num_logprobs > 0)
         if needs.top_logprobs >= 0:
             logprobs, top = self._logprobs(logits, drawn[0], top_places)
-        return DrawnTokens(rows, num_logprobs, self._fetched(drawn), logprobs, top, top_places.astype(np.int32))
+        return DrawnTokens(rows, num_logprobs, self._fetched(self._drawn), logprobs, top, top_places.astype(np.int32))
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
         """Draw for ``rows`` with everything that a row can ask for, and forget it: compiles, and takes the memory once."""
-        for asked in (SamplingParams(temperature=0.0), _EVERYTHING):
+        for asked in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), _EVERYTHING):
             self.add_rows(
                 tuple(
                     NewRow(

@@ -974,8 +974,9 @@ class Scheduler:
         """
         step, token_ids, stops_some = self._take_answer(output)
         self.pool.complete_step(step.step)
-        if step.load is not None:
-            self._observer.learn(step.load, output.move_time_us, now)
+        # A step that moved blocks tells nothing of steps: its moves may have run before it, or beside the one before.
+        if step.load is not None and not step.num_moved_blocks:
+            self._observer.learn(step.load, now)
         self._observer.last_answer_time = now
         if step.num_moved_blocks:
             self.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)

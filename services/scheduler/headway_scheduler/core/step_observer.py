@@ -62,7 +62,7 @@ class StepObserver:
         )
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
-    def learn(self, load: StepLoad, move_time_us: int, now: float) -> None:
-        """A step with this load has returned, whose block moves took ``move_time_us``."""
-        duration_s = now - max(load.sent_time, self.last_answer_time) - move_time_us / 1e6
+    def learn(self, load: StepLoad, now: float) -> None:
+        """A step with this load, which moved no blocks, has returned."""
+        duration_s = now - max(load.sent_time, self.last_answer_time)
         self._budget.observe(load.shape, duration_s, load.objective_s)
