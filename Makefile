@@ -4,7 +4,7 @@
 #   PYTHON=python3.12      which interpreter makes the virtual environment
 #   VENV=.venv             where it goes
 #   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware
-#   ARGS=...               more arguments for demo, pytest or bench
+#   ARGS=...               more arguments for demo, pytest, bench or gpu-check
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,10 +17,10 @@ C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo test lint format stubs flags lock bench clean
+.PHONY: help setup kernels demo test lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) kernels  ## virtual environment, pinned dependencies and compiled kernels only
 	@echo 'ready: $(VENV)'
@@ -80,6 +80,9 @@ lock: $(READY)  ## write requirements/*.lock from what the virtual environment h
 bench: $(READY) kernels  ## run the benchmarks; see benchmarks/README.md
 	@set -e; for benchmark in scheduler_step gateway torch_cpu; do \
 	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python benchmarks/$$benchmark.py $(ARGS); done
+
+gpu-check: $(READY) kernels  ## everything that needs a CUDA device: checks, then speeds beside their floors
+	@$(BIN)/python tools/gpu_check.py $(ARGS)
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

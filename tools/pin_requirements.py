@@ -19,7 +19,12 @@ from packaging.version import Version
 
 PROJECT = "headway"
 LOCKS = Path(__file__).resolve().parents[1] / "requirements"
-SERVICE_EXTRAS = {"scheduler": (), "gateway": ("gateway",), "executor": ("executor",)}
+SERVICE_EXTRAS = {
+    "scheduler": (),
+    "gateway": ("gateway",),
+    "executor": ("executor",),
+    "executor-cuda": ("executor", "cuda"),
+}
 # What builds the wheel of this project, without build isolation, wherever a lock is installed.
 BUILD_REQUIREMENTS = ("hatchling", "editables")
 
@@ -72,7 +77,7 @@ def write_lock(name: str, names: Iterable[str]) -> None:
 
 
 def main() -> int:
-    """Write all four locks."""
+    """Write every lock."""
     LOCKS.mkdir(exist_ok=True)
     write_lock("dev", installed())
     for service, extras in SERVICE_EXTRAS.items():

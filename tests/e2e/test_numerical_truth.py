@@ -18,6 +18,8 @@ from checkpoints import make_checkpoint, make_model
 from headway import AsyncClient
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.threaded_backend import ThreadedBackend
 from headway_scheduler.core.limits import SchedulerLimits
 from threaded_headway import running
 
@@ -123,6 +125,49 @@ async def test_greedy_tokens_equal_transformers(
         assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
     got = tuple(tuple(result.token_ids) for result in results)
     assert got == expected_of(family, shared_prefixes, requests)
+
+
+def on_triton(config: BackendConfig) -> BackendConfig:
+    """The same on the device there is, or on a CPU with kernels interpreted."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return msgspec.structs.replace(config, device=device, max_num_seqs=8, options={})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, this would take minutes")
+@pytest.mark.parametrize(
+    ("family", "block_size", "budget", "small_pool", "shared_prefixes"),
+    [(family, *setting) for family in (*FAMILIES, "llama-yarn", "qwen3-bias") for setting in TWO_SETTINGS],
+)
+async def test_the_triton_backend_equals_transformers_on_a_device(
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    block_size: int,
+    budget: int,
+    small_pool: bool,
+    shared_prefixes: bool,
+) -> None:
+    config, limits = settings_of(checkpoints[family], block_size, budget, small_pool)
+    with running(tmp_path, checkpoints[family], ThreadedBackend(TritonBackend()), on_triton(config), limits) as headway:
+        got = await generate_all(headway.address, prompts(shared_prefixes))
+    assert got == expected(family, shared_prefixes)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A few requests, in chunks, with preemption and shared prefixes: interpreted where there is no device."""
+    config, limits = settings_of(checkpoints["llama3"], 8, 64, small_pool=True)
+    config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
+    limits = msgspec.structs.replace(limits, reserve="none")
+    requests = prompts(True)[:6]
+    with running(
+        tmp_path, checkpoints["llama3"], ThreadedBackend(TritonBackend()), on_triton(config), limits
+    ) as headway:
+        got = await generate_all(headway.address, requests)
+        core = headway.core_when_quiet()
+        assert core.counters.num_preemptions > 0
+        assert core.pool.num_free == core.pool.num_blocks
+    assert got == expected("llama3", True)[: len(requests)]
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
