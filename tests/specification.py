@@ -283,6 +283,7 @@ class Specification:
         self.swap_out: list[tuple[SpecRequest, list[tuple[int, int]]]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.shed: list[Origin] = []
+        self.alone: SpecRequest | None = None
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
         self.refused: SpecRequest | None = None
@@ -381,6 +382,8 @@ class Specification:
         return oldest
 
     def _next_to_start(self, now: float) -> tuple[list[SpecRequest], SpecRequest | None]:
+        if self.alone is not None:
+            return [], self.alone if not self.running and not self.in_flight else None
         first = self.first(now)
         if first is None or not self.limits.prefix_aware or first.passed_over >= 16:
             return [], first
@@ -420,6 +423,16 @@ class Specification:
     def _lane(self, lane: int) -> int:
         return 2 if self.limits.order == "fair" else lane  # an objective gives no tenant more than its share
 
+    def run_alone(self, origin: Origin | None) -> None:
+        self.alone = next((r for r in self.waiting + self.running if r.origin == origin), None)
+
+    def _clear_the_way(self) -> None:
+        """Who is to run alone has everybody else make way."""
+        if self.alone is not None:
+            for request in sorted((r for r in self.running if r is not self.alone), key=lambda r: r.row):
+                self._preempt(request)
+            self.short = False
+
     def abort(self, origin: Origin) -> bool:
         for request in self.waiting + self.running:
             if request.origin == origin:
@@ -437,13 +450,14 @@ class Specification:
         if not self.running:
             self.batch_is_closed = False
         self._mind_first_tokens(now)
-        self.may_run = self._who_may_run()
-        self.num_chosen = len(self.may_run)
         self.short = False
         self.promised = 0
         self.tokens: dict[int, int] = {}  # row -> tokens in this step
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
+        self._clear_the_way()
+        self.may_run = self._who_may_run()
+        self.num_chosen = len(self.may_run)
         if self.limits.batching in {"static", "prefill_first"}:
             if not any(request.stalled for request in self.running):
                 self._serve_prompts()
@@ -902,6 +916,8 @@ class Specification:
         self._end(request)
 
     def _end(self, request: SpecRequest) -> None:
+        if request is self.alone:
+            self.alone = None
         num_output = len(request.tokens) - request.num_prompt_tokens
         if self.predicts and num_output:
             self.lengths.observe(request.curve, num_output, is_censored=request is not self.stopped)

@@ -158,12 +158,15 @@ class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
     """An executor lost the thread (gap, damaged frame, impossible diff, failed step) and asks for a new epoch.
 
     ``max_num_batched_tokens``: the most tokens that it takes in one step from then on, where a larger step was more than
-    its memory holds; 0: as before.
+    its memory holds; 0: as before. ``failed_step``: the step that the backend could not run; -1 where it was not a step
+    that failed. ``is_leaving``: no epoch helps, the process ends; another life of it will say hello.
     """
 
     incarnation: int
     reason: str
     max_num_batched_tokens: int = 0
+    failed_step: int = -1
+    is_leaving: bool = False
 
 
 class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):

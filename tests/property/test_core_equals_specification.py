@@ -87,6 +87,10 @@ class Pair:
     def abort(self, origin: Origin) -> None:
         assert (self.core.abort(origin) is not None) == self.specification.abort(origin)
 
+    def run_alone(self, origin: Origin | None) -> None:
+        self.core.run_alone(origin)
+        self.specification.run_alone(origin)
+
     def schedule(self) -> bool:
         output = self.core.schedule(now=self.now)
         expected = self.specification.schedule(now=self.now)
@@ -210,6 +214,8 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
             pair.pin(str(rng.integers(0, 3)), tenant, random_prefix(rng, capacity.max_model_len))
         elif action < 0.34:
             pair.unpin(str(rng.integers(0, 3)))
+        elif action < 0.355 and origins:
+            pair.run_alone(None if rng.integers(0, 3) == 0 else origins[int(rng.integers(0, len(origins)))])
         elif action < 0.72:
             pair.schedule()
         else:

@@ -20,7 +20,7 @@ import zmq
 import zmq.auth
 from structlog.testing import capture_logs
 
-from headway_executor.backend import BackendConfig, StepOutOfMemoryError, StepResult
+from headway_executor.backend import BackendConfig, DeviceLostError, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.channel import SchedulerChannel
@@ -209,7 +209,7 @@ def test_a_failed_step_asks_for_a_new_epoch_and_service_goes_on(late, logs):
 
     exchange(scheduler.new_epoch(3), scheduler.admit(0, [5, 6, 7], range(10)))
     (request,) = exchange(scheduler.step())
-    assert request == ResyncRequest(INCARNATION, "step 1 failed: RuntimeError: the device is on fire")
+    assert request == ResyncRequest(INCARNATION, "step 1 failed: RuntimeError: the device is on fire", failed_step=1)
     assert [entry["event"] for entry in logs] == ["epoch began", "step failed", "epoch lost"]
     assert logs[1]["exc_info"] is not None
     bodies = exchange(scheduler.new_epoch(4), scheduler.admit(0, [5, 6, 7], range(10)), scheduler.step())
@@ -225,8 +225,24 @@ def test_a_step_that_memory_does_not_hold_asks_for_smaller_ones(logs):
     cycle = make_cycle(FullBackend())
     feed(cycle, scheduler, scheduler.new_epoch(3))
     (request,) = feed(cycle, scheduler, scheduler.admit(0, [5, 6, 7, 8, 9], range(10)))
-    assert request.max_num_batched_tokens == 2
+    assert (request.max_num_batched_tokens, request.failed_step) == (2, 0)
     assert request.reason == "step 0 failed: StepOutOfMemoryError: out of memory with 5 tokens: no more than that"
+
+
+def test_a_device_that_is_lost_is_reported_and_nothing_follows(logs):
+    class LosingBackend(SimulatedBackend):
+        def execute(self, batch):
+            raise DeviceLostError("an illegal memory access")
+
+    scheduler = Scheduler()
+    cycle = make_cycle(LosingBackend())
+    feed(cycle, scheduler, scheduler.new_epoch(3))
+    (request,) = feed(cycle, scheduler, scheduler.admit(0, [5, 6], range(10)))
+    assert request == ResyncRequest(
+        INCARNATION, "step 0 failed: DeviceLostError: an illegal memory access", is_leaving=True
+    )
+    assert isinstance(cycle.device_lost, DeviceLostError)
+    assert cycle.collect(0.0) == []
 
 
 def test_an_impossible_diff_asks_for_a_new_epoch(logs):
@@ -477,7 +493,7 @@ def test_a_process_without_a_scheduler_waits_and_ends_on_a_signal(number):
 def test_a_process_that_still_loads_ends_on_a_signal():
     slow = (
         "import time, headway_executor.backends.simulated as s; "
-        "s.SimulatedBackend.open = lambda *_: (print('loading', file=sys.stderr, flush=True), time.sleep(60))"
+        "s.SimulatedBackend.open = lambda *_: (sys.stderr.write('loading\\n'), time.sleep(60))"
     )
     with ExecutorProcess(prefix=slow) as executor:
         for line in executor.process.stderr:

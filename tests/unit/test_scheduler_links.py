@@ -15,6 +15,7 @@ from headway_scheduler.step_link import (
     EpochOpened,
     ExecutorLost,
     StepAnswered,
+    StepFailed,
     StepLink,
 )
 
@@ -52,8 +53,9 @@ def link() -> StepLink:
 
 
 def join(link: StepLink, executor: Executor, now: float) -> int:
-    (event,) = link.receive(executor.peer, executor.hello(), now)
+    *lost, event = link.receive(executor.peer, executor.hello(), now)
     assert isinstance(event, EpochOpened)
+    assert all(isinstance(other, ExecutorLost) for other in lost)
     peer, frame = link.outgoing.pop()
     body = step.executor_frame_reader().decode(frame).body
     assert (peer, body) == (executor.peer, NewEpoch(event.epoch, executor.incarnation, 77))
@@ -118,8 +120,27 @@ def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink
     (event,) = link.reopen("a gap", 1.1)
     assert event.info.max_num_batched_tokens == 40
     another = Executor(2)
-    (event,) = link.receive(another.peer, another.hello(), 1.1 + TAKEOVER_SILENCE_S + 0.1)
+    lost, event = link.receive(another.peer, another.hello(), 1.1 + TAKEOVER_SILENCE_S + 0.1)
+    assert lost == ExecutorLost("another executor took over")
     assert event.info.max_num_batched_tokens == 0
+
+
+def test_a_step_that_failed_is_told_with_the_epoch_and_a_limit_can_be_lifted(link: StepLink) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    (event,) = link.receive(executor.peer, executor.writer.encode(ResyncRequest(1, "broken", 40, 7)), 1.0)
+    assert isinstance(event, EpochOpened)
+    assert event.failure == StepFailed(7, 40)
+    (event,) = link.lift_limit(1.1)
+    assert (event.info.max_num_batched_tokens, event.failure) == (0, None)
+
+
+def test_an_executor_that_leaves_is_not_waited_for(link: StepLink) -> None:
+    first, second = Executor(1), Executor(2)
+    join(link, first, 0.0)
+    leaving = ResyncRequest(1, "no device", is_leaving=True)
+    assert link.receive(first.peer, first.writer.encode(leaving), 0.1) == [ExecutorLost("it left: no device")]
+    join(link, second, 0.2)
 
 
 def test_a_second_executor_takes_over_only_from_a_silent_one(link: StepLink) -> None:

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from backend_driver import BackendDriver, Request
-from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError
+from headway_executor.backend import (
+    BackendConfig,
+    BackendConfigError,
+    ExecutorBackend,
+    ModelFilesError,
+    StepOutOfMemoryError,
+)
 from headway_executor.backends.simulated import CacheMismatch, SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.registry import backend_names, create_backend
@@ -349,7 +355,7 @@ def test_injected_nan_fails_one_row():
 
 def test_injected_out_of_memory_fails_the_step():
     driver = Driver(oom_over_tokens=9)
-    with pytest.raises(MemoryError, match="a step of 10 tokens, over 9"):
+    with pytest.raises(StepOutOfMemoryError, match="10 tokens: simulated, over 9"):
         driver.run(request(0, PROMPT, range(8)), scheduled=[(0, 10)])
 
 

@@ -125,6 +125,7 @@ class ExecutorBackend(Protocol):
 
         Raises:
             StepOutOfMemoryError: as below, and the scheduler sends smaller steps from then on.
+            DeviceLostError: as below, and the process ends, to be started again.
             Exception: the step failed as a whole; the executor reports it and the scheduler opens a new epoch.
         """
         ...
@@ -151,6 +152,10 @@ class StepOutOfMemoryError(RuntimeError):
     def __init__(self, num_tokens: int, detail: str) -> None:
         super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
         self.num_tokens = num_tokens
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers every call with an error from now on; only another process can use it again (exit code 4)."""
 
 
 class BackendConfigError(ValueError):

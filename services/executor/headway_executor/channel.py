@@ -79,9 +79,9 @@ class SchedulerChannel:
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, zmq.NOBLOCK)
 
-    def close(self) -> None:
-        """Close at once; what was not sent is dropped."""
-        self._socket.close(linger=0)
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close at once; what was not sent is dropped, after ``linger_s`` seconds at most."""
+        self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
         self._bell.close()
         self._bell_rope.close()

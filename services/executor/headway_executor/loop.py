@@ -1,7 +1,7 @@
 """From frames to steps and back: the executor's cycle, and the poll loop that drives it.
 
 Owns: giving accepted steps to the backend in order, reporting results in order, and turning every failure of a step
-into a request for a new epoch.
+into a request for a new epoch, or into the end of the process where the device is lost.
 Must not know: how a backend runs a step, how sockets are set up, or signals.
 
 ``StepCycle`` is synchronous and knows neither sockets nor clocks: frames and the time go in, frames come out. ``serve``
@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.backend import ExecutorBackend, StepOutOfMemoryError, StepResult
+from headway_executor.backend import DeviceLostError, ExecutorBackend, StepOutOfMemoryError, StepResult
 from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
@@ -70,6 +70,8 @@ class StepCycle:
         self._log = log
         self._wake = wake
         self._pending: deque[_Pending] = deque()
+        self.device_lost: DeviceLostError | None = None
+        """Why this process cannot go on; None while it can."""
 
     @property
     def next_deadline(self) -> float:
@@ -87,7 +89,7 @@ class StepCycle:
     def collect(self, now: float) -> list[bytes]:
         """Report the steps that have finished, in order; return the frames to send."""
         frames: list[bytes] = []
-        while self._pending and self._pending[0].future.done():
+        while self._pending and self._pending[0].future.done() and self.device_lost is None:
             step = self._pending.popleft()
             error = step.future.exception()
             if error is not None:
@@ -143,9 +145,12 @@ class StepCycle:
     def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
         self._log.error("step failed", epoch=epoch, step=step, exc_info=error)
         reason = f"step {step} failed: {type(error).__name__}: {error}"
+        if isinstance(error, DeviceLostError):
+            self.device_lost = error
+            return self._link.leave(reason)
         # Half: memory is used up by what a step takes beyond what is always there, which is not known.
         limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
-        return self._act(self._link.lose_epoch(epoch, reason, now, max_num_batched_tokens=limit), now)
+        return self._act(self._link.lose_epoch(epoch, reason, now, failed_step=step, max_num_batched_tokens=limit), now)
 
     def _note_loss(self, event: EpochLost) -> None:
         self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)
@@ -157,16 +162,18 @@ def serve(
     should_stop: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run ``cycle`` over ``channel`` until ``should_stop``; sleeps whenever nothing is due."""
-    while not should_stop():
+    """Run ``cycle`` over ``channel`` until ``should_stop`` or the device is lost; sleeps whenever nothing is due."""
+    while not should_stop() and cycle.device_lost is None:
         now = clock()
         _send_all(channel, cycle.tick(now))
         # Results first: the scheduler may be waiting for one to decide the next step.
         _send_all(channel, cycle.collect(now))
         while (frame := channel.receive()) is not None:
             _send_all(channel, cycle.receive(frame, clock()))
-            if should_stop():
+            if should_stop() or cycle.device_lost is not None:
                 return
+        if cycle.device_lost is not None:
+            return
         channel.wait(max(0.0, cycle.next_deadline - clock()))
 
 

@@ -11,14 +11,14 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 import msgspec
 import structlog
 import zmq
 from structlog.typing import FilteringBoundLogger, Processor
 
-from headway_executor.backend import BackendConfigError, ExecutorBackend, ModelFilesError
+from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
 from headway_executor.channel import SchedulerChannel
 from headway_executor.config import ExecutorConfig
@@ -26,14 +26,18 @@ from headway_executor.loop import StepCycle, serve
 from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.step import BackendInfo
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
 EXIT_BAD_MODEL_FILES = 3
+EXIT_DEVICE_LOST = 4
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 2.0
+_LOG_DRAIN_S = 0.5
+_LAST_FRAMES_S = 0.5
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -41,13 +45,15 @@ def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
     0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served; the latter two
-    with one line on stderr.
+    with one line on stderr. A device that is lost ends the process with 4, without another call of it: whoever supervises
+    the process starts it again.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)
     if config.exit_with_parent:
         _exit_with_parent()
-    log = _logger(config)
+    sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
+    log = _logger(config, sink)
     try:
         config.validate()
         backend = _create_backend(config.backend)
@@ -61,11 +67,18 @@ def run(config: ExecutorConfig) -> int:
         return _refuse(error, EXIT_BAD_CONFIGURATION)
     log.info("executor ready", step_address=config.step_address, **_facts(info))
     try:
-        _serve(info, backend, channel, log)
+        device_lost = _serve(info, backend, channel, log)
+        if device_lost is not None:
+            channel.close(linger_s=_LAST_FRAMES_S)
+            log.critical("the device is lost; the process ends", reason=str(device_lost))
+            sink.drain(_LOG_DRAIN_S)
+            # Not by the usual way: what cleans up a device that does not answer may never come back.
+            os._exit(EXIT_DEVICE_LOST)
     finally:
         channel.close()
         backend.close()
     log.info("executor stopped")
+    sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
 
 
@@ -75,7 +88,10 @@ def _create_backend(name: str) -> ExecutorBackend:
     return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
 
 
-def _serve(info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger) -> None:
+def _serve(
+    info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger
+) -> DeviceLostError | None:
+    """Serve until told to stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
     cycle = StepCycle(
         link=StepLink(incarnation=secrets.randbits(62), info=info),
@@ -85,6 +101,7 @@ def _serve(info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChanne
         wake=channel.wake,
     )
     serve(cycle, channel, should_stop=lambda: stop.requested)
+    return cycle.device_lost
 
 
 class _OpeningProgress:
@@ -151,7 +168,7 @@ def _facts(info: BackendInfo) -> dict[str, object]:
     }
 
 
-def _logger(config: ExecutorConfig) -> FilteringBoundLogger:
+def _logger(config: ExecutorConfig, sink: LogSink) -> FilteringBoundLogger:
     as_json = config.log_format == "json"
     renderers: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
@@ -159,7 +176,7 @@ def _logger(config: ExecutorConfig) -> FilteringBoundLogger:
         else [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)]
     )
     logger: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(sys.stderr),
+        structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), *renderers],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
     )

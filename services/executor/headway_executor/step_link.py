@@ -23,6 +23,7 @@ The rules, which the scheduler's side mirrors:
 * **Back to HELLO**, from RUNNING or LOST, on a heartbeat of a scheduler other than the epoch's, on a frame of a later
   epoch (its ``NewEpoch`` never arrived), or when nothing intact arrived for ``silence_timeout``. An executor waits
   for ever. Frames of earlier epochs are ignored.
+* **Leaving.** A process that must end says so with one ``ResyncRequest`` (``is_leaving``), so that nobody waits for it.
 * **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``. In the other states the repeated message
   is the sign of life.
 """
@@ -113,6 +114,7 @@ class StepLink:
         self._next_step = 0
         self._lost_because = ""
         self._asked_limit = 0
+        self._failed_step = -1
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
 
@@ -179,15 +181,23 @@ class StepLink:
         )
         return [self._writer.encode(output)]
 
-    def lose_epoch(self, epoch: int, reason: str, now: float, *, max_num_batched_tokens: int = 0) -> LinkOutcome:
+    def lose_epoch(
+        self, epoch: int, reason: str, now: float, *, failed_step: int = -1, max_num_batched_tokens: int = 0
+    ) -> LinkOutcome:
         """Give up ``epoch`` because a step of it was impossible or failed; nothing happens if it is over already.
 
-        ``max_num_batched_tokens`` is the most that the scheduler should put into a step from then on, 0 for as before.
+        ``failed_step`` is the one that the backend could not run, -1 if it was none. ``max_num_batched_tokens`` is the most
+        that the scheduler should put into a step from then on, 0 for as before.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
-            self._lose(reason, now, outcome, max_num_batched_tokens=max_num_batched_tokens)
+            self._lose(reason, now, outcome, failed_step=failed_step, max_num_batched_tokens=max_num_batched_tokens)
         return outcome
+
+    def leave(self, reason: str) -> list[bytes]:
+        """The frames that take leave of the scheduler, because this process is about to end; nothing may follow them."""
+        body = ResyncRequest(self._incarnation, _one_line(reason), is_leaving=True)
+        return [self._writer.encode(body)]
 
     def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
         if body.executor_incarnation != self._incarnation:
@@ -241,11 +251,20 @@ class StepLink:
             what = f"{type(body).__name__} arrived"
         self._lose(f"{what} where step {self._next_step} of epoch {self._epoch} was expected", now, outcome)
 
-    def _lose(self, reason: str, now: float, outcome: LinkOutcome, *, max_num_batched_tokens: int = 0) -> None:
+    def _lose(
+        self,
+        reason: str,
+        now: float,
+        outcome: LinkOutcome,
+        *,
+        failed_step: int = -1,
+        max_num_batched_tokens: int = 0,
+    ) -> None:
         if self._state is not _State.RUNNING:
             return
         self._asked_limit = max_num_batched_tokens
-        self._lost_because = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
+        self._failed_step = failed_step
+        self._lost_because = _one_line(reason)
         self._state = _State.LOST
         self._next_message_at = now
         outcome.events.append(EpochLost(self._epoch, self._lost_because))
@@ -258,7 +277,7 @@ class StepLink:
         self._next_message_at = float("-inf")
 
     def _resync_request(self) -> ResyncRequest:
-        return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit)
+        return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit, self._failed_step)
 
     def _send_due(self, now: float, outcome: LinkOutcome) -> None:
         """Send the current state's repeated message if its time has come."""
@@ -273,3 +292,7 @@ class StepLink:
             body, interval = ExecutorHeartbeat(self._incarnation, self._next_step), self._timing.heartbeat_interval
         self._next_message_at = now + interval
         outcome.frames.append(self._writer.encode(body))
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())[:_MAX_REASON_CHARACTERS]

@@ -8,8 +8,8 @@ tokenizer files that cannot be used. Each failure is one line on standard error.
 """
 
 import asyncio
+import contextlib
 import ctypes
-import io
 import logging
 import os
 import signal
@@ -23,19 +23,22 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
+from headway_proto.log_sink import LogSink, notice_of
 
 EXIT_OK = 0
 EXIT_CONFIGURATION = 2
 EXIT_MODEL_FILES = 3
 _PR_SET_PDEATHSIG = 1
 _SWITCH_INTERVAL_S = 0.0005
+_LOG_DRAIN_S = 0.5
 
 _log = structlog.get_logger("headway.gateway")
 
 
 def run(config: GatewayConfig) -> int:
     """Run a gateway until it is told to stop; return the exit code."""
-    _configure_logging(config)
+    sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
+    _configure_logging(config, sink)
     try:
         config.validate()
         # gRPC's polling thread and the tokenising ones hand over to the event loop many times per request; waiting up to
@@ -43,7 +46,9 @@ def run(config: GatewayConfig) -> int:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if config.exit_with_parent and not _end_with_parent():
             return EXIT_OK
-        return asyncio.run(_run_workers(config) if config.workers > 1 else _run_server(config))
+        code = asyncio.run(_run_workers(config) if config.workers > 1 else _run_server(config))
+        sink.drain(_LOG_DRAIN_S)
+        return code
     except (ValueError, AddressInUseError) as error:
         _tell(error)
         return EXIT_CONFIGURATION
@@ -52,30 +57,9 @@ def run(config: GatewayConfig) -> int:
         return EXIT_MODEL_FILES
 
 
-class ForgivingStream(io.TextIOBase):
-    """A text stream whose failures (a full disk, a closed pipe) never reach the one who logs."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write if possible."""
-        try:
-            return self._stream.write(text)
-        except (OSError, ValueError):
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush if possible."""
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            return
-
-
 async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
-    stop, stop_now = _events_of_signals()
+    stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)
     try:
         await server.start()
@@ -94,16 +78,21 @@ async def _run_server(config: GatewayConfig) -> int:
 
 async def _run_workers(config: GatewayConfig) -> int:
     load_text_model(Path(config.model))  # Fails here, once, rather than in every worker.
-    stop, stop_now = _events_of_signals()
+    stop, stop_now = _events_of_signals(config)
     return await WorkerGroup(config).run(stop, stop_now)
 
 
-def _events_of_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Events set by the first and by the second SIGTERM or SIGINT."""
+def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:
+    """Events set by the first and by the second SIGTERM or SIGINT; by the first both, if the parent to end with is gone.
+
+    Without it nobody starts a scheduler again that died, so open calls may never end.
+    """
     stop, stop_now = asyncio.Event(), asyncio.Event()
+    parent = os.getppid()
 
     def on_signal() -> None:
-        if stop.is_set():
+        is_orphan = config.exit_with_parent and os.getppid() != parent
+        if stop.is_set() or is_orphan:
             stop_now.set()
         stop.set()
 
@@ -123,8 +112,7 @@ def _end_with_parent() -> bool:
     return os.getppid() == parent
 
 
-def _configure_logging(config: GatewayConfig) -> None:
-    stream = ForgivingStream(sys.stderr)
+def _configure_logging(config: GatewayConfig, sink: LogSink) -> None:
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if config.log_format == "json"
@@ -138,10 +126,11 @@ def _configure_logging(config: GatewayConfig) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, stream)),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, sink)),
         cache_logger_on_first_use=True,
     )
 
 
 def _tell(error: Exception) -> None:
-    ForgivingStream(sys.stderr).write(f"headway gateway: {error}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"headway gateway: {error}\n")

@@ -8,6 +8,7 @@ Must not know: what the processes are configured with (``plan`` settles that) or
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from headway.processes import ChildExited, Children
 from headway.readiness import wait_until_serving
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
 from headway_proto.addresses import MAX_IPC_PATH_BYTES
+from headway_proto.log_sink import LogSink
 
 
 class StopRequested(msgspec.Struct, frozen=True):
@@ -34,6 +36,8 @@ class StopRequested(msgspec.Struct, frozen=True):
 
 
 Event = ChildExited | StopRequested
+
+_LOG_DRAIN_S = 0.5
 
 WhenReady = Callable[[str, str], Awaitable[bool]]
 """Called with the readiness line and the address once the fleet serves; False ends it."""
@@ -83,6 +87,7 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
         with contextlib.suppress(asyncio.CancelledError):
             await attendant
         children.kill_all()
+        _sink().drain(_LOG_DRAIN_S)
 
 
 def _deliver_signals(events: "asyncio.Queue[Event]") -> None:
@@ -151,7 +156,10 @@ async def _perform(actions: list[Action], children: Children) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the operator on stderr. A closed stderr is no reason to stop serving."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"headway serve: {text}\n")
-        sys.stderr.flush()
+    """Tell the operator on stderr. One that is closed, full or not read is no reason to stop serving."""
+    _sink().write(f"headway serve: {text}\n")
+
+
+@functools.cache
+def _sink() -> LogSink:
+    return LogSink(sys.stderr.fileno())

@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import msgspec
 
@@ -27,10 +27,12 @@ from headway.configuration import (
 )
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.settings import Setting, settings_of
+from headway_proto.log_sink import LogSink
 
 DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 
 SERVE = "serve"
+_LOG_DRAIN_S = 0.5
 
 # What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
 SETTLED_BY_SERVE = frozenset({"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port"})
@@ -169,8 +171,10 @@ def announce(name: str, config: msgspec.Struct) -> None:
     renderer = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False, sort_keys=False)
     )
+    sink = LogSink(sys.stderr.fileno())
     log = structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
     )
     log.info("configuration", service=name, **settings)
+    sink.drain(_LOG_DRAIN_S)

@@ -15,6 +15,7 @@ from headway_proto.ingress import Abort, AdminCall, Admitted, Finished, ModelInf
 from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
+from headway_scheduler.brake import MAX_LOSSES, Brake, Name
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -28,11 +29,13 @@ from headway_scheduler.ingress_link import (
     IngressEvent,
     IngressLinks,
 )
-from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepLink
+from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepFailed, StepLink
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
 RETRY_AFTER_MS = 1000
+LEAST_STEP_TOKENS = 8
+"""Steps are made smaller down to this before a request is blamed for what the executor's memory does not hold."""
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -56,19 +59,25 @@ class SchedulerEngine:
         self.step_link = StepLink(incarnation)
         self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
         self.administration = Administration(self)
+        self.brake = Brake(num_trial_tokens=limits.max_steps_in_flight)
+        self.num_answers = 0
+        """Steps that were answered: the measure of progress."""
+        self._paused_until = float("-inf")
+        self._judged_epoch = -1
         self.draining = False
         self.core: Scheduler | None = None
         self.info: BackendInfo | None = None
         # Submissions that cannot be judged yet: no executor has said what fits. A restarted scheduler gets its old
         # requests back from the gateways before its executor is back.
         self._unjudged: dict[Origin, Submit] = {}
-        self._origin_of: dict[tuple[str, int], Origin] = {}
-        self._names: dict[Origin, tuple[str, int]] = {}
+        self._origin_of: dict[Name, Origin] = {}
+        self._names: dict[Origin, Name] = {}
 
     @property
     def next_deadline(self) -> float:
         """When ``run`` wants to be called next, even if nothing arrives."""
-        return min(self.step_link.next_deadline, self.gateways.next_deadline)
+        links = min(self.step_link.next_deadline, self.gateways.next_deadline)
+        return min(links, self._paused_until) if self._paused_until > float("-inf") else links
 
     @property
     def num_unfinished(self) -> int:
@@ -104,12 +113,51 @@ class SchedulerEngine:
 
     def send_steps(self, now: float) -> None:
         """Schedule and send as many steps as may be in flight."""
-        if self.core is None or not self.step_link.is_open:
+        if self.core is None or not self.step_link.is_open or self._is_paused(now):
             return
+        if self.brake.has_suspects:
+            self._try_suspects(self.core)
         while (output := self.core.schedule(now)) is not None:
             self.step_link.send_step(output)
         for end in self.core.take_shed():
             self._shed(end)
+
+    def _is_paused(self, now: float) -> bool:
+        """Whether the executor is to be left in peace for a moment, after steps that failed."""
+        if now < self._paused_until:
+            return True
+        self._paused_until = float("-inf")
+        return False
+
+    def _try_suspects(self, core: Scheduler) -> None:
+        """Let the first suspect that is here and not acquitted run alone; everybody, if there is none."""
+        for name in self.brake.suspects:
+            origin = self._origin_of.get(name)
+            request = None if origin is None else core.find(origin)
+            if request is None:
+                continue  # its gateway has not submitted it again yet
+            if not self.brake.is_acquitted(name, core.num_tokens_of(request)):
+                core.run_alone(origin)
+                return
+            self._notice("acquitted", request_id=name.request_id, continuation=name.continuation)
+        for name in self.brake.suspects:
+            self.brake.forget(name)
+        core.run_alone(None)
+
+    def _judge(self, core: Scheduler, reason: str, failure: StepFailed | None) -> FinishedEvent | None:
+        """Note who was in the steps that were lost, once per epoch; end who is guilty of it."""
+        if self._judged_epoch == core.epoch:
+            return None
+        self._judged_epoch = core.epoch
+        in_flight = core.requests_in_flight(None if failure is None else failure.step)
+        guilty = self.brake.note_loss(
+            [(self._names[origin], num) for origin, num in in_flight if origin in self._names]
+        )
+        if guilty is None:
+            return None
+        self._notice("guilty", request_id=guilty.request_id, continuation=guilty.continuation, reason=reason)
+        how = f"the executor was lost {MAX_LOSSES} times while it ran, the last time with nothing beside it: {reason}"
+        return core.fail(self._origin_of[guilty], how)
 
     def _shed(self, end: FinishedEvent) -> None:
         """Refuse a request after all: it can no longer meet its objective, and nothing of it has run."""
@@ -163,6 +211,8 @@ class SchedulerEngine:
                 self._on_epoch(event, now)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
+                if self.core is not None:
+                    self._deliver_guilty(self._judge(self.core, event.reason, None), now)
                 self.announce()
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
@@ -172,8 +222,23 @@ class SchedulerEngine:
         except (StateMismatch, ValueError) as error:
             self._on_step_events(self.step_link.reopen(str(error), now), now)
             return
+        self.num_answers += 1
+        self.brake.note_answer()
         self.send_steps(now)
         self._deliver(events, now)
+
+    def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
+        """A step failed: try smaller ones, or look for who is to blame. Whether it was somebody who was too large."""
+        if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
+            return False  # it is the size of the step, as far as one can tell
+        guilty = self._judge(core, reason, failure)
+        self._deliver_guilty(guilty, now)
+        self._paused_until = now + self.brake.pause_s()
+        return guilty is not None and failure.max_num_batched_tokens > 0
+
+    def _deliver_guilty(self, end: FinishedEvent | None, now: float) -> None:
+        if end is not None:
+            self._deliver(StepEvents(finished=(end,)), now)
 
     def _on_epoch(self, event: EpochOpened, now: float) -> None:
         info = event.info
@@ -190,6 +255,9 @@ class SchedulerEngine:
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)
         else:
+            if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
+                self._on_step_events(self.step_link.lift_limit(now), now)
+                return
             same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
             self._deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
         changed = self.info != info
@@ -234,6 +302,7 @@ class SchedulerEngine:
             origin = Origin(owner, handle)
             self._unjudged.pop(origin, None)
             if origin in self._names and self.core is not None:
+                self.brake.forget(self._names[origin])
                 self._forget(origin)
                 self.core.abort(origin)
 
@@ -263,7 +332,7 @@ class SchedulerEngine:
                 message=rejection.message,
                 retry_after_ms=retry,
             )
-        name = (submit.request_id, submit.index)
+        name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
         self._names[new.origin] = name
         return None
@@ -307,7 +376,7 @@ class SchedulerEngine:
             return refuse(
                 ingress.REJECT_OVERLOADED, "", "no executor has joined yet and the queue is full", RETRY_AFTER_MS
             )
-        if (submit.request_id, submit.index) in self._origin_of:
+        if Name(submit.request_id, submit.index) in self._origin_of:
             return refuse(
                 ingress.REJECT_ALREADY_EXISTS, "request_id", f"{submit.request_id!r:.64} is the id of a live request"
             )
@@ -372,6 +441,8 @@ class SchedulerEngine:
                 link.hold(columns=(events.handles[mine], events.indices[mine], events.token_ids[mine]))
 
     def _deliver_end(self, end: FinishedEvent, now: float) -> None:
+        if end.origin in self._names:
+            self.brake.forget(self._names[end.origin])
         self._forget(end.origin)
         link = self.gateways.get(end.origin.owner)
         if link is None:
@@ -400,10 +471,7 @@ class SchedulerEngine:
             self.administration.remember_ended(name[0])
 
     def _announcement(self) -> Announcement:
-        return Announcement(self._model_info(), self.state, self._num_steps(), self.num_unfinished)
-
-    def _num_steps(self) -> int:
-        return 0 if self.core is None else self.core.counters.num_steps
+        return Announcement(self._model_info(), self.state, self.num_answers, self.num_unfinished)
 
     def _model_info(self) -> ModelInfo | None:
         if self.info is None or self.core is None:

@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TextIO, cast
 
 import structlog
 
+from headway_proto.log_sink import LogSink, notice_of
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.transport import Transport
@@ -24,6 +25,7 @@ EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 0.25
+_LOG_DRAIN_S = 0.5
 _COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 
 
@@ -32,16 +34,17 @@ def run(config: SchedulerConfig) -> int:
 
     After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
     """
-    log = _logger(config)
+    sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
+    log = _logger(config, sink)
     try:
         config.validate()
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"headway scheduler: {error}\n")
         return EXIT_BAD_CONFIGURATION
+    stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
     if config.exit_with_parent:
         _exit_with_parent()
-    stop = _StopSignals()
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
@@ -50,6 +53,7 @@ def run(config: SchedulerConfig) -> int:
     finally:
         transport.close()
     log.info("scheduler stopped")
+    sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
 
 
@@ -103,16 +107,22 @@ def _send(engine: SchedulerEngine, transport: Transport, now: float) -> None:
 
 
 class _StopSignals:
-    """How often SIGTERM or SIGINT came."""
+    """How often SIGTERM or SIGINT came.
 
-    def __init__(self) -> None:
+    ``parent`` is the process to end with, if there is one: once it is gone nobody starts an executor that died or kills
+    who hangs, so there is nothing to wait for.
+    """
+
+    def __init__(self, parent: int | None) -> None:
         self.count = 0
+        self._parent = parent
         signal.signal(signal.SIGTERM, self._note)
         signal.signal(signal.SIGINT, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame
-        self.count += 1
+        is_orphan = self._parent is not None and os.getppid() != self._parent
+        self.count += 2 if is_orphan else 1
 
 
 def relax_collector() -> None:
@@ -131,14 +141,14 @@ def _exit_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _logger(config: SchedulerConfig) -> structlog.typing.FilteringBoundLogger:
+def _logger(config: SchedulerConfig, sink: LogSink) -> structlog.typing.FilteringBoundLogger:
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if config.log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=False)
     )
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(sys.stderr),
+        structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
     )

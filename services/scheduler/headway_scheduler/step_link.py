@@ -32,12 +32,23 @@ REOPEN_INTERVAL_S = 0.5
 MAX_EPOCH = (1 << 32) - 1
 
 
+class StepFailed(msgspec.Struct, frozen=True):
+    """The executor could not run ``step`` of the epoch before.
+
+    ``max_num_batched_tokens`` is how small steps have to be from now on, 0 if the failure had nothing to do with size.
+    """
+
+    step: int
+    max_num_batched_tokens: int
+
+
 class EpochOpened(msgspec.Struct, frozen=True):
     """An executor that knows nothing is ready for step 0 of ``epoch``. ``reason`` says why in a few words."""
 
     epoch: int
     info: BackendInfo
     reason: str
+    failure: StepFailed | None = None
 
 
 class StepAnswered(msgspec.Struct, frozen=True):
@@ -69,6 +80,7 @@ class StepLink:
         self._peer: bytes | None = None
         self._executor = 0
         self._info: BackendInfo | None = None
+        self._announced_limit = 0
         self._next_sequence = 0
         self._heard_at = float("-inf")
         self._opened_at = float("-inf")
@@ -144,13 +156,30 @@ class StepLink:
             return self._open(peer, hello.incarnation, hello.info, "the executor said hello again", now)
         if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
             return []  # it will say hello again, should the present executor be gone
-        return self._open(peer, hello.incarnation, hello.info, "an executor joined", now)
+        is_taken_over = self._peer is not None and hello.incarnation != self._executor
+        events = self._lose("another executor took over") if is_taken_over else []
+        self._announced_limit = hello.info.max_num_batched_tokens
+        return [*events, *self._open(peer, hello.incarnation, hello.info, "an executor joined", now)]
+
+    def lift_limit(self, now: float) -> list[StepEvent]:
+        """Send steps as large as the executor announced at first: what it could not hold will not come again."""
+        assert self._info is not None
+        self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
+        return self.reopen("steps may be large again", now)
 
     def _on_resync(self, frame: Frame, request: ResyncRequest, now: float) -> list[StepEvent]:
         if frame.epoch not in {self.epoch, 0} or request.incarnation != self._executor:
             return []
+        if request.is_leaving:
+            return self._lose(f"it left: {request.reason}")
         self._respect(request.max_num_batched_tokens)
-        return self.reopen(f"the executor asked for it: {request.reason}", now)
+        assert self._peer is not None
+        assert self._info is not None
+        failure = None
+        if request.failed_step >= 0 and frame.epoch == self.epoch:
+            failure = StepFailed(request.failed_step, request.max_num_batched_tokens)
+        reason = f"the executor asked for it: {request.reason}"
+        return self._open(self._peer, self._executor, self._info, reason, now, failure)
 
     def _respect(self, max_num_batched_tokens: int) -> None:
         """Remember the most tokens that the executor takes from now on, 0 for as before; a new life of it starts anew."""
@@ -172,14 +201,22 @@ class StepLink:
         assert isinstance(body, ExecutorHeartbeat)
         return []
 
-    def _open(self, peer: bytes, executor: int, info: BackendInfo, reason: str, now: float) -> list[StepEvent]:
+    def _open(
+        self,
+        peer: bytes,
+        executor: int,
+        info: BackendInfo,
+        reason: str,
+        now: float,
+        failure: StepFailed | None = None,
+    ) -> list[StepEvent]:
         self._peer, self._executor, self._info = peer, executor, info
         self.epoch = self.epoch % MAX_EPOCH + 1
         self._writer.begin_epoch(self.epoch)
         self._next_sequence = 0
         self._heard_at = self._opened_at = now
         self.outgoing.append((peer, self._writer.encode(NewEpoch(self.epoch, executor, self.incarnation))))
-        return [EpochOpened(self.epoch, info, reason)]
+        return [EpochOpened(self.epoch, info, reason, failure)]
 
     def _lose(self, reason: str) -> list[StepEvent]:
         self._peer = None

@@ -17,6 +17,8 @@ is swapped out takes along what it holds.
 """
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeAlias
@@ -29,9 +31,11 @@ from headway_executor.backend import (
     AUTOMATIC_SWAP_SPACE,
     BackendConfig,
     BackendConfigError,
+    DeviceLostError,
     ModelFilesError,
     NewRow,
     StepBatch,
+    StepOutOfMemoryError,
     StepResult,
 )
 from headway_proto.columns import Int32Array
@@ -61,7 +65,9 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     attended`` microseconds, and before it ``swap_us_per_block`` for every block that is swapped out or in (None: the
     blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
     ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. To inject failures: a row whose last
-    token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory.
+    token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory. A step
+    with a request that came with the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
+    with ``kill_on_token`` the process is killed (SIGKILL).
     """
 
     vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
@@ -77,6 +83,9 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     swap_us_per_block: _AtLeast0 | None = None
     nan_row_token: int | None = None
     oom_over_tokens: int | None = None
+    fail_on_token: int | None = None
+    lose_device_on_token: int | None = None
+    kill_on_token: int | None = None
 
 
 class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +172,7 @@ class SimulatedBackend:
         self._pool: _SimulatedPool | None = None
         self._swap_us_per_block = 0.0
         self._move_time_us = 0
+        self._poison: dict[int, Int32Array] = {}
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
@@ -213,7 +223,9 @@ class SimulatedBackend:
 
         Raises:
             CacheMismatch: a block does not hold what its row's table says.
-            MemoryError: injected by ``oom_over_tokens``.
+            StepOutOfMemoryError: injected by ``oom_over_tokens``.
+            RuntimeError: injected by ``fail_on_token``.
+            DeviceLostError: injected by ``lose_device_on_token``.
         """
         started = time.perf_counter()
         assert self._pool is not None
@@ -221,12 +233,14 @@ class SimulatedBackend:
         for row in batch.finished_rows.tolist():
             self._masked.pop(row, None)
             self._num_logprobs.pop(row, None)
+            self._poison.pop(row, None)
         for new_row in batch.new_rows:
             self._admit(new_row)
         reached = batch.num_computed_tokens + batch.num_scheduled_tokens
         total = int(batch.num_scheduled_tokens.sum())
         if self._options.oom_over_tokens is not None and total > self._options.oom_over_tokens:
-            raise MemoryError(f"simulated: a step of {total} tokens, over {self._options.oom_over_tokens}")
+            raise StepOutOfMemoryError(total, f"simulated, over {self._options.oom_over_tokens}")
+        self._inject(batch)
         if self._options.verify_kv:
             self._pool.check_partial_blocks(batch, self._prefixes)
             self._pool.write(batch, self._prefixes, total)
@@ -237,6 +251,22 @@ class SimulatedBackend:
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
         return msgspec.structs.replace(result, device_time_us=round(microseconds), move_time_us=move_time_us)
+
+    def _inject(self, batch: StepBatch) -> None:
+        """Fail as the options say where a row of the step has come with, or drawn, a token that does it."""
+        options = self._options
+        if options.fail_on_token is None and options.kill_on_token is None and options.lose_device_on_token is None:
+            return
+        for new_row in batch.new_rows:
+            self._poison[new_row.row] = new_row.token_ids
+        running = [self._poison[row] for row in batch.rows.tolist() if row in self._poison]
+        present = set(np.unique(np.concatenate(running)).tolist()) if running else set()
+        if options.kill_on_token in present:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if options.lose_device_on_token in present:
+            raise DeviceLostError(f"simulated: token {options.lose_device_on_token} was run")
+        if options.fail_on_token in present:
+            raise RuntimeError(f"simulated: token {options.fail_on_token} was run")
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""

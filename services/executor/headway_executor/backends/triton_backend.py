@@ -28,9 +28,9 @@ from headway_executor.backend import (
     BackendConfig,
     BackendConfigError,
     StepBatch,
-    StepOutOfMemoryError,
     StepResult,
 )
+from headway_executor.device_errors import translated
 from headway_executor.gpu.block_mover import open_pool
 from headway_executor.gpu.decoder import Decoder, load_decoder
 from headway_executor.gpu.device_rows import DeviceRows
@@ -126,14 +126,17 @@ class TritonBackend:
         try:
             with torch.inference_mode(), model.runtime.on_stream():
                 return model.execute(batch)
-        except torch.OutOfMemoryError as error:
-            raise StepOutOfMemoryError(int(batch.num_scheduled_tokens.sum()), " ".join(str(error).split())) from error
+        except Exception as error:
+            raise translated(error, int(batch.num_scheduled_tokens.sum())) from error
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
         model = self._opened
-        with torch.inference_mode(), model.runtime.on_stream():
-            model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        try:
+            with torch.inference_mode(), model.runtime.on_stream():
+                model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        except Exception as error:
+            raise translated(error) from error
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""

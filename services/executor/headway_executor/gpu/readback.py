@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from headway_executor.backend import StepResult
+from headway_executor.device_errors import translated
 from headway_executor.gpu.runtime import Mark
 
 
@@ -44,6 +45,6 @@ class Readback:
                 mark.wait()
                 result = build()
             except Exception as error:  # noqa: BLE001 (a device's failure belongs to whoever waits for the step)
-                future.set_exception(error)
+                future.set_exception(translated(error))
             else:
                 future.set_result(result)

@@ -29,6 +29,9 @@ Steps in flight:
 - A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
 - What a preempted request had computed may go to the host (``swapping``), with the next step that is sent.
 - Blocks enter the prefix cache when the step that filled them has returned without error.
+
+A request that may have brought the executor down can be told to ``run_alone``: everyone else makes way, and it starts when
+nothing is in flight, so that what happens next is its own doing.
 """
 
 from collections import deque
@@ -126,6 +129,7 @@ class Scheduler:
         self._num_preempted = 0
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
+        self._alone: Request | None = None
         self._num_arrivals = 0
         self._num_started = 0
         self._begin(capacity, epoch)
@@ -293,6 +297,43 @@ class Scheduler:
         request = self._requests.get(origin)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
+    def fail(self, origin: Origin, error: str) -> FinishedEvent | None:
+        """End a request with an error that is its own; None if it is unknown."""
+        request = self._requests.get(origin)
+        return None if request is None else self._finish(request, FinishReason.ERROR, error=error)
+
+    def run_alone(self, origin: Origin | None) -> None:
+        """Let nobody but this request run until it has ended or another call says otherwise; None: everybody may again."""
+        self._alone = None if origin is None else self._requests.get(origin)
+
+    @property
+    def alone(self) -> Request | None:
+        """Who runs alone."""
+        return self._alone
+
+    def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
+        """The live requests that are part of a step in flight, or of any, each with its number of tokens known here."""
+        found: dict[Origin, int] = {}
+        for in_flight in self._in_flight:
+            if step is None or in_flight.step == step:
+                for request in self._requests_in(in_flight):
+                    found[request.new.origin] = self.num_tokens_of(request)
+        return sorted(found.items(), key=lambda entry: (entry[0].owner, entry[0].handle))
+
+    def num_tokens_of(self, request: Request) -> int:
+        """The tokens of a live request, prompt and output, that have come back."""
+        return len(request.token_ids) if request.row < 0 else int(self.rows.num_tokens[request.row])
+
+    def _requests_in(self, step: InFlightStep) -> list[Request]:
+        """The live requests that run in a step, whether or not they still have their row."""
+        prompts = {chunk.row: chunk.request for chunk in step.chunks}
+        requests = list(prompts.values())
+        for row in step.sampling_rows.tolist():
+            if row not in prompts:
+                owner = step.leavers[row] if row in step.leavers else self.rows.requests[row]
+                requests += [] if owner is None else [owner]
+        return [request for request in requests if request.status is not RequestStatus.FINISHED]
+
     def begin_epoch(self, capacity: ExecutorCapacity, epoch: int, *, same_model: bool = True) -> StepEvents:
         """Start over with an executor that knows nothing: running requests go back to their place in the queue.
 
@@ -337,6 +378,8 @@ class Scheduler:
         rules = self._rules
         if now >= self._first_tokens.next_due:
             self._mind_first_tokens(now)
+        if self._alone is not None:
+            self._clear_the_way(plan, self._alone)
         if not self._batching.overlaps_own_steps:
             self._choose_batch(plan)
         if not rules.prompts_run_alone:
@@ -363,6 +406,20 @@ class Scheduler:
                 self._shed.append(self._finish(request, FinishReason.SHED))
             else:
                 self._waiting.move(request, Lane.LATE)
+
+    def _clear_the_way(self, plan: StepPlan, alone: Request) -> None:
+        """Send everybody but ``alone`` back to the queue."""
+        for row in self.rows.live_rows().tolist():
+            if self.rows.request_in(row) is not alone:
+                self._preempt(plan, row)
+        plan.short_of_blocks = False
+
+    def _next_to_start(self, now: float) -> Request | None:
+        """Whose turn it is to start. Who is to run alone waits until nothing is left of the others, in flight included."""
+        if self._alone is None:
+            return self._waiting.first(now)
+        is_free = not self._in_flight and not self.rows.num_live
+        return self._alone if is_free and self._alone.row < 0 else None
 
     def _ask_policy(self, *, any_decoded: bool) -> None:
         """Note whether a decode has run since the last time that nothing ran, and the rules that follow from it."""
@@ -611,11 +668,11 @@ class Scheduler:
         rows = self.rows
         books: Books | None = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
-            request = self._waiting.first(plan.now)
+            request = self._next_to_start(plan.now)
             if request is None or (request is self._refused and self._is_soon_after_refusal()):
                 return
             passed_over: list[Request] = []
-            if self.limits.prefix_aware:
+            if self.limits.prefix_aware and self._alone is None:
                 passed_over, request = self._with_longest_prefix(request)
             budget = self._budget_left(plan)
             is_behind = before is not None and not self._waiting.goes_before(request, before)
@@ -1126,6 +1183,8 @@ class Scheduler:
             if request.num_swapped_tokens:
                 self.swapping.forget(request)
         request.status = RequestStatus.FINISHED
+        if request is self._alone:
+            self._alone = None
         if self._order.keeps_books:
             self._waiting.forget(request)
         new = request.new

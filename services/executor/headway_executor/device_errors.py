@@ -1,0 +1,35 @@
+"""What an error of a device means: it had too little memory, it is lost, or neither.
+
+Owns: telling these apart by what torch, Triton and CuPy raise.
+Must not know: steps, rows, or what becomes of it.
+
+A CUDA context that has met an error such as an illegal address answers every later call with that error; only a new
+process has a new context. torch tells it apart by type, older ones of it and the others by text only.
+"""
+
+import torch
+
+from headway_executor.backend import DeviceLostError, StepOutOfMemoryError
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+_SIGNS_OF_CUDA = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUDA_ERROR")
+_HARMLESS = ("out of resource", "cudaErrorInvalidValue", "CUDA_ERROR_INVALID_VALUE")
+"""Refusals of one call, after which the device goes on."""
+
+
+def translated(error: Exception, num_tokens: int = 0) -> Exception:
+    """What to raise instead of ``error`` that came from a step of ``num_tokens`` tokens, 0 if that is not known.
+
+    Returns ``error`` itself where it says nothing about the device.
+    """
+    if isinstance(error, StepOutOfMemoryError | DeviceLostError):
+        return error
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+    ):
+        return StepOutOfMemoryError(num_tokens, text) if num_tokens else error
+    is_lost = isinstance(error, torch.AcceleratorError) or any(sign in text for sign in _SIGNS_OF_CUDA)
+    if is_lost and not any(sign in text for sign in (*_HARMLESS, *_OUT_OF_MEMORY)):
+        return DeviceLostError(text)
+    return error
