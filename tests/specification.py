@@ -447,15 +447,15 @@ class Specification:
             return None
         self.now = now
         self.running.sort(key=lambda request: request.key)
-        if not self.running:
-            self.batch_is_closed = False
-        self._mind_first_tokens(now)
         self.short = False
         self.promised = 0
         self.tokens: dict[int, int] = {}  # row -> tokens in this step
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
         self._clear_the_way()
+        if not self.running:
+            self.batch_is_closed = False
+        self._mind_first_tokens(now)
         self.may_run = self._who_may_run()
         self.num_chosen = len(self.may_run)
         if self.limits.batching in {"static", "prefill_first"}:

@@ -41,6 +41,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: Annotated[
         float, Meta(description="seconds without a step while work is pending until health says NOT_SERVING")
     ] = 10.0
+    slow_client_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a client may leave its stream unread, once what fits on the way is full, until the "
+            "stream is ended (RESOURCE_EXHAUSTED)"
+        ),
+    ] = 30.0
     grace_s: Annotated[float, Meta(description="seconds that open calls get to finish after SIGTERM")] = 30.0
     silence_timeout_s: Annotated[
         float, Meta(description="seconds without a word from the scheduler until the link is opened anew")
@@ -125,7 +132,13 @@ def _require_positive(config: GatewayConfig) -> None:
         value = getattr(config, field)
         if not 1 <= value <= most:
             raise ValueError(_refusal(field, value, f"1 to {most}"))
-    for field, least in (("unavailable_grace_s", 0.0), ("grace_s", 0.0), ("stall_s", 0.1), ("silence_timeout_s", 0.1)):
+    for field, least in (
+        ("unavailable_grace_s", 0.0),
+        ("grace_s", 0.0),
+        ("slow_client_s", 0.1),
+        ("stall_s", 0.1),
+        ("silence_timeout_s", 0.1),
+    ):
         value = getattr(config, field)
         if not least <= value <= 86400.0:
             raise ValueError(_refusal(field, value, f"{least:g} to 86400 seconds"))

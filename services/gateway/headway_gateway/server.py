@@ -29,6 +29,8 @@ from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _CANCEL_GRACE_S = 0.5
+_MOST_OTHER_CALLS = 1024
+"""Beside generations, and generations that wait to be refused: those that go beyond are refused before they are looked at."""
 
 _log = structlog.get_logger("headway.gateway.server")
 
@@ -59,7 +61,9 @@ class GatewayServer:
             text_model=text_model,
             lanes=self._lanes,
             limits=ServingLimits(
-                max_concurrent_streams=config.max_concurrent_streams, unavailable_grace_s=config.unavailable_grace_s
+                max_concurrent_streams=config.max_concurrent_streams,
+                unavailable_grace_s=config.unavailable_grace_s,
+                slow_client_s=config.slow_client_s,
             ),
         )
         health_service = health.aio.HealthServicer()
@@ -70,7 +74,11 @@ class GatewayServer:
             tokenizer_width=text_model.vocab_size,
             stall_s=config.stall_s,
         )
-        self._server = grpc.aio.server(interceptors=_interceptors(config), options=_channel_options(config))
+        self._server = grpc.aio.server(
+            interceptors=_interceptors(config),
+            options=_channel_options(config),
+            maximum_concurrent_rpcs=config.max_concurrent_streams + _MOST_OTHER_CALLS,
+        )
         generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server

@@ -66,6 +66,7 @@ class ServingLimits(msgspec.Struct, frozen=True):
 
     max_concurrent_streams: int
     unavailable_grace_s: float
+    slow_client_s: float = 30.0
 
 
 class GenerationServicer(api_grpc.GenerationServicer):
@@ -186,6 +187,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 text_model=self._text_model,
                 context=context,
                 pace=self._pace,
+                slow_client_s=self._limits.slow_client_s,
                 spec=spec,
                 prompt_ids=prompt_ids,
                 max_tokens=max_tokens,
@@ -232,6 +234,7 @@ class GenerationCall:
         text_model: TextModel,
         context: GenerateContext,
         pace: WritePace,
+        slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
         max_tokens: int,
@@ -242,6 +245,7 @@ class GenerationCall:
         self._text_model = text_model
         self._context = context
         self._pace = pace
+        self._slow_client_s = slow_client_s
         self._spec = spec
         self._num_prompt_tokens = len(prompt_ids)
         self._prompt_column = encode_column(prompt_ids)
@@ -277,7 +281,24 @@ class GenerationCall:
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
-        write = self._context.write
+        """Write what comes.
+
+        Raises:
+            CallRefusedError: the client has not read for too long. Until then what comes is joined, so it never grows
+                beyond one output; but it keeps its blocks and its place.
+        """
+        try:
+            async with asyncio.timeout(None) as patience:
+                await self._write_all(patience)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client has read nothing for {self._slow_client_s:g} s"
+            ) from None
+
+    async def _write_all(self, patience: asyncio.Timeout) -> None:
+        write, now = self._context.write, asyncio.get_running_loop().time
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
@@ -285,7 +306,9 @@ class GenerationCall:
                 if continuation.is_over and continuation.sequence.end is None:
                     self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
                 for response in responses:
+                    patience.reschedule(now() + self._slow_client_s)
                     await write(response)
+            patience.reschedule(None)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
                 pause_s = self._pace.pause_s

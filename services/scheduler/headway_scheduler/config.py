@@ -45,6 +45,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_steps_in_flight: Annotated[int, Meta(description="steps sent to the executor and not yet answered")] = 2
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
+    max_waiting_tokens: Annotated[
+        int, Meta(description="tokens of all requests that wait; more are RESOURCE_EXHAUSTED; 0: no limit")
+    ] = 1 << 24
+    max_tenant_waiting: Annotated[
+        int, Meta(description="requests of one tenant that may wait; more are RESOURCE_EXHAUSTED; 0: no limit")
+    ] = 0
+    max_tenant_waiting_tokens: Annotated[
+        int, Meta(description="tokens of one tenant's requests that wait; more are RESOURCE_EXHAUSTED; 0: no limit")
+    ] = 0
     order: Annotated[
         OrderName,
         Meta(description="who is served first: see Policies in the README"),
@@ -119,6 +128,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_num_seqs", 1, 1 << 16),
             ("max_steps_in_flight", 1, 16),
             ("max_num_waiting", 1, 1 << 24),
+            ("max_waiting_tokens", 0, 1 << 40),
+            ("max_tenant_waiting", 0, 1 << 24),
+            ("max_tenant_waiting_tokens", 0, 1 << 40),
             ("default_ttft_slo_ms", 0, 1 << 30),
             ("default_itl_slo_ms", 0, 1 << 30),
         ):

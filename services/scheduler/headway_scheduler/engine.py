@@ -29,11 +29,11 @@ from headway_scheduler.ingress_link import (
     IngressEvent,
     IngressLinks,
 )
+from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepFailed, StepLink
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
-RETRY_AFTER_MS = 1000
 LEAST_STEP_TOKENS = 8
 """Steps are made smaller down to this before a request is blamed for what the executor's memory does not hold."""
 
@@ -62,6 +62,7 @@ class SchedulerEngine:
         self.brake = Brake(num_trial_tokens=limits.max_steps_in_flight)
         self.num_answers = 0
         """Steps that were answered: the measure of progress."""
+        self._queue_pace = QueuePace()
         self._paused_until = float("-inf")
         self._judged_epoch = -1
         self.draining = False
@@ -70,6 +71,7 @@ class SchedulerEngine:
         # Submissions that cannot be judged yet: no executor has said what fits. A restarted scheduler gets its old
         # requests back from the gateways before its executor is back.
         self._unjudged: dict[Origin, Submit] = {}
+        self._num_unjudged_bytes = 0
         self._origin_of: dict[Name, Origin] = {}
         self._names: dict[Origin, Name] = {}
 
@@ -168,7 +170,7 @@ class SchedulerEngine:
             handle=end.origin.handle,
             reason=ingress.REJECT_OVERLOADED,
             message=message,
-            retry_after_ms=max(RETRY_AFTER_MS, round(self.core.expected_prefill_s * 1e3)),
+            retry_after_ms=round(max(UNKNOWN_S, self.core.expected_prefill_s) * 1e3),
         )
         self.gateways.send(end.origin.owner, rejected)
 
@@ -263,6 +265,7 @@ class SchedulerEngine:
         changed = self.info != info
         self.info = info
         unjudged, self._unjudged = self._unjudged, {}
+        self._num_unjudged_bytes = 0
         for origin, submit in unjudged.items():
             self._on_submit(origin.owner, submit, now)
         self._notice(
@@ -289,7 +292,8 @@ class SchedulerEngine:
             self._on_admin_call(event, body, now)
 
     def _on_gateway_gone(self, event: GatewayGone) -> None:
-        self._unjudged = {origin: submit for origin, submit in self._unjudged.items() if origin.owner != event.owner}
+        for origin in [origin for origin in self._unjudged if origin.owner == event.owner]:
+            self._forget_unjudged(origin)
         origins = [origin for origin in self._names if origin.owner == event.owner]
         self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
         for origin in origins:
@@ -300,11 +304,16 @@ class SchedulerEngine:
     def _on_abort(self, owner: int, abort: Abort) -> None:
         for handle in _handles(abort.handles):
             origin = Origin(owner, handle)
-            self._unjudged.pop(origin, None)
+            self._forget_unjudged(origin)
             if origin in self._names and self.core is not None:
                 self.brake.forget(self._names[origin])
                 self._forget(origin)
                 self.core.abort(origin)
+
+    def _forget_unjudged(self, origin: Origin) -> None:
+        submit = self._unjudged.pop(origin, None)
+        if submit is not None:
+            self._num_unjudged_bytes -= len(submit.token_ids)
 
     def _on_admin_call(self, event: GatewayMessage, call: AdminCall, now: float) -> None:
         self.gateways.send(event.owner, self.administration.answer(call, now))
@@ -312,7 +321,9 @@ class SchedulerEngine:
     def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
         rejected = self._refusal(submit)
         if rejected is None and self.info is None:
+            self._forget_unjudged(Origin(owner, submit.handle))
             self._unjudged[Origin(owner, submit.handle)] = submit
+            self._num_unjudged_bytes += len(submit.token_ids)
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
@@ -324,13 +335,14 @@ class SchedulerEngine:
         try:
             self.core.add_request(new, now)
         except RequestRejected as rejection:
-            retry = RETRY_AFTER_MS if rejection.reason == ingress.REJECT_OVERLOADED else 0
+            is_passing = rejection.reason == ingress.REJECT_OVERLOADED
+            retry_s = self._queue_pace.retry_after_s(self.core.num_waiting, now) if is_passing else 0.0
             return Rejected(
                 handle=submit.handle,
                 reason=rejection.reason,
                 field=rejection.field,
                 message=rejection.message,
-                retry_after_ms=retry,
+                retry_after_ms=round(retry_s * 1e3),
             )
         name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
@@ -372,10 +384,9 @@ class SchedulerEngine:
 
         if self.draining:
             return refuse(ingress.REJECT_UNAVAILABLE, "", "the scheduler is draining; it takes no new requests")
-        if len(self._unjudged) >= self.limits.max_num_waiting:
-            return refuse(
-                ingress.REJECT_OVERLOADED, "", "no executor has joined yet and the queue is full", RETRY_AFTER_MS
-            )
+        if self._unjudged and self._are_too_many_unjudged(len(submit.token_ids)):
+            message = "no executor has joined yet and the queue is full"
+            return refuse(ingress.REJECT_OVERLOADED, "", message, round(UNKNOWN_S * 1e3))
         if Name(submit.request_id, submit.index) in self._origin_of:
             return refuse(
                 ingress.REJECT_ALREADY_EXISTS, "request_id", f"{submit.request_id!r:.64} is the id of a live request"
@@ -405,8 +416,17 @@ class SchedulerEngine:
             return refuse(ingress.REJECT_INVALID, field, problem)
         return None
 
+    def _are_too_many_unjudged(self, num_more_bytes: int) -> bool:
+        """Whether what waits for an executor is as much as may wait, with these tokens."""
+        if len(self._unjudged) >= self.limits.max_num_waiting:
+            return True
+        num_bytes = self._num_unjudged_bytes + num_more_bytes
+        return 0 < self.limits.max_waiting_tokens < num_bytes // INT32.itemsize
+
     def _deliver(self, events: StepEvents, now: float) -> None:
         """Sort what a step brought by gateway."""
+        if events.admitted:
+            self._queue_pace.note_starts(len(events.admitted), now)
         for admitted in events.admitted:
             link = self.gateways.get(admitted.origin.owner)
             if link is not None:

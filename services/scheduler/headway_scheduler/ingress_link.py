@@ -36,6 +36,10 @@ REOPEN_INTERVAL_S = 0.5
 MAX_HELD_TOKENS = 1 << 22
 """Tokens held for a gateway that does not acknowledge, before its link is dropped."""
 
+MAX_LINKS = 1024
+_TOKENS_WORTH_OF_A_PART = 32
+"""What is held for a step, and for log probabilities of a token, takes memory beside the tokens."""
+
 
 class GatewayMessage(msgspec.Struct, frozen=True):
     """A message of an open link."""
@@ -101,7 +105,8 @@ class GatewayLink:
         """Add to the next ``Tokens`` message. ``columns``: handle, index, token id."""
         if columns is not None and len(columns[0]):
             self._columns.append(columns)
-            self._num_held += len(columns[0])
+            self._num_held += len(columns[0]) + _TOKENS_WORTH_OF_A_PART
+        self._num_held += (len(logprobs) + len(finished) + len(admitted)) * _TOKENS_WORTH_OF_A_PART
         self._admitted += admitted
         self._logprobs += logprobs
         self._finished += finished
@@ -223,6 +228,8 @@ class IngressLinks:
         if link is None:
             # After a reconnection the same gateway has another peer address.
             link = next((open_ for open_ in self.links() if open_.incarnation == hello.incarnation), None)
+        if link is None and len(self._links) >= MAX_LINKS:
+            return []
         if link is not None:
             same_life = hello.incarnation == link.incarnation
             if same_life and hello.link < link.number:

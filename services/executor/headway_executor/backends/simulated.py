@@ -66,7 +66,7 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
     ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. To inject failures: a row whose last
     token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory. A step
-    with a request that came with the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
+    with a request whose prompt has the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
     with ``kill_on_token`` the process is killed (SIGKILL).
     """
 
@@ -253,12 +253,12 @@ class SimulatedBackend:
         return msgspec.structs.replace(result, device_time_us=round(microseconds), move_time_us=move_time_us)
 
     def _inject(self, batch: StepBatch) -> None:
-        """Fail as the options say where a row of the step has come with, or drawn, a token that does it."""
+        """Fail as the options say where the prompt of a row of the step has a token that does it."""
         options = self._options
         if options.fail_on_token is None and options.kill_on_token is None and options.lose_device_on_token is None:
             return
         for new_row in batch.new_rows:
-            self._poison[new_row.row] = new_row.token_ids
+            self._poison[new_row.row] = new_row.token_ids[: new_row.num_prompt_tokens]
         running = [self._poison[row] for row in batch.rows.tolist() if row in self._poison]
         present = set(np.unique(np.concatenate(running)).tolist()) if running else set()
         if options.kill_on_token in present:

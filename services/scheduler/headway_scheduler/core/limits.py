@@ -10,7 +10,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings.
 
     ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
-    and not yet answered; ``max_num_waiting`` requests in the queue; ``order`` a name in ``ORDERS``; ``batching`` a name in
+    and not yet answered; ``max_num_waiting`` requests in the queue, of ``max_waiting_tokens`` tokens in all, and
+    ``max_tenant_waiting`` and ``max_tenant_waiting_tokens`` of each tenant, where 0 is no limit; ``order`` a name in ``ORDERS``; ``batching`` a name in
     ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own; ``budget`` a name
     in ``TOKEN_BUDGETS``; ``preemption`` a name in ``PREEMPTIONS``.
 
@@ -26,6 +27,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     max_steps_in_flight: int = 2
     max_num_waiting: int = 4096
+    max_waiting_tokens: int = 1 << 24
+    max_tenant_waiting: int = 0
+    max_tenant_waiting_tokens: int = 0
     order: str = "fcfs"
     batching: str = "chunked"
     reserve: str = "auto"

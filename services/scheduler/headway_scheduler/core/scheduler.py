@@ -74,6 +74,7 @@ from headway_scheduler.core.swapping import Swapping
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.token_columns import SamplingOrigins, TokenColumns
 from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
+from headway_scheduler.core.waiting_room import WaitingRoom
 
 HIGHEST_CLASS = 1
 
@@ -125,7 +126,7 @@ class Scheduler:
         self._waiting = self._order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
-        self._num_waiting_tokens = 0
+        self._room = WaitingRoom(limits)
         self._num_preempted = 0
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
@@ -195,7 +196,7 @@ class Scheduler:
     @property
     def expected_prefill_s(self) -> float:
         """What computing all that waits would take, in seconds; 0 while step times are not known."""
-        return self._step_times.prefill_s(self._num_waiting_tokens, 0) or 0.0
+        return self._step_times.prefill_s(self._room.num_tokens, 0) or 0.0
 
     def num_ahead_of(self, request: Request) -> int:
         """Waiting requests that are to start before this one; O(n log n)."""
@@ -241,10 +242,7 @@ class Scheduler:
         if new.origin in self._requests:
             raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
         check_request(new, limit, self.capacity)
-        if self.num_waiting >= self.limits.max_num_waiting:
-            raise RequestRejected(
-                "overloaded", "", f"{self.num_waiting} requests are waiting; allowed: {self.limits.max_num_waiting}"
-            )
+        self._room.check(new.tenant, len(new.token_ids))
         arrival = self._num_arrivals
         self._num_arrivals += 1
         rank = rank_of_class(new.priority) if self._order.ranks_classes else UNRANKED
@@ -266,13 +264,13 @@ class Scheduler:
         self._first_tokens.watch(request, objective_s)
 
     def _wait(self, request: Request) -> None:
-        self._num_waiting_tokens += len(request.token_ids)
-        self._num_preempted += request.status is RequestStatus.PREEMPTED
         request.num_queued_tokens = len(request.token_ids)
+        self._room.enter(request)
+        self._num_preempted += request.status is RequestStatus.PREEMPTED
         self._waiting.push(request)
 
     def _no_longer_waits(self, request: Request) -> None:
-        self._num_waiting_tokens -= request.num_queued_tokens
+        self._room.leave(request)
         self._num_preempted -= request.status is RequestStatus.PREEMPTED
         self._waiting.remove(request)
 
@@ -372,14 +370,14 @@ class Scheduler:
         """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
         if len(self._in_flight) >= self.limits.max_steps_in_flight:
             return None
+        plan = StepPlan(self.max_num_batched_tokens, now)
+        if self._alone is not None:
+            self._clear_the_way(plan, self._alone)
         if self._any_decoded and not self.rows.num_live:
             self._ask_policy(any_decoded=False)
-        plan = StepPlan(self.max_num_batched_tokens, now)
         rules = self._rules
         if now >= self._first_tokens.next_due:
             self._mind_first_tokens(now)
-        if self._alone is not None:
-            self._clear_the_way(plan, self._alone)
         if not self._batching.overlaps_own_steps:
             self._choose_batch(plan)
         if not rules.prompts_run_alone:
@@ -496,7 +494,7 @@ class Scheduler:
         if not decoding.num_rows:
             return
         under_way = self._prompts_under_way()
-        num_left = self._num_waiting_tokens
+        num_left = self._room.num_tokens
         for row in under_way:
             num_left += int(rows.num_tokens[row] - rows.num_computed_tokens[row])
         first = self._waiting.first(plan.now)

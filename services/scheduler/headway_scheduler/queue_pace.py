@@ -1,0 +1,45 @@
+"""When to come again: how fast requests start, and how long the queue takes at that pace.
+
+Owns: that estimate. Must not know: why a request was refused, or the clock.
+"""
+
+import math
+
+MEMORY_S = 10.0
+"""Starts count less the longer ago they were, by this time constant."""
+
+LEAST_S = 0.1
+MOST_S = 60.0
+UNKNOWN_S = 1.0
+SHARE = 0.1
+"""Of the queue: how much of it is to have started until somebody who was refused asks again. One place would be gone again."""
+
+
+class QueuePace:
+    """Fed with starts and the time in seconds; answers with the time to wait."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._since: float | None = None
+        self._last = 0.0
+
+    def note_starts(self, count: int, now: float) -> None:
+        """``count`` requests have started for the first time."""
+        if self._since is None:
+            self._since = now
+        else:
+            self._weight = self._weight_at(now) + count
+        self._last = now
+
+    def retry_after_s(self, num_waiting: int, now: float) -> float:
+        """In how many seconds a share of ``num_waiting`` requests will have started."""
+        if self._since is None or now <= self._since:
+            return UNKNOWN_S
+        # A short past is not mistaken for a slow one.
+        known = 1 - math.exp((self._since - now) / MEMORY_S)
+        per_second = self._weight_at(now) / (MEMORY_S * known)
+        wanted = max(1.0, SHARE * num_waiting)
+        return MOST_S if per_second * MOST_S <= wanted else max(LEAST_S, wanted / per_second)
+
+    def _weight_at(self, now: float) -> float:
+        return self._weight * math.exp((self._last - now) / MEMORY_S)
