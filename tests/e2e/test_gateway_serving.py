@@ -682,3 +682,27 @@ async def test_the_client_resumes_when_its_gateway_is_replaced():
         assert [token for delta in deltas for token in delta.token_ids] == expected_tokens(5, 150)
         assert "".join(delta.text for delta in deltas) == TEXT_MODEL.decode(expected_tokens(5, 150)) == result.text
         assert result.completions[0].finish_reason == "length"
+
+
+async def test_a_client_that_does_not_read_is_let_go_and_the_others_go_on():
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
+    model = msgspec.structs.replace(MODEL, max_model_len=200_000, max_request_tokens=200_000)
+    request = api.GenerateRequest(request_id="deaf", token_ids=api.TokenIds(ids=[1, 2]))
+    request.sampling.max_tokens = 100_000
+    request.sampling.ignore_eos = True
+    async with (
+        served(config={"slow_client_s": 0.5}, model=model) as (on, scheduler),
+        grpc.aio.insecure_channel(on.address, options=narrow) as channel,
+    ):
+        call = api_grpc.GenerationStub(channel).Generate(request)
+        await call.read()
+        await eventually(lambda: not scheduler.running, timeout_s=60)
+        assert len((await on.client.generate([1, 2], max_tokens=5, ignore_eos=True).result()).token_ids) == 5
+        with pytest.raises(grpc.aio.AioRpcError, match=r"has read nothing for 0\.5 s") as refusal:
+            await call_to_its_end(call)
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def call_to_its_end(call: grpc.aio.UnaryStreamCall) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass

@@ -1,17 +1,20 @@
 """``headway serve`` and its siblings as real processes: readiness, supervision, stops, mistakes."""
 
+import contextlib
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from e2e.running_server import command, finished, sockets_in, wait_until
+from e2e.running_server import command, environment, finished, sockets_in, wait_until
 from headway import Client
 from headway.client import UnavailableError
 
@@ -329,3 +332,67 @@ def test_the_scheduler_is_up_in_under_a_second(tmp_path: Path):
             took.append(time.monotonic() - started)
             assert scheduler.stop() == 0
     assert min(took) < 1.0, took
+
+
+def test_a_killed_launcher_leaves_nothing_behind_once_the_next_has_started(tmp_path: Path):
+    with command("serve", *SIMULATED, "--backend-option", "step_base_us=20000", TMPDIR=str(tmp_path)) as server:
+        address = server.wait_for_ready()
+        children = list(server.children().values())
+        with Client(address) as client:
+            stream = client.generate(PROMPT, max_tokens=500, ignore_eos=True)
+            next(stream)  # nobody is left to finish it, so nobody waits for it
+            server.process.kill()
+            _, alive = psutil.wait_procs(children, timeout=8)
+            assert alive == []
+    assert len(sockets_in(tmp_path)) == 1
+    with command("serve", *SIMULATED, TMPDIR=str(tmp_path)) as server:
+        server.wait_for_ready()
+        assert len(sockets_in(tmp_path)) == 1
+        assert server.stop() == 0
+    assert sockets_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("victim", ["executor", "scheduler"])
+def test_what_is_killed_while_the_fleet_drains_comes_back_and_the_stream_is_finished(victim):
+    with command("serve", *SIMULATED, "--backend-option", "step_base_us=10000") as server:
+        address = server.wait_for_ready()
+        expected = tokens_of(address, max_tokens=150)
+        with Client(address) as client:
+            stream = client.generate(PROMPT, max_tokens=150, temperature=0, ignore_eos=True)
+            received = list(next(stream).token_ids)
+            children = server.children()
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            children[victim].kill()
+            for delta in stream:
+                assert delta.first_token_index == len(received)
+                received += delta.token_ids
+        assert received == expected
+        assert server.wait() == 0
+
+
+def test_a_log_that_nobody_reads_delays_nobody():
+    reader, writer = os.pipe()
+    port = free_port()
+    words = ("--backend", "simulated", "--log-level", "debug", "--grpc-address", f"127.0.0.1:{port}")
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "serve", *words], stdout=subprocess.DEVNULL, stderr=writer, env=environment()
+    )
+    try:
+        with Client(f"127.0.0.1:{port}") as client:
+            client.wait_ready(40)
+        assert len(tokens_of(f"127.0.0.1:{port}")) == 24
+        children = psutil.Process(process.pid).children()
+        next(child for child in children if child.cmdline()[3] == "executor").kill()
+        assert len(tokens_of(f"127.0.0.1:{port}", max_tokens=200)) == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(reader)
+        os.close(writer)

@@ -8,9 +8,9 @@ import pytest
 
 from headway.__main__ import COMMANDS, overview, parser_of
 from headway.plan import make_plan, without_settings
-from headway.serve import socket_directory
 from headway.services import DEMO_MODEL_DIRECTORY, SERVICES, SETTLED_BY_SERVE
 from headway.settings import ConfigurationError, ModelDirectoryError
+from headway.socket_directory import remove_abandoned, socket_directory
 
 # Lifetimes are each service's own; everything else that is spelt the same means the same.
 MAY_DIFFER = {"grace_s", "model"}
@@ -124,3 +124,20 @@ def test_every_service_configuration_is_frozen():
     for service in SERVICES.values():
         assert service.struct.__struct_config__.frozen
         assert issubclass(service.struct, msgspec.Struct)
+
+
+def test_the_directory_of_a_killed_launcher_is_removed_by_the_next_and_no_other_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    foreign = tmp_path / "headway-results"
+    foreign.mkdir()
+    with socket_directory() as living:
+        abandoned = tmp_path / "headway-abandoned"
+        abandoned.mkdir()
+        (abandoned / "lock").touch()
+        (abandoned / "step").touch()
+        assert remove_abandoned(tmp_path) == [abandoned]
+        assert living.is_dir()
+        with socket_directory() as another:
+            assert another != living
+        assert living.is_dir()
+    assert list(tmp_path.iterdir()) == [foreign]

@@ -119,10 +119,41 @@ def test_a_stop_cancels_a_restart_that_was_due():
     assert fleet.tick(now=1.0) == []
 
 
-def test_a_death_during_the_stop_is_no_reason_to_start_anything():
+def test_what_dies_during_an_orderly_stop_starts_again_while_it_is_needed():
+    fleet = running_fleet(first_delay_s=0.5)
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    assert without_reports(fleet.child_exited("executor", -9, now=1.0)) == []
+    assert fleet.next_deadline == 1.5
+    assert fleet.tick(now=1.5) == [Start("executor")]
+    assert fleet.child_exited("gateway", 0, now=2.0) == [Terminate("scheduler")]
+    assert fleet.child_exited("scheduler", 0, now=2.1) == [Terminate("executor")]
+    fleet.child_exited("executor", 0, now=2.2)
+    assert fleet.exit_code == 0
+
+
+def test_a_restart_that_nobody_needs_any_more_is_dropped():
+    fleet = running_fleet(first_delay_s=0.5)
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    fleet.child_exited("scheduler", -9, now=1.0)
+    assert fleet.child_exited("gateway", 0, now=1.1) == [Terminate("executor")]
+    assert fleet.child_exited("executor", 0, now=1.2) == []
+    assert fleet.exit_code == 0
+
+
+def test_a_mistake_of_the_user_is_not_retried_while_stopping_either():
     fleet = running_fleet()
     fleet.stop_requested(0.0, impatient_exit_code=143)
-    assert fleet.child_exited("executor", -9, now=0.5) == []
+    assert fleet.child_exited("executor", 3, now=0.5) == []
     assert fleet.child_exited("gateway", 0, now=1.0) == [Terminate("scheduler")]
     assert fleet.child_exited("scheduler", 0, now=1.5) == []
     assert fleet.exit_code == 0
+
+
+def test_impatience_ends_restarts_too():
+    fleet = running_fleet(first_delay_s=0.5)
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    fleet.child_exited("executor", -9, now=1.0)
+    assert without_reports(fleet.stop_requested(1.1, impatient_exit_code=143)) == [Kill("gateway"), Kill("scheduler")]
+    for name in ("gateway", "scheduler"):
+        fleet.child_exited(name, -9, now=1.2)
+    assert fleet.exit_code == 143

@@ -161,6 +161,8 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # Of one connection. Above what the server takes in all: who goes beyond that is to be refused, not left waiting.
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams + 2 * _MOST_OTHER_CALLS),
         # A client whose machine stopped is noticed by nothing else.
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 2_000),

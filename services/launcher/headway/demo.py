@@ -15,8 +15,9 @@ from headway.client import AsyncClient, ChatMessage, GenerateOptions
 from headway.configuration import OneLineParser
 from headway.plan import make_plan, without_settings
 from headway.reporting import Screen, table
-from headway.serve import serve, socket_directory
+from headway.serve import serve
 from headway.services import add_serve_flags
+from headway.socket_directory import socket_directory
 from headway.streaming import Answer, Job, answer_all
 
 # What the small model continues readably; the card in demo_model/ shows what it makes of each.

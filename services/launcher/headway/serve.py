@@ -1,6 +1,6 @@
 """``headway serve``: scheduler, executor and gateway on this machine, as one thing that starts, runs and stops.
 
-Owns: the private directory of the sockets, the readiness line, and the loop that turns signals and ends of children
+Owns: the readiness line, and the loop that turns signals and ends of children
 into events for the supervision state machine.
 Must not know: what the processes are configured with (``plan`` settles that) or when to restart one (``supervision``).
 """
@@ -9,14 +9,10 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -24,8 +20,8 @@ from headway.health import Target
 from headway.plan import START_ORDER, Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
 from headway.readiness import wait_until_serving
+from headway.socket_directory import socket_directory
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
-from headway_proto.addresses import MAX_IPC_PATH_BYTES
 from headway_proto.log_sink import LogSink
 
 
@@ -52,23 +48,6 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with socket_directory() as directory:
         plan = make_plan(arguments, environment, directory)
         return asyncio.run(serve(plan, without_settings(environment), _print_readiness))
-
-
-@contextlib.contextmanager
-def socket_directory() -> Iterator[Path]:
-    """Make a directory that only this user can enter, and remove it at the end.
-
-    The path of a Unix socket is at most 107 bytes, so a long TMPDIR is passed over for the system's own.
-    """
-    longest_name = "/headway-12345678/ingress"
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent + longest_name)) > MAX_IPC_PATH_BYTES:
-        parent = "/tmp"  # noqa: S108  # mkdtemp below makes a fresh private directory in it
-    directory = Path(tempfile.mkdtemp(prefix="headway-", dir=parent))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:

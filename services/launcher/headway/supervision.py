@@ -72,13 +72,16 @@ class Fleet:
         self._restart_at: dict[str, float] = {}
         self._recent_restarts: dict[str, deque[float]] = {name: deque() for name in stop_grace_s}
         self._stopping = False
+        self._is_orderly = False
+        self._asked: set[str] = set()
         self._kill_at: dict[str, float] = {}
         self._exit_code = 0
 
     @property
     def exit_code(self) -> int | None:
         """The code to leave with once the fleet has ended; None before."""
-        return self._exit_code if self._stopping and not self._alive else None
+        has_ended = self._stopping and not self._alive and not self._restart_at
+        return self._exit_code if has_ended else None
 
     @property
     def next_deadline(self) -> float | None:
@@ -95,19 +98,28 @@ class Fleet:
         self._alive.discard(name)
         self._kill_at.pop(name, None)
         if self._stopping:
+            is_unexpected = self._is_orderly and name not in self._asked and returncode not in USER_ERROR_EXIT_CODES
+            if is_unexpected and self._is_needed(name):
+                return self._restart_or_give_up(name, returncode, now)
+            self._drop_needless_restarts()
             return self._terminate_next(now)
         if returncode in USER_ERROR_EXIT_CODES:
             return self._stop_all(returncode, now)
         return self._restart_or_give_up(name, returncode, now)
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
-        """Begin an orderly stop; asked for a second time, kill at once and leave with ``impatient_exit_code``."""
+        """Begin an orderly stop; asked for a second time, kill at once and leave with ``impatient_exit_code``.
+
+        What dies meanwhile, without having been asked to, starts again: the work that was accepted is to be finished.
+        """
         if self._stopping:
+            self._is_orderly = False
             self._exit_code = impatient_exit_code
             self._kill_at.clear()
+            self._restart_at.clear()
             return [Report("killing at once"), *(Kill(name) for name in self._in_stop_order())]
-        self._stopping = True
-        self._restart_at.clear()
+        self._stopping = self._is_orderly = True
+        self._drop_needless_restarts()
         return [Report("stopping: " + ", then ".join(self._in_stop_order())), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
@@ -138,6 +150,7 @@ class Fleet:
     def _stop_all(self, exit_code: int, now: float) -> list[Action]:
         """Stop out of order: with one process gone for good the others cannot finish their work."""
         self._stopping = True
+        self._is_orderly = False
         self._exit_code = exit_code
         self._restart_at.clear()
         return [self._terminate(name, now) for name in self._in_stop_order()]
@@ -149,7 +162,17 @@ class Fleet:
 
     def _terminate(self, name: str, now: float) -> Action:
         self._kill_at[name] = now + self._stop_grace_s[name]
+        self._asked.add(name)
         return Terminate(name)
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a process that is stopped before this one still has work."""
+        order = list(self._stop_grace_s)
+        return any(other in self._alive for other in order[: order.index(name)])
+
+    def _drop_needless_restarts(self) -> None:
+        for name in [name for name in self._restart_at if not self._is_needed(name)]:
+            del self._restart_at[name]
 
     def _in_stop_order(self) -> list[str]:
         return [name for name in self._stop_grace_s if name in self._alive]
