@@ -1,4 +1,4 @@
-"""Requests, aborts, steps, answers, failing rows and new epochs in any order, under any policies: nothing is lost."""
+"""Requests, aborts, steps, answers, failing rows, quarantines and new epochs in any order, under any policies: nothing is lost."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -9,6 +9,7 @@ from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.preemption import PREEMPTIONS
+from headway_scheduler.core.request import Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
 
@@ -113,6 +114,12 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(place=st.integers(0, 100))
     def abort(self, place: int) -> None:
         self.run.abort(self.run.live[place % len(self.run.live)])
+
+    @precondition(lambda self: self.run.live)
+    @rule(place=st.none() | st.integers(0, 100))
+    def run_alone(self, place: int | None) -> None:
+        live = self.run.live
+        self.run.core.run_alone(None if place is None else Origin(0, live[place % len(live)]))
 
     @rule(milliseconds=st.sampled_from([0, 1, 40]))
     def schedule(self, milliseconds: int) -> None:

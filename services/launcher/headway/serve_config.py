@@ -19,7 +19,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     max_restarts: Annotated[
         int, Meta(ge=0, le=1000, description="restarts of one process within restart_window_s before giving up")
-    ] = 5
+    ] = 10
     restart_window_s: Annotated[
         float, Meta(gt=0, le=86400, description="seconds over which the restarts of a process are counted")
     ] = 60.0

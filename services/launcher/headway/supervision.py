@@ -23,7 +23,7 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     has lasted a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
     """
 
-    max_restarts: int = 5
+    max_restarts: int = 10
     window_s: float = 60.0
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
