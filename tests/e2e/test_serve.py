@@ -396,3 +396,35 @@ def test_a_log_that_nobody_reads_delays_nobody():
         process.kill()
         os.close(reader)
         os.close(writer)
+
+
+@pytest.mark.parametrize("victim", ["executor", "scheduler"])
+def test_a_process_that_was_stopped_is_replaced_and_the_stream_goes_on(victim):
+    with command("serve", *SIMULATED, "--hang-s", "2", "--backend-option", "step_base_us=10000") as server:
+        address = server.wait_for_ready()
+        expected = tokens_of(address, max_tokens=150)
+        with Client(address) as client:
+            received: list[int] = []
+            for delta in client.generate(PROMPT, max_tokens=150, temperature=0, ignore_eos=True):
+                if not received:
+                    server.children()[victim].suspend()
+                received += delta.token_ids
+        assert received == expected
+        assert any(f"{victim} gives no sign of life" in line for line in server.err)
+        assert server.stop() == 0
+
+
+def test_a_fleet_that_is_stopped_as_a_whole_goes_on_as_a_whole():
+    with command("serve", *SIMULATED, "--hang-s", "1") as server:
+        address = server.wait_for_ready()
+        processes = [psutil.Process(server.process.pid), *server.children().values()]
+        for process in processes:
+            process.suspend()
+        time.sleep(3)
+        for process in reversed(processes):
+            process.resume()
+        with Client(address) as client:
+            client.wait_ready(20)
+        assert len(tokens_of(address)) == 24
+        assert not any("no sign of life" in line for line in server.err)
+        assert server.stop() == 0

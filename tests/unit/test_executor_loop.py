@@ -124,7 +124,7 @@ class Scheduler:
         return [self.reader.decode(frame).body for frame in frames]
 
 
-def make_cycle(backend, wake=lambda: None, **settings) -> StepCycle:
+def make_cycle(backend, wake=lambda: None, step_timeout_s=float("inf"), **settings) -> StepCycle:
     info = backend.open(msgspec.structs.replace(CONFIG, **settings))
     return StepCycle(
         link=StepLink(incarnation=INCARNATION, info=info),
@@ -132,6 +132,7 @@ def make_cycle(backend, wake=lambda: None, **settings) -> StepCycle:
         backend=backend,
         log=structlog.get_logger(),
         wake=wake,
+        step_timeout_s=step_timeout_s,
     )
 
 
@@ -243,6 +244,29 @@ def test_a_device_that_is_lost_is_reported_and_nothing_follows(logs):
     )
     assert isinstance(cycle.device_lost, DeviceLostError)
     assert cycle.collect(0.0) == []
+
+
+def test_a_step_that_never_returns_means_that_the_device_is_lost(logs):
+    class HangingBackend(SimulatedBackend):
+        def execute(self, batch):
+            result = super().execute(batch)
+            future = Future()
+            if batch.step < 2:
+                future.set_result(result)
+            return future
+
+    scheduler, backend = Scheduler(), HangingBackend()
+    cycle = make_cycle(backend, step_timeout_s=10.0)
+    for data in (scheduler.new_epoch(3), scheduler.admit(0, [5, 6], range(10))):
+        cycle.receive(data, 0.0)
+    for now in (50.0, 100.0, 104.0):
+        cycle.receive(scheduler.step(), now)
+    assert cycle.device_lost is None
+    cycle.tick(109.9)
+    assert cycle.device_lost is None
+    bodies = scheduler.read(cycle.tick(110.1))
+    assert bodies[-1].is_leaving
+    assert bodies[-1].reason == "step 2 failed: DeviceLostError: no result after 10 s"
 
 
 def test_an_impossible_diff_asks_for_a_new_epoch(logs):

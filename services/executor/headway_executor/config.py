@@ -55,6 +55,12 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     seed: Annotated[int, Meta(description="seed of whatever a backend draws itself, such as random weights")] = 0
     backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
+    step_timeout_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a step may take before the device is taken for lost and the process ends; 0: any"
+        ),
+    ] = 300.0
     curve_keys: Annotated[
         str,
         Meta(
@@ -90,6 +96,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if not least <= value <= most:
                 raise _refusal(field, value, f"{least} to {most}")
+        if not 0 <= self.step_timeout_s < float("inf"):
+            raise _refusal("step_timeout_s", self.step_timeout_s, "0 or more seconds")
         if not _is_device(self.device):
             raise _refusal("device", self.device, "cpu, cuda or cuda:N")
         if self.curve_keys:

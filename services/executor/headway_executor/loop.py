@@ -20,6 +20,7 @@ from structlog.typing import FilteringBoundLogger
 from headway_executor.backend import DeviceLostError, ExecutorBackend, StepOutOfMemoryError, StepResult
 from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
+from headway_proto.pulse import Pulse
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
 
 
@@ -52,7 +53,8 @@ class _Pending(msgspec.Struct, frozen=True):
 class StepCycle:
     """One executor: ``link`` and ``state`` are its own, ``backend`` is open.
 
-    ``wake`` is called, from any thread, when a future has become ready and ``collect`` should be called.
+    ``wake`` is called, from any thread, when a future has become ready and ``collect`` should be called. A step that takes
+    longer than ``step_timeout_s`` means that the device is lost.
     """
 
     def __init__(
@@ -63,12 +65,15 @@ class StepCycle:
         backend: ExecutorBackend,
         log: FilteringBoundLogger,
         wake: Callable[[], None],
+        step_timeout_s: float = float("inf"),
     ) -> None:
         self._link = link
         self._state = state
         self._backend = backend
         self._log = log
         self._wake = wake
+        self._step_timeout_s = step_timeout_s
+        self._oldest_since = float("inf")
         self._pending: deque[_Pending] = deque()
         self.device_lost: DeviceLostError | None = None
         """Why this process cannot go on; None while it can."""
@@ -84,13 +89,21 @@ class StepCycle:
 
     def tick(self, now: float) -> list[bytes]:
         """Do what is due; return the frames to send."""
-        return self._act(self._link.tick(now), now)
+        frames = self.collect(now)
+        if self.device_lost is not None:
+            return frames
+        if self._pending and now - self._oldest_since > self._step_timeout_s:
+            step = self._pending[0]
+            error = DeviceLostError(f"no result after {self._step_timeout_s:g} s")
+            return frames + self._fail(step.epoch, step.step, error, now)
+        return frames + self._act(self._link.tick(now), now)
 
     def collect(self, now: float) -> list[bytes]:
         """Report the steps that have finished, in order; return the frames to send."""
         frames: list[bytes] = []
         while self._pending and self._pending[0].future.done() and self.device_lost is None:
             step = self._pending.popleft()
+            self._oldest_since = now
             error = step.future.exception()
             if error is not None:
                 frames += self._fail(step.epoch, step.step, error, now)
@@ -131,6 +144,8 @@ class StepCycle:
             future = Future()
             future.set_result(result)
         num_samples = int(batch.samples.sum())
+        if not self._pending:
+            self._oldest_since = now
         self._pending.append(_Pending(output.epoch, output.step, num_samples, digest, future))
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
@@ -161,13 +176,15 @@ def serve(
     channel: Channel,
     should_stop: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
+    pulse: Pulse | None = None,
 ) -> None:
     """Run ``cycle`` over ``channel`` until ``should_stop`` or the device is lost; sleeps whenever nothing is due."""
     while not should_stop() and cycle.device_lost is None:
         now = clock()
+        if pulse is not None:
+            pulse.beat(now)
+        # Results come first: the scheduler may be waiting for one to decide the next step.
         _send_all(channel, cycle.tick(now))
-        # Results first: the scheduler may be waiting for one to decide the next step.
-        _send_all(channel, cycle.collect(now))
         while (frame := channel.receive()) is not None:
             _send_all(channel, cycle.receive(frame, clock()))
             if should_stop() or cycle.device_lost is not None:

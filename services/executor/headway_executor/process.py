@@ -27,6 +27,7 @@ from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.pulse import pulse_of
 from headway_proto.step import BackendInfo
 
 EXIT_OK = 0
@@ -67,7 +68,7 @@ def run(config: ExecutorConfig) -> int:
         return _refuse(error, EXIT_BAD_CONFIGURATION)
     log.info("executor ready", step_address=config.step_address, **_facts(info))
     try:
-        device_lost = _serve(info, backend, channel, log)
+        device_lost = _serve(config, info, backend, channel, log)
         if device_lost is not None:
             channel.close(linger_s=_LAST_FRAMES_S)
             log.critical("the device is lost; the process ends", reason=str(device_lost))
@@ -89,7 +90,11 @@ def _create_backend(name: str) -> ExecutorBackend:
 
 
 def _serve(
-    info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger
+    config: ExecutorConfig,
+    info: BackendInfo,
+    backend: ExecutorBackend,
+    channel: SchedulerChannel,
+    log: FilteringBoundLogger,
 ) -> DeviceLostError | None:
     """Serve until told to stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
@@ -99,8 +104,9 @@ def _serve(
         backend=backend,
         log=log,
         wake=channel.wake,
+        step_timeout_s=config.step_timeout_s or float("inf"),
     )
-    serve(cycle, channel, should_stop=lambda: stop.requested)
+    serve(cycle, channel, should_stop=lambda: stop.requested, pulse=pulse_of(os.environ))
     return cycle.device_lost
 
 

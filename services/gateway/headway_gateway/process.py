@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -24,6 +25,7 @@ from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
 
 EXIT_OK = 0
 EXIT_CONFIGURATION = 2
@@ -46,7 +48,7 @@ def run(config: GatewayConfig) -> int:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if config.exit_with_parent and not _end_with_parent():
             return EXIT_OK
-        code = asyncio.run(_run_workers(config) if config.workers > 1 else _run_server(config))
+        code = asyncio.run(_run(config))
         sink.drain(_LOG_DRAIN_S)
         return code
     except (ValueError, AddressInUseError) as error:
@@ -55,6 +57,20 @@ def run(config: GatewayConfig) -> int:
     except TokenizerFilesError as error:
         _tell(error)
         return EXIT_MODEL_FILES
+
+
+async def _beat(pulse: Pulse) -> None:
+    while True:
+        pulse.beat(time.monotonic())
+        await asyncio.sleep(PULSE_INTERVAL_S)
+
+
+async def _run(config: GatewayConfig) -> int:
+    beating = asyncio.create_task(_beat(pulse_of(os.environ)))
+    try:
+        return await (_run_workers(config) if config.workers > 1 else _run_server(config))
+    finally:
+        beating.cancel()
 
 
 async def _run_server(config: GatewayConfig) -> int:

@@ -28,12 +28,13 @@ STOP_GRACE_S = 5.0
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the services. ``commands`` and ``stop_grace_s`` (seconds from SIGTERM to SIGKILL) are by name, the
-    latter in the order of an orderly stop; ``target`` is how this host reaches the gateway.
+    latter in the order of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``target`` is how this host reaches the gateway.
     """
 
     commands: dict[str, list[str]]
     restart_policy: RestartPolicy
     stop_grace_s: dict[str, float]
+    hang_s: float
     target: Target
 
 
@@ -66,6 +67,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     return Plan(
         commands={name: _command(name, config) for name, config in configs.items()},
         restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
+        hang_s=serve.hang_s,
         target=_target(gateway),
         # What a service allows its requests, and some time over to end in.
         stop_grace_s={name: getattr(configs[name], "grace_s", 0.0) + STOP_GRACE_S for name in STOP_ORDER},

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from headway.parentage import LAUNCHER_VARIABLE
+from headway.pulse_watch import PulseWatch
+from headway_proto.pulse import PULSE_VARIABLE
 
 
 class ChildExited(msgspec.Struct, frozen=True):
@@ -26,7 +28,7 @@ class ChildExited(msgspec.Struct, frozen=True):
 class Children:
     """The children of this process by name; at most one of a name at a time. Use within a running event loop.
 
-    ``on_exit`` is called once for each child that ends.
+    ``on_exit`` is called once for each child that ends. ``pulses`` is told of each, to feel its pulse.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Children:
         commands: Mapping[str, Sequence[str]],
         environment: Mapping[str, str],
         on_exit: Callable[[ChildExited], None],
+        pulses: PulseWatch,
     ) -> None:
         self._on_exit = on_exit
+        self._pulses = pulses
         self._commands = commands
         self._environment = {**environment, LAUNCHER_VARIABLE: str(os.getpid())}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -43,13 +47,18 @@ class Children:
 
     async def start(self, name: str) -> None:
         """Start the named child; its output goes to this process's stderr."""
-        process = await asyncio.create_subprocess_exec(
-            *self._commands[name],
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,
-            env=self._environment,
-            start_new_session=True,
-        )
+        pulse = self._pulses.open(name)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._commands[name],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env={**self._environment, PULSE_VARIABLE: str(pulse)},
+                start_new_session=True,
+                pass_fds=(pulse,),
+            )
+        finally:
+            os.close(pulse)
         self._processes[name] = process
         watcher = asyncio.create_task(self._watch(name, process))
         self._watchers.add(watcher)
@@ -76,5 +85,6 @@ class Children:
         returncode = await process.wait()
         # Workers of a child that died without a word would otherwise hold its port or its sockets.
         self.kill(name)
+        self._pulses.close(name)
         del self._processes[name]
         self._on_exit(ChildExited(name, returncode))

@@ -19,6 +19,7 @@ import msgspec
 from headway.health import Target
 from headway.plan import START_ORDER, Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
+from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
 from headway.readiness import wait_until_serving
 from headway.socket_directory import socket_directory
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
@@ -31,7 +32,13 @@ class StopRequested(msgspec.Struct, frozen=True):
     signum: int
 
 
-Event = ChildExited | StopRequested
+class ChildHangs(msgspec.Struct, frozen=True):
+    """A child gives no sign of life."""
+
+    name: str
+
+
+Event = ChildExited | ChildHangs | StopRequested
 
 _LOG_DRAIN_S = 0.5
 
@@ -54,17 +61,20 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
     """Run the fleet until it is told to stop or cannot go on; return its exit code."""
     fleet = Fleet(plan.stop_grace_s, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
-    children = Children(plan.commands, environment, events.put_nowait)
+    pulses = PulseWatch(plan.hang_s)
+    children = Children(plan.commands, environment, events.put_nowait, pulses)
     _deliver_signals(events)
     attendant = asyncio.create_task(_attend(plan.target, when_ready, events))
+    watcher = asyncio.create_task(_watch_pulses(pulses, events))
     try:
         say(f"starting {', '.join(START_ORDER)}")
         await _perform(fleet.start(START_ORDER), children)
         return await _supervise(fleet, children, events)
     finally:
-        attendant.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await attendant
+        for task in (attendant, watcher):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         children.kill_all()
         _sink().drain(_LOG_DRAIN_S)
 
@@ -73,6 +83,13 @@ def _deliver_signals(events: "asyncio.Queue[Event]") -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, events.put_nowait, StopRequested(signum))
+
+
+async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> None:
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        for name in pulses.look():
+            events.put_nowait(ChildHangs(name))
 
 
 async def _attend(target: Target, when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
@@ -105,6 +122,8 @@ async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Ev
                 actions = fleet.tick(now)
             case ChildExited(name, returncode):
                 actions = fleet.child_exited(name, returncode, now)
+            case ChildHangs(name):
+                actions = fleet.child_hangs(name)
             case StopRequested(signum):
                 actions = fleet.stop_requested(now, impatient_exit_code=128 + signum)
         await _perform(actions, children)

@@ -23,6 +23,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart_window_s: Annotated[
         float, Meta(gt=0, le=86400, description="seconds over which the restarts of a process are counted")
     ] = 60.0
+    hang_s: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="seconds without a sign of life after which a process is replaced; 0: never"),
+    ] = 15.0
 
     def validate(self) -> None:
         """Accept whatever the types admit: the services check what they are given."""

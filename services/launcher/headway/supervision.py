@@ -107,6 +107,10 @@ class Fleet:
             return self._stop_all(returncode, now)
         return self._restart_or_give_up(name, returncode, now)
 
+    def child_hangs(self, name: str) -> list[Action]:
+        """Take in that a process gives no sign of life; its end, which follows, is like any other."""
+        return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
+
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
         """Begin an orderly stop; asked for a second time, kill at once and leave with ``impatient_exit_code``.
 

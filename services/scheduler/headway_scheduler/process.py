@@ -17,6 +17,7 @@ from typing import Protocol, TextIO, cast
 import structlog
 
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.pulse import Pulse, pulse_of
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.transport import Transport
@@ -49,7 +50,7 @@ def run(config: SchedulerConfig) -> int:
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
     try:
-        serve(engine, transport, stop, config.grace_s, log)
+        serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ))
     finally:
         transport.close()
     log.info("scheduler stopped")
@@ -69,11 +70,14 @@ def serve(
     stop: StopRequest,
     grace_s: float,
     log: structlog.typing.FilteringBoundLogger,
+    pulse: Pulse | None = None,
 ) -> None:
     """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
     stop_by = float("inf")
     while True:
         now = time.monotonic()
+        if pulse is not None:
+            pulse.beat(now)
         if stop.count and stop_by == float("inf"):
             stop_by = now + grace_s
             engine.drain()

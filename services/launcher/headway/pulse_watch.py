@@ -1,0 +1,55 @@
+"""Notices children that have not ended and yet do nothing any more: stopped, or caught in a call that never returns.
+
+Owns: the pipes in which children leave signs of life, and the count of how long each has been silent.
+Must not know: how children are started, or what becomes of a silent one.
+
+Silence is counted in looks, not in time: where this process is stopped as well (a machine that sleeps, a container that is
+frozen), it must not take the children for dead when both wake up.
+"""
+
+import math
+import os
+
+LOOK_INTERVAL_S = 0.5
+
+
+class PulseWatch:
+    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign on; ``hang_s`` of 0: none is."""
+
+    def __init__(self, hang_s: float) -> None:
+        self._most_silent_looks = math.ceil(hang_s / LOOK_INTERVAL_S) if hang_s else None
+        self._pipes: dict[str, int] = {}
+        self._silent_looks: dict[str, int] = {}
+
+    def open(self, name: str) -> int:
+        """A new pipe for a child that is about to start; returns the end to pass on, which is the caller's to close."""
+        self.close(name)
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipes[name] = reader
+        return writer
+
+    def close(self, name: str) -> None:
+        """The child has ended."""
+        self._silent_looks.pop(name, None)
+        reader = self._pipes.pop(name, None)
+        if reader is not None:
+            os.close(reader)
+
+    def look(self) -> list[str]:
+        """Who has been silent for too long. Each is named once."""
+        silent = []
+        for name, reader in self._pipes.items():
+            if _has_signs(reader):
+                self._silent_looks[name] = 0
+            elif name in self._silent_looks:
+                self._silent_looks[name] += 1
+                if self._silent_looks[name] == self._most_silent_looks:
+                    silent.append(name)
+        return silent
+
+
+def _has_signs(reader: int) -> bool:
+    try:
+        return bool(os.read(reader, 1 << 16))
+    except BlockingIOError:
+        return False
