@@ -8,7 +8,7 @@ from headway_proto.columns import decode_columns
 from headway_proto.framing import FrameWriter
 from headway_proto.ingress import MAX_UNACKNOWLEDGED_FRAMES, GatewayHeartbeat, GatewayHello, SchedulerHello, Tokens
 from headway_proto.step import BackendInfo, ExecutorHeartbeat, ExecutorHello, ExecutorOutput, NewEpoch, ResyncRequest
-from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressLinks
+from headway_scheduler.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
 from headway_scheduler.step_link import (
     SILENCE_TIMEOUT_S,
     TAKEOVER_SILENCE_S,
@@ -237,3 +237,32 @@ def test_a_silent_gateway_is_given_up() -> None:
     assert isinstance(event, GatewayGone)
     assert event.owner == owner
     assert len(links) == 0
+
+
+def test_a_gateway_that_heartbeats_and_takes_nothing_in_is_dropped_before_memory_is_full() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    gateway = Gateway(links)
+    owner, _ = gateway.open(0, 0.0)
+    one = np.ones(1, dtype=np.int32)
+    num_steps, now = 0, 0.0
+    while links.get(owner) is not None:
+        for _ in range(1000):
+            link = links.get(owner)
+            assert link is not None
+            link.hold(columns=(one, one, one))
+            links.flush()
+            links.outgoing.clear()
+            num_steps += 1
+        now += 1.0
+        links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(0)), now, NEWS)
+        events = links.tick(now, NEWS)
+    assert events == [GatewayGone(owner, f"{MAX_HELD_TOKENS} tokens unread")]
+    assert num_steps < 200_000, "small steps take more memory than their tokens"
+
+
+def test_links_are_bounded() -> None:
+    links = IngressLinks(77, submit_credits=10)
+    for number in range(MAX_LINKS + 5):
+        writer = ingress.gateway_frame_writer()
+        links.receive(b"g%d" % number, writer.encode(GatewayHello(number, 0)), 0.0, NEWS)
+    assert len(links) == MAX_LINKS

@@ -42,6 +42,7 @@ from headway_proto.ingress import (
 MAX_HANDLE = (1 << 31) - 1
 _PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
 _LEAST_RETRY_S = 0.1
+_MOST_RETRY_S = 1.0
 
 
 class LiveSequence:
@@ -393,8 +394,9 @@ class IngressLink:
         if sequence is None:
             return
         if sequence.has_run and rejected.reason in _PASSING_REJECTIONS:
-            # It was accepted before the link broke, so it is owed its end: ask again when there may be room.
-            self._resubmit_at[rejected.handle] = now + max(_LEAST_RETRY_S, rejected.retry_after_ms / 1000)
+            # It was accepted before the link broke, so it is owed its end: ask again, sooner than one that is new.
+            retry_s = min(max(_LEAST_RETRY_S, rejected.retry_after_ms / 1000), _MOST_RETRY_S)
+            self._resubmit_at[rejected.handle] = now + retry_s
             return
         del self._live[rejected.handle]
         sequence.end = rejected
