@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -371,31 +372,47 @@ def test_what_is_killed_while_the_fleet_drains_comes_back_and_the_stream_is_fini
         assert server.wait() == 0
 
 
-def test_a_log_that_nobody_reads_delays_nobody():
+@contextlib.contextmanager
+def broken_log(how: str) -> Iterator[int]:
+    """A descriptor onto a pipe that nobody reads and that is full, a pipe that is closed, or a disk that is full."""
     reader, writer = os.pipe()
-    port = free_port()
-    words = ("--backend", "simulated", "--log-level", "debug", "--grpc-address", f"127.0.0.1:{port}")
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 4096)
-    os.set_blocking(writer, True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "serve", *words], stdout=subprocess.DEVNULL, stderr=writer, env=environment()
-    )
-    try:
-        with Client(f"127.0.0.1:{port}") as client:
-            client.wait_ready(40)
-        assert len(tokens_of(f"127.0.0.1:{port}")) == 24
-        children = psutil.Process(process.pid).children()
-        next(child for child in children if child.cmdline()[3] == "executor").kill()
-        assert len(tokens_of(f"127.0.0.1:{port}", max_tokens=200)) == 200
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
+    if how == "full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writer)
+    elif how == "unread pipe":
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+    else:
         os.close(reader)
+    try:
+        yield writer
+    finally:
         os.close(writer)
+        if how != "closed pipe":
+            os.close(reader)
+
+
+@pytest.mark.parametrize("how", ["unread pipe", "closed pipe", "full disk"])
+def test_a_log_that_cannot_be_written_harms_nobody(how):
+    address = f"127.0.0.1:{free_port()}"
+    words = ("--backend", "simulated", "--log-level", "debug", "--grpc-address", address)
+    with broken_log(how) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headway", "serve", *words], stdout=subprocess.DEVNULL, stderr=log, env=environment()
+        )
+        try:
+            with Client(address) as client:
+                client.wait_ready(40)
+            assert len(tokens_of(address)) == 24
+            children = psutil.Process(process.pid).children()
+            next(child for child in children if child.cmdline()[3] == "executor").kill()
+            assert len(tokens_of(address, max_tokens=200)) == 200
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("victim", ["executor", "scheduler"])

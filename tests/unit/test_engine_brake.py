@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 import structlog
 
@@ -16,7 +17,9 @@ from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Submit
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.engine import SchedulerEngine
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=16)
@@ -263,3 +266,48 @@ def test_an_abort_frees_its_blocks_within_two_steps() -> None:
         bench.beat()
     assert core.pool.num_free == core.pool.num_blocks
     assert core.counters.num_steps - before <= 2
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_else_happens_nobody_innocent_fails_and_nothing_stays_behind(seed: int) -> None:
+    """Guilty requests, requests that are given up, executors that die by themselves: in any order, under any batching."""
+    rng = np.random.default_rng(seed)
+    limits = msgspec.structs.replace(
+        LIMITS,
+        batching=str(rng.choice(sorted(BATCHING_POLICIES))),
+        order=str(rng.choice(sorted(ORDERS))),
+        preemption=str(rng.choice(["swap", "recompute"])),
+        max_steps_in_flight=int(rng.integers(1, 5)),
+        max_num_seqs=int(rng.integers(1, 8)),
+    )
+    bench = Bench([fail, lose_device][seed % 2], limits)
+    guilty: list[LiveSequence] = []
+    aborted: list[LiveSequence] = []
+    next_death = 0
+    for beat in range(400):
+        if rng.random() < 0.12:
+            is_guilty = rng.random() < 0.15
+            prompt = rng.integers(0, 90, size=int(rng.integers(1, 40))).tolist() + [POISON] * is_guilty
+            sequence = bench.submit(prompt)
+            guilty += [sequence] * is_guilty
+        if rng.random() < 0.02 and bench.sequences:
+            sequence = bench.sequences[int(rng.integers(0, len(bench.sequences)))]
+            if sequence.end is None and sequence not in aborted:
+                aborted.append(sequence)
+                bench.gateway.abort([sequence])
+        if beat > next_death and rng.random() < 0.02:
+            # Not so often that nobody gets anywhere: three times in a row without progress is what guilt looks like.
+            next_death = beat + 100
+            bench.engine.executor_unreachable(bench.peer, bench.now)
+            bench.start_executor()
+        bench.beat()
+    for sequence in aborted:
+        bench.sequences.remove(sequence)
+    bench.run(most_s=120)
+    for sequence in bench.sequences:
+        if sequence in guilty:
+            assert isinstance(sequence.end, Finished)
+            assert sequence.end.reason == ingress.FINISH_ERROR
+        else:
+            bench.check_complete(sequence)
+    bench.check_nothing_left()
