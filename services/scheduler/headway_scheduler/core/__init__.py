@@ -36,6 +36,10 @@ first start, so that nobody who starts later comes before who runs, but for a ra
    A preempted request comes before those of its rank that have not started; the headroom that it must find is
    at most an eighth of the pool and nothing once nobody runs beside it.
 
+Who is told to run alone (``Scheduler.run_alone``) is the anchor by decree: everybody else is preempted, and it starts when
+what is in flight has returned, with the whole pool, in which it fits (or it would not have been accepted). The others go on when it
+ends or is told otherwise; whoever gives the order has to see to that.
+
 That preemption cannot eat up the work: whoever was preempted k times comes back only beside a block for each of the R
 running rows, doubled k - 1 times, or an eighth of the pool. So between two preemptions of a request at least
 ``min(2^(k-1), P / 8R) * block_size`` tokens come out of each of those rows, P being the blocks of the pool.
