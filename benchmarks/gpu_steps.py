@@ -517,7 +517,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         say("swap")
         lines += swap_lines(steps.config, device, steps.dtype, shape.swapped_tokens, limits)
     return {
-        "provenance": provenance(arguments.seed),
+        **provenance(arguments.seed),
         "device": torch.cuda.get_device_name(device.device) if device.is_cuda else "cpu, interpreted",
         "shape": arguments.shape,
         "dtype": steps.info.dtype,
