@@ -33,7 +33,6 @@ from gpu_steps import SHAPES, Shape, say
 from headway.client import AsyncClient
 from provenance import provenance
 
-ADDRESS = "127.0.0.1:50931"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 READY_S = 900.0
 IDLE_ASKED = 0.02
@@ -63,7 +62,14 @@ class Server:
         words = [
             *("serve", "--model", str(directory), "--backend", "triton", "--device", arguments.device),
             *("--backend-option", "weights=random", "--backend-option", f"step_log={step_log}"),
-            *("--max-num-seqs", str(arguments.concurrency), "--grpc-address", ADDRESS, "--seed", str(arguments.seed)),
+            *(
+                "--max-num-seqs",
+                str(arguments.concurrency),
+                "--grpc-address",
+                arguments.grpc_address,
+                "--seed",
+                str(arguments.seed),
+            ),
             *("--max-model-len", str(arguments.prompt + arguments.output), "--swap-space-mib", "0"),
         ]
         self._process = subprocess.Popen([sys.executable, "-m", "headway", *words], stdout=subprocess.DEVNULL)
@@ -84,7 +90,7 @@ async def run_clients(arguments: argparse.Namespace, prompts: list[list[int]]) -
             result = await stream.result()
             assert len(result.token_ids) == arguments.output
 
-    async with AsyncClient(ADDRESS) as client:
+    async with AsyncClient(arguments.grpc_address) as client:
         await client.wait_ready(READY_S)
         say("the server is ready; sending the load")
         await client.generate(prompts[0], max_tokens=2, temperature=0.0, ignore_eos=True).result()
@@ -168,7 +174,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ours = arguments.requests * arguments.output / seconds
     theirs = None if arguments.no_peer else run_peer(arguments)
     return {
-        "provenance": provenance(arguments.seed),
+        **provenance(arguments.seed),
         "settings": {key: str(value) for key, value in vars(arguments).items() if key != "json"},
         "tokens_per_s": ours,
         "idle_share": share,
@@ -206,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grpc-address", default="127.0.0.1:50931")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)

@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import expected_tensors
@@ -122,8 +123,8 @@ SHAPES = {"llama3-8b": LLAMA3_8B, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device gives: bytes per second of a copy (read and written), operations per second of a large product, and
-    bytes per second between pinned memory and the device, out and in.
+    """What the device gives: bytes per second of a copy (read and written), operations per second of a large product in
+    bfloat16 (on a CPU in float32), and bytes per second between pinned memory and the device, out and in.
     """
 
     bandwidth: float
@@ -181,19 +182,18 @@ class Device:
             yield start.elapsed_time(end) / 1e3
 
 
-def measure_limits(device: Device, dtype: torch.dtype) -> Limits:
-    """Measure them; sizes such that a cache holds none of it."""
-    num_bytes, width = (4 << 30, 8192) if device.is_cuda else (1 << 24, 256)
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device.device)
-    target = torch.empty_like(source)
-    copy_s = device.seconds(lambda: target.copy_(source), 10)
-    left, right = (torch.randn(width, width, dtype=dtype, device=device.device) for _ in range(2))
-    product_s = device.seconds(lambda: left @ right, 10)
-    some = num_bytes // 8
-    pinned = torch.empty(some, dtype=torch.uint8, pin_memory=device.is_cuda)
-    out_s = device.seconds(lambda: pinned.copy_(source[:some], non_blocking=True), 5)
-    in_s = device.seconds(lambda: target[:some].copy_(pinned, non_blocking=True), 5)
-    return Limits(2 * num_bytes / copy_s, 2 * width**3 / product_s, some / out_s, some / in_s)
+def measure_limits(device: Device) -> Limits:
+    """What ``headway doctor`` measures; between main memory and a CPU there is no link, only the copy."""
+    if device.is_cuda:
+        speed = measure_device(device.device.index or 0, say)
+        return Limits(
+            bandwidth=speed.copy_bytes_per_s,
+            product_rate=speed.bfloat16_flops,
+            out_bandwidth=speed.to_host_bytes_per_s,
+            in_bandwidth=speed.from_host_bytes_per_s,
+        )
+    host = measure_host(say)
+    return Limits(host.copy_bytes_per_s, host.float32_flops, host.copy_bytes_per_s, host.copy_bytes_per_s)
 
 
 class Floors:
@@ -499,8 +499,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     sections = arguments.sections.split(",")
     say("opening the backend")
     steps = StepBenchmark(shape, device, arguments.dtype, arguments.seed, arguments.quantization)
-    say("measuring the device's limits")
-    limits = measure_limits(device, steps.dtype)
+    limits = measure_limits(device)
     floors = Floors(steps.config, steps.dtype, arguments.quantization, limits)
     lines: list[Line] = []
     for section in ("decode", "prefill", "mixed"):
@@ -517,7 +516,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         say("swap")
         lines += swap_lines(steps.config, device, steps.dtype, shape.swapped_tokens, limits)
     return {
-        "provenance": provenance(arguments.seed),
+        **provenance(arguments.seed),
         "device": torch.cuda.get_device_name(device.device) if device.is_cuda else "cpu, interpreted",
         "shape": arguments.shape,
         "dtype": steps.info.dtype,

@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.append(measure(num_rows, arguments.steps))
         print(f"{num_rows:6d} {lines[-1]['median_us']:10.1f} {lines[-1]['best_us']:8.1f}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"provenance": provenance(0), "lines": lines}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({**provenance(0), "lines": lines}, indent=2) + "\n")
     return 0
 
 

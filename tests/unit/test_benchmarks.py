@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import headway
 from headway.__main__ import main as headway_main
 from headway_scheduler.core.orders import ORDERS
@@ -169,3 +172,40 @@ def test_slo_on_cpu(tmp_path):
         assert row["num_gaps"] > 0
         assert 0 < row["itl"]["p50_ms"] <= row["itl"]["p99_ms"]
     assert f"{record['p99_ratio']}x" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs them on a device")
+def test_gpu_steps_and_host_cost_without_a_gpu(tmp_path):
+    steps, host = tmp_path / "steps.json", tmp_path / "host.json"
+    sections = ("--sections", "decode,mixed,attention")
+    run("gpu_steps.py", "--shape", "tiny", "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
+    record = json.loads(steps.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [line["name"].split(",")[0] for line in record["lines"]] == ["decode", "decode", "mixed", *["attention"] * 2]
+    for line in record["lines"]:
+        assert 0 < line["floor_ms"] < line["measured_ms"] or "torch's" in line["name"]
+    run("triton_host_cost.py", "--rows", "16", "--steps", "30", "--json", str(host), cwd=tmp_path)
+    (line,) = json.loads(host.read_text())["lines"]
+    assert 0 < line["best_us"] <= line["median_us"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs it on a device")
+def test_gpu_stack_without_a_gpu(tmp_path, unused_tcp_port):
+    result = tmp_path / "result.json"
+    load = ("--concurrency", "2", "--requests", "3", "--prompt", "5", "--output", "4")
+    address = ("--grpc-address", f"127.0.0.1:{unused_tcp_port}")
+    printed = run(
+        *("gpu_stack.py", "--shape", "tiny", "--device", "cpu", "--no-peer", *load, *address, "--json", str(result)),
+        cwd=tmp_path,
+    )
+    record = json.loads(result.read_text())
+    assert record["tokens_per_s"] > 0
+    assert "device idle between steps" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a device")
+def test_gpu_check_says_that_there_is_no_device():
+    tool = BENCHMARKS.parent / "tools" / "gpu_check.py"
+    done = subprocess.run([sys.executable, str(tool)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == ("gpu-check: this host has no CUDA device that torch sees; `headway doctor` says why\n")

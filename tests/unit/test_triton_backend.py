@@ -139,6 +139,12 @@ def test_a_step_beyond_memory_says_how_many_tokens_it_had(llama, monkeypatch):
     assert caught.value.num_tokens == 7
 
 
+def test_a_step_beyond_what_was_announced_is_refused_as_a_whole(llama):
+    backend, info = open_backend(llama[0], max_num_batched_tokens=16)
+    with pytest.raises(ValueError, match="a step of 17 tokens; this backend was opened for 16"):
+        BackendDriver(backend, info).run([Request(prompt(17), 1)], budget=20)
+
+
 def test_a_row_with_impossible_tokens_fails_alone(llama):
     good, bad = Request(prompt(9), 3), Request([1, VOCAB_SIZE, 2], 3)
     BackendDriver(*open_backend(llama[0])).run([good, bad], budget=64)

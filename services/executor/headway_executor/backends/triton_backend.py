@@ -266,6 +266,10 @@ class _OpenModel:
             self._refusals.add(self._sampler.add_rows(new_rows))
         self._rows.apply(new_rows, batch.new_blocks)
         shape = shape_of(batch)
+        if shape.num_tokens > self._config.max_num_batched_tokens:
+            raise ValueError(
+                f"a step of {shape.num_tokens} tokens; this backend was opened for {self._config.max_num_batched_tokens}"
+            )
         if not shape.num_rows:
             return _nothing_drawn
         self._launch(batch, shape)
