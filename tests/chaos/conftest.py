@@ -6,7 +6,6 @@ Must not know: how anything is measured.
 
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from provenance import provenance
 
 SEED = int(os.environ.get("CHAOS_SEED", "20261121"))
+_STDERR = os.dup(2)
 _OUTCOME = pytest.StashKey[str]()
 
 
@@ -113,5 +113,5 @@ def as_markdown() -> str:
 
 def say(text: str) -> None:
     """Past pytest's capture, so that a run of minutes shows where it is."""
-    with Path("/dev/stderr").open("a") if os.environ.get("CHAOS_RESULTS") else open(os.devnull, "w") as out:
-        out.write(text)
+    if os.environ.get("CHAOS_RESULTS"):
+        os.write(_STDERR, text.encode())

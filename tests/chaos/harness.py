@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -33,6 +34,7 @@ from headway_proto.sampling import SamplingParams
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")
 EXECUTOR_WITH = Path(__file__).with_name("executor_with.py")
 READY_LINES = {"scheduler": "scheduler ready", "executor": "executor ready", "gateway": "listening"}
+ALL = ("scheduler", "executor", "gateway")
 MIB = 1 << 20
 _POLL_S = 0.005
 
@@ -163,6 +165,14 @@ class Deployment:
         assert said_at is not None, process.lines
         return said_at
 
+    async def serve(self, start: Sequence[str] = ALL, **options) -> AsyncClient:
+        """Start them and wait until they serve; a client of the first gateway."""
+        for name in start:
+            self.start(name, **options)
+        client = self.client()
+        await client.wait_ready(60)
+        return client
+
     def client(self, name: str = "gateway") -> AsyncClient:
         return AsyncClient(self.grpc_addresses[name])
 
@@ -184,31 +194,36 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
+async def deployment(**flags: Sequence[str]) -> AsyncIterator[Deployment]:
+    """A deployment of which nothing runs yet; nothing of it is left afterwards."""
+    directory = Path(tempfile.mkdtemp(prefix="hwchaos"))
+    memory_before = shared_memory()
+    made = Deployment(directory, flags)
+    try:
+        yield made
+        made.stop()
+        assert_nothing_left(made, memory_before)
+    finally:
+        made.kill_all()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
 async def deployed(
     *,
-    start: Sequence[str] = ("scheduler", "executor", "gateway"),
+    start: Sequence[str] = ALL,
     faulty_backend: str | None = None,
     extra_environment: dict[str, str] | None = None,
     stderr: int | None = None,
     **flags: Sequence[str],
 ) -> AsyncIterator[tuple[Deployment, AsyncClient]]:
-    """A deployment that serves. Afterwards every promise about what is left is checked, and nothing is left."""
-    directory = Path(tempfile.mkdtemp(prefix="hwchaos"))
-    memory_before = shared_memory()
-    running = Deployment(directory, flags)
-    running.faulty_backend = faulty_backend
-    try:
-        for name in start:
-            running.start(name, stderr=stderr, extra_environment=extra_environment)
-        async with running.client() as client:
-            await client.wait_ready(60)
+    """A deployment that serves. Afterwards every promise about what is left is checked."""
+    async with deployment(**flags) as running:
+        running.faulty_backend = faulty_backend
+        async with await running.serve(start, stderr=stderr, extra_environment=extra_environment) as client:
             yield running, client
             await until_quiet(client)
         assert set(running.stop().values()) <= {0}
-        assert_nothing_left(running, memory_before)
-    finally:
-        running.kill_all()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -232,8 +247,19 @@ async def until_quiet(client: AsyncClient, timeout_s: float = 10.0) -> float:
         await asyncio.sleep(_POLL_S)
 
 
+async def until_running(client: AsyncClient, most: int, timeout_s: float = 10.0) -> int:
+    """Wait until at most so many run or wait; the step at which that was seen."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = await client.status()
+        if status.num_running + status.num_waiting <= most:
+            return status.num_steps
+        assert time.monotonic() < deadline, f"{status.num_running} run and {status.num_waiting} wait"
+        await asyncio.sleep(_POLL_S)
+
+
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def assert_nothing_left(deployment: Deployment, memory_before: set[str]) -> None:
@@ -341,7 +367,7 @@ class Traffic:
         self.live: dict[int, Stream] = {}
         self.ended: list[Stream] = []
 
-    async def __aenter__(self) -> "Traffic":
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._num_streams)]
         await self.flowing()
         return self

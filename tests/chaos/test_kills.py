@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from chaos.faulty_backends import DEADLY_TOKEN, DEATHS_FILE_VARIABLE
-from chaos.harness import Oracle, Traffic, assert_equal_to_undisturbed, deployed, jobs, until, until_quiet
+from chaos.harness import Oracle, Traffic, assert_equal_to_undisturbed, deployed, jobs, until, until_quiet, until_running
 from headway.client import HeadwayError
 from headway_proto import generation_pb2, generation_pb2_grpc
 
@@ -52,13 +52,11 @@ async def test_killed_at_random_moments(victim, kills, within_s, size, row, rng)
 
 
 async def _until_unavailable(call) -> float:
-    try:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
         while await call.read() is not grpc.aio.EOF:
             pass
-    except grpc.aio.AioRpcError as error:
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        return time.monotonic()
-    raise AssertionError("the stream ended as if nothing had happened")
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    return time.monotonic()
 
 
 async def test_killed_gateway(row, rng):
@@ -86,8 +84,7 @@ async def test_killed_gateway(row, rng):
                 killed_at = time.monotonic()
                 processes.kill("gateway")
                 seen_s = await watched - killed_at
-            while (await other.status()).num_running + (await other.status()).num_waiting > len(neighbours):
-                await asyncio.sleep(0.005)
+            await until_running(other, len(neighbours))
             freed_s = time.monotonic() - killed_at
             processes.start("gateway")
             ready_at = await processes.ready("gateway")

@@ -60,12 +60,13 @@ def run(config: ExecutorConfig) -> int:
     except (BackendConfigError, ValueError, zmq.ZMQError) as error:
         return _refuse(error, EXIT_BAD_CONFIGURATION)
     log.info("executor ready", step_address=config.step_address, **_facts(info))
+    link = StepLink(incarnation=secrets.randbits(62), info=info)
     try:
-        _serve(info, backend, channel, log)
+        _serve(link, BatchState(info), backend, channel, log)
     finally:
         channel.close()
         backend.close()
-    log.info("executor stopped")
+    log.info("executor stopped", damaged_frames=link.num_damaged_frames)
     return EXIT_OK
 
 
@@ -75,15 +76,11 @@ def _create_backend(name: str) -> ExecutorBackend:
     return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
 
 
-def _serve(info: BackendInfo, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger) -> None:
+def _serve(
+    link: StepLink, state: BatchState, backend: ExecutorBackend, channel: SchedulerChannel, log: FilteringBoundLogger
+) -> None:
     stop = _StopRequest(channel)
-    cycle = StepCycle(
-        link=StepLink(incarnation=secrets.randbits(62), info=info),
-        state=BatchState(info),
-        backend=backend,
-        log=log,
-        wake=channel.wake,
-    )
+    cycle = StepCycle(link=link, state=state, backend=backend, log=log, wake=channel.wake)
     serve(cycle, channel, should_stop=lambda: stop.requested)
 
 

@@ -115,6 +115,7 @@ class StepLink:
         self._asked_limit = 0
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
+        self.num_damaged_frames = 0
 
     @property
     def epoch(self) -> int:
@@ -139,6 +140,7 @@ class StepLink:
         try:
             frame = self._reader.decode(data)
         except FramingError as error:
+            self.num_damaged_frames += 1
             self._lose(f"damaged frame: {error}", now, outcome)
             return outcome
         self._last_heard = now
