@@ -11,7 +11,16 @@ import grpc.aio
 import pytest
 
 from chaos.faulty_backends import DEADLY_TOKEN, DEATHS_FILE_VARIABLE
-from chaos.harness import Oracle, Traffic, assert_equal_to_undisturbed, deployed, jobs, until, until_quiet, until_running
+from chaos.harness import (
+    Oracle,
+    Traffic,
+    assert_equal_to_undisturbed,
+    deployed,
+    jobs,
+    until,
+    until_quiet,
+    until_running,
+)
 from headway.client import HeadwayError
 from headway_proto import generation_pb2, generation_pb2_grpc
 

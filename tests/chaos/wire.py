@@ -83,9 +83,7 @@ class Wire:
             return False
         order, one, other = words[:3]
         names = list(self._device_of)
-        pairs = {
-            frozenset((a, b)) for a in names for b in names if a != b and one in {a, "*"} and other in {b, "*"}
-        }
+        pairs = {frozenset((a, b)) for a in names for b in names if a != b and one in {a, "*"} and other in {b, "*"}}
         if order == "delay":
             self._delay_s.update(dict.fromkeys(pairs, float(words[3]) / 1e3))
         elif order == "cut":
