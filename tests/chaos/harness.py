@@ -170,7 +170,13 @@ class Deployment:
         for name in start:
             self.start(name, **options)
         client = self.client()
-        await client.wait_ready(60)
+        serving = asyncio.create_task(client.wait_ready(60))
+        await until(lambda: serving.done() or not all(self.processes[name].is_running for name in start), 60, "service")
+        if not serving.done():
+            serving.cancel()
+            await client.close()
+        assert serving.done(), "a process ended instead of serving"
+        await serving
         return client
 
     def client(self, name: str = "gateway") -> AsyncClient:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import zmq
 
@@ -54,7 +55,7 @@ class FrameProxy:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "FrameProxy":
+    def __enter__(self) -> Self:
         self._front = self._socket(zmq.ROUTER)
         self._front.bind(self._front_address)
         self._poller = zmq.Poller()

@@ -63,6 +63,7 @@ async def test_nan_in_one_row(row, rng):
         assert cached >= 0
 
 
+@pytest.mark.chaos_full
 async def test_a_full_pool(row, rng):
     row.about(
         "4 times the load that the pool of blocks holds, queue of 64",

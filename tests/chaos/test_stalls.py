@@ -47,9 +47,8 @@ async def test_an_executor_that_sleeps_is_waited_for(sleep_s, row, rng):
     assert delay_s <= 2.0
 
 
-@pytest.mark.parametrize(
-    "sleep_s", [pytest.param(3.0, marks=pytest.mark.chaos_quick), pytest.param(30.0, marks=pytest.mark.chaos_full)]
-)
+@pytest.mark.chaos_full
+@pytest.mark.parametrize("sleep_s", [3.0, 30.0])
 async def test_an_executor_that_sleeps_long_is_replaced_and_fenced(sleep_s, row, rng):
     row.about(
         f"SIGSTOP the executor for {sleep_s:g} s while a second one starts, 16 streams",
@@ -106,6 +105,7 @@ async def _gaps(client, rng, count: int) -> list[float]:
     return [gap for stream in streams for gap in stream.gaps()[10:]]
 
 
+@pytest.mark.chaos_full
 async def test_clients_that_do_not_read(row, rng):
     row.about("half of 32 clients do not read", "the others' p99 gap at most 1.2x")
     async with deployed(executor=SIMULATED) as (processes, client):
@@ -192,7 +192,9 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [one if one == "decode" else pytest.param(one, marks=pytest.mark.chaos_full) for one in PHASES]
+)
 async def test_deadlines(phase, row):
     row.about(f"a deadline of 0.5 s that passes: {phase}", "DEADLINE_EXCEEDED at most 100 ms late, blocks freed")
     scheduler = ["--max-num-batched-tokens", "16", *(["--max-num-seqs", "1"] if phase == "waiting" else [])]

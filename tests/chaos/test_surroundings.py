@@ -54,6 +54,7 @@ async def _served_all_the_same(stderr: int, row, rng) -> None:
         assert set(processes.stop().values()) == {0}
 
 
+@pytest.mark.chaos_full
 @pytest.mark.xfail(strict=False, reason="scheduler and executor end with the first line that they cannot write")
 async def test_a_full_log_disk(row, rng):
     row.about("stderr of every process on a full disk (/dev/full), an executor killed meanwhile", "serving unaffected")
@@ -78,6 +79,7 @@ async def test_a_closed_log_pipe(row, rng):
 # -------------------------------------------------------------------------------------------------------------- clock
 
 
+@pytest.mark.chaos_full
 async def test_the_wall_clock_jumps(row, rng, tmp_path):
     row.about("wall clock of every process +1 h, then -1 h, under 16 streams", "no effect")
     offset = tmp_path / "offset"
@@ -90,9 +92,8 @@ async def test_the_wall_clock_jumps(row, rng, tmp_path):
             worst, jumps = 0.0, (3600.0, 0.0, -3600.0, 0.0)
             for jump_s in jumps:
                 offset.write_bytes(struct.pack("<d", jump_s))
-                jumped_at = time.monotonic()
+                worst = max(worst, await traffic.recovered(time.monotonic()))
                 await asyncio.sleep(1)
-                worst = max(worst, await traffic.recovered(jumped_at))
             epochs = (await client.status()).epoch - epoch
         row.note(traffic.assert_exact(Oracle()))
         row.note(f"{len(jumps)} jumps: next token within {worst * 1e3:.0f} ms, {epochs} new epochs")
@@ -130,6 +131,7 @@ def _assert_gone(server: Command, directory: Path) -> None:
     assert [line for line in server.err if "Traceback" in line] == []
 
 
+@pytest.mark.chaos_full
 async def test_sigterm_under_load(row, rng, tmp_path):
     row.about("SIGTERM to headway serve under 16 streams", "NOT_SERVING first; accepted work finishes; exit code 0")
     with command("serve", *SERVED, TMPDIR=str(tmp_path)) as server:
@@ -177,6 +179,7 @@ async def test_sigterm_twice_under_load(row, rng, tmp_path):
     assert took < 2
 
 
+@pytest.mark.chaos_full
 @pytest.mark.xfail(strict=False, reason="an executor that dies while the fleet stops is not started again yet")
 async def test_an_executor_killed_while_draining(row, rng, tmp_path):
     row.about(
@@ -190,7 +193,7 @@ async def test_an_executor_killed_while_draining(row, rng, tmp_path):
         server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         executor.kill()
-        done, pending = await asyncio.wait(tasks, timeout=15)
+        done, pending = await asyncio.wait(tasks, timeout=10)
         for task in pending:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,6 +211,7 @@ async def test_an_executor_killed_while_draining(row, rng, tmp_path):
 # --------------------------------------------------------------------------------------------------------- real model
 
 
+@pytest.mark.chaos_full
 async def test_the_demo_model_under_kills(row, rng):
     row.about("the demo model (torch), kill -9 executor and scheduler, 8 streams", "every stream completes equal")
     prompts = ["A dictionary is", "To open a file", "The str.split method", "An exception", "A list", "In Python"]

@@ -5,7 +5,7 @@ not shifted: only the whole machine's clock could be, and others run on it; and 
 have them wait until moments that the system's clock does not reach.
 """
 
-import datetime
+import datetime  # noqa: ICN001 (as those see it whose clock is shifted)
 import os
 import struct
 import sys
