@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from provenance import provenance
 
 SEED = int(os.environ.get("CHAOS_SEED", "20261121"))
-_STDERR = os.dup(2)
 _OUTCOME = pytest.StashKey[str]()
 
 
@@ -46,6 +45,7 @@ class Row:
 
 
 TABLE: list[Row] = []
+SESSION: list[pytest.Config] = []
 
 
 @pytest.fixture
@@ -75,6 +75,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
         names = {"passed": "holds", "failed": "BROKEN", "skipped": "not yet" if expected else "skipped"}
         item.stash[_OUTCOME] = names[report.outcome]
     return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    SESSION.append(config)
 
 
 def pytest_sessionfinish() -> None:
@@ -114,4 +118,6 @@ def as_markdown() -> str:
 def say(text: str) -> None:
     """Past pytest's capture, so that a run of minutes shows where it is."""
     if os.environ.get("CHAOS_RESULTS"):
-        os.write(_STDERR, text.encode())
+        with SESSION[0].pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            sys.stderr.write(text)
+            sys.stderr.flush()
