@@ -108,6 +108,10 @@ class Process:
     def rss_mib(self) -> float:
         return psutil.Process(self.pid).memory_info().rss / MIB
 
+    def num_files(self) -> int:
+        """Open files, sockets among them."""
+        return psutil.Process(self.pid).num_fds()
+
 
 class Deployment:
     """Processes of one served model, by name: ``executor`` or ``executor-2`` is of the kind before the dash.

@@ -42,6 +42,9 @@ async def test_killed_at_random_moments(victim, kills, within_s, size, row, rng)
     oracle, delays, before_ready = Oracle(), [], 0
     async with deployed(executor=SIMULATED) as (processes, client):
         async with Traffic(client, num_streams, rng) as traffic:
+            await asyncio.sleep(0.5)
+            survivors = {name: process for name, process in processes.processes.items() if name != victim}
+            before = {name: (process.rss_mib(), process.num_files()) for name, process in survivors.items()}
             for _ in range(kills[size]):
                 await asyncio.sleep(rng.uniform(0, 0.8))
                 processes.kill(victim)
@@ -53,11 +56,19 @@ async def test_killed_at_random_moments(victim, kills, within_s, size, row, rng)
                     processes.start(victim)
                 ready_at = await processes.ready(victim)
                 delays.append(await traffic.recovered(ready_at))
+            await asyncio.sleep(0.5)
+            grown = {
+                name: (process.rss_mib() - before[name][0], process.num_files() - before[name][1])
+                for name, process in survivors.items()
+            }
         row.note(traffic.assert_exact(oracle))
         row.note(f"next token after at most {max(delays):.2f} s, median {sorted(delays)[len(delays) // 2]:.2f} s")
         row.note(f"{before_ready} killed again before they were ready")
         row.note(f"all blocks free {await until_quiet(client):.2f} s after the last")
+        row.note(", ".join(f"{name} {mib:+.0f} MiB, {files:+d} files" for name, (mib, files) in grown.items()))
     assert max(delays) <= within_s
+    assert max(mib for mib, _ in grown.values()) <= 32
+    assert max(files for _, files in grown.values()) <= 4
 
 
 async def _read_to_the_end(call) -> None:

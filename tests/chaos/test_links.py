@@ -194,7 +194,7 @@ async def test_partitions(cut_s, between, row, rng):
                 network.heal(ALONE["scheduler"], ALONE[between])
                 healed_s = await traffic.recovered(time.monotonic())
             row.note(traffic.assert_exact(oracle))
-        row.note("not noticed" if noticed_at is None else f"noticed after {noticed_at - cut_at:.2f} s")
+        row.note("too short to be noticed" if noticed_at is None else f"noticed after {noticed_at - cut_at:.2f} s")
         row.note(f"next token on every stream {healed_s:.2f} s after healing")
     assert healed_s <= 2.0
     if cut_s > 1.0:
@@ -253,8 +253,23 @@ def _scan(ports: list[int]) -> int:
     return tried
 
 
-async def test_strangers(row, rng):
-    row.about("wrong key, a frame of 1 GB, a port scan, under 16 streams", "nobody harmed; counted")
+@pytest.mark.parametrize(
+    "counted",
+    [
+        pytest.param(False, id="harmless"),
+        pytest.param(
+            True,
+            id="counted",
+            marks=[
+                pytest.mark.chaos_full,
+                pytest.mark.xfail(strict=False, reason="the scheduler does not tell yet whom its links turned away"),
+            ],
+        ),
+    ],
+)
+async def test_strangers(counted, row, rng):
+    promise = "they are counted in the scheduler's log" if counted else "nobody harmed"
+    row.about("wrong keys, a frame of 1 GB, a port scan, under 16 streams", promise)
     oracle, step, ingress = Oracle(), free_port(), free_port()
     async with deployment(executor=SIMULATED) as processes:
         keys = processes.directory / "keys"
@@ -291,3 +306,7 @@ async def test_strangers(row, rng):
         assert set(processes.stop().values()) == {0}
     assert grown < 20
     assert worst_gap < 1.0
+    if counted:
+        turned_away = [line for _, line in scheduler.lines if "turned away" in line]
+        row.note(f"{len(turned_away)} lines on it")
+        assert turned_away

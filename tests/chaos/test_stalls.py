@@ -113,13 +113,14 @@ async def test_clients_that_do_not_read(row, rng):
         for turn in range(6):  # by turns, since the machine changes its speed
             channel, calls = await _heavy_streams(processes.grpc_addresses["gateway"], 16)
             readers = [asyncio.create_task(_read(call)) for call in calls] if turn % 2 else []
-            (alone if readers else beside).extend(await _gaps(client, rng, 16))
+            (alone if readers else beside).append(percentile(await _gaps(client, rng, 16), 0.99))
             for call in calls:
                 call.cancel()
             await asyncio.gather(*readers)
             await channel.close()
             await until_quiet(client)
-        quiet, disturbed = (percentile(gaps, 0.99) * 1e3 for gaps in (alone, beside))
+        # The quietest turn of each: what else runs on the machine can only add.
+        quiet, disturbed = min(alone) * 1e3, min(beside) * 1e3
         row.note(
             f"p99 gap {quiet:.1f} ms with 32 readers, {disturbed:.1f} ms with 16 of them stalled: {disturbed / quiet:.2f}x"
         )
