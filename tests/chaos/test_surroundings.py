@@ -213,22 +213,41 @@ async def test_an_executor_killed_while_draining(row, rng, tmp_path):
 
 @pytest.mark.chaos_full
 async def test_the_demo_model_under_kills(row, rng):
-    row.about("the demo model (torch), kill -9 executor and scheduler, 8 streams", "every stream completes equal")
-    prompts = ["A dictionary is", "To open a file", "The str.split method", "An exception", "A list", "In Python"]
+    row.about("the demo model (torch), kill -9 executor, then scheduler, 8 streams", "every stream completes equal")
+    prompts = [
+        "A dictionary is",
+        "To open a file",
+        "The str.split method",
+        "An exception",
+        "A list",
+        "In Python",
+        "The",
+        "def",
+    ]
+    asked = {"max_tokens": 400, "temperature": 0.8, "seed": rng.randrange(1 << 32), "ignore_eos": True}
 
-    async def all_of_them(client) -> list[list[int]]:
-        streams = [client.generate(text, max_tokens=160, temperature=0.8, seed=7, ignore_eos=True) for text in prompts]
-        return [list(result.token_ids) for result in await asyncio.gather(*(stream.result() for stream in streams))]
+    async def read(stream, tokens: list[int]) -> None:
+        async for delta in stream:
+            assert delta.first_token_index == len(tokens)
+            tokens += delta.token_ids
+
+    async def all_of_them(client, outputs: list[list[int]]) -> None:
+        streams = [client.generate(text, **asked) for text in prompts]
+        await asyncio.gather(*(read(stream, tokens) for stream, tokens in zip(streams, outputs, strict=True)))
 
     async with deployed(executor=("--backend", "torch", "--model", str(DEMO_MODEL))) as (processes, client):
-        undisturbed = await all_of_them(client)
+        undisturbed: list[list[int]] = [[] for _ in prompts]
+        await all_of_them(client, undisturbed)
         for victim in ("executor", "scheduler"):
-            disturbed = asyncio.create_task(all_of_them(client))
-            await asyncio.sleep(rng.uniform(0.1, 0.4))
-            was_under_way = not disturbed.done()
+            await client.wait_ready(30)
+            outputs: list[list[int]] = [[] for _ in prompts]
+            disturbed = asyncio.create_task(all_of_them(client, outputs))
+            least = rng.randint(1, 100)
+            await until(lambda outputs=outputs, least=least: min(map(len, outputs)) >= least, 20, "tokens")
             processes.kill(victim)
+            held = sum(map(len, outputs))
             processes.start(victim)
-            assert await disturbed == undisturbed
-            row.note(
-                f"{victim}: {sum(map(len, undisturbed))} tokens equal{'' if was_under_way else ' (it came too late)'}"
-            )
+            await disturbed
+            assert outputs == undisturbed
+            row.note(f"{victim} killed after {held} of {sum(map(len, undisturbed))} tokens: all equal")
+            assert held < sum(map(len, undisturbed))
