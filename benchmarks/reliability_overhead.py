@@ -289,7 +289,8 @@ def report(record: dict[str, Any]) -> str:
     trips = ", ".join(f"{kind} {links[f'{kind}_us']} us" for kind in LINKS)
     lines = [
         f"scheduler step, {record['running']} decodes, {core} ({steps['core_checksum_percent']:+} %)",
-        f"the same within the engine: {steps['engine_us']} us ({over_core})",
+        f"the same within the engine: {steps['engine_us']} us ({over_core}; of it the checksums "
+        f"{steps['engine_checksum_percent']:+} %)",
         f"step there and answer back: {trips} (TCP with CURVE adds {links['added_us']} us)",
     ]
     lines += [
@@ -311,6 +312,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for step_us in (0.0, 5000.0)
         }
     steps["core_checksum_percent"] = percent(steps["core_us"], steps["core_without_checksum_us"])
+    steps["engine_checksum_percent"] = percent(steps["engine_us"], steps["engine_without_checksum_us"])
     steps["engine_over_core_percent"] = percent(steps["engine_us"], steps["core_without_checksum_us"])
     links["added_us"] = round(links["tcp+curve_us"] - links["ipc_us"], 1)
     for chain in chains.values():
