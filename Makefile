@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo test lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels demo test chaos lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ demo: $(READY) kernels  ## serve the demo model, stream a dozen prompts at once,
 test: lint kernels  ## all checks and all tests
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: kernels  ## the table of promises against real processes (some 15 minutes; root for the network namespaces)
+	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
+	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
 
 lint: $(READY)  ## ruff, clang-format, mypy, import contracts
 	$(say) 'ruff check'

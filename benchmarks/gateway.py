@@ -63,9 +63,17 @@ class Chain:
 
 
 @contextmanager
-def running_chain(address: str, step_us: float, streams: int, directory: Path) -> Iterator[Chain]:
-    """Start the three services and end them again."""
-    ingress, step = f"ipc://{directory}/ingress", f"ipc://{directory}/step"
+def running_chain(
+    address: str,
+    step_us: float,
+    streams: int,
+    directory: Path,
+    *,
+    links: tuple[str, str] | None = None,
+    curve_keys: Path | None = None,
+) -> Iterator[Chain]:
+    """Start the three services and end them again; ``links`` are the addresses of step and ingress, else over IPC."""
+    step, ingress = links or (f"ipc://{directory}/step", f"ipc://{directory}/ingress")
     commands = {
         "scheduler": ["--ingress-address", ingress, "--step-address", step, "--max-num-seqs", str(max(streams, 16))],
         "executor": [
@@ -76,7 +84,12 @@ def running_chain(address: str, step_us: float, streams: int, directory: Path) -
         "gateway": ["--ingress-address", ingress, "--grpc-address", address, "--model", str(DEMO_MODEL)],
     }
     processes = {
-        name: subprocess.Popen([sys.executable, "-m", "headway", name, "--log-level", "warning", *flags])
+        name: subprocess.Popen(
+            [
+                *(sys.executable, "-m", "headway", name, "--log-level", "warning", *flags),
+                *(("--curve-keys", str(curve_keys / name)) if curve_keys else ()),
+            ]
+        )
         for name, flags in commands.items()
     }
     try:

@@ -58,6 +58,7 @@ def test_an_idle_scheduler_sleeps_and_ends_cleanly(tmp_path: Path) -> None:
         assert process.wait(timeout=5) == 0
         assert process.stderr is not None
         process.stderr.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_in_use_ends_with_one_line_and_exit_code_2() -> None:

@@ -148,6 +148,30 @@ def test_policies_objectives(tmp_path):
     assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
 
 
+def test_reliability_overhead(tmp_path):
+    result = tmp_path / "result.json"
+    load = (
+        "--running",
+        "4",
+        "--steps",
+        "20",
+        "--round-trips",
+        "50",
+        "--streams",
+        "2",
+        "--tokens",
+        "8",
+        "--rounds",
+        "1",
+    )
+    printed = run("reliability_overhead.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert min(record["link"][f"{kind}_us"] for kind in ("ipc", "tcp", "tcp+curve")) > 0
+    assert min(chain["tcp+curve_tokens_per_s"] for chain in record["chain"].values()) > 0
+    assert str(record["step"]["engine_us"]) in printed
+
+
 def test_slo_on_cpu(tmp_path):
     result = tmp_path / "result.json"
     load = (

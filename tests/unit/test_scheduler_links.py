@@ -70,6 +70,17 @@ def test_repeated_hellos_do_not_open_more_epochs(link: StepLink) -> None:
     assert len(link.receive(executor.peer, executor.hello(), 0.6)) == 1
 
 
+def test_a_silent_executor_is_told_apart(link: StepLink) -> None:
+    assert link.executor_state(0.0) == "absent"
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    assert [link.executor_state(now) for now in (0.7, 0.9)] == ["ready", "silent"]
+    link.receive(executor.peer, executor.writer.encode(ExecutorHeartbeat(1, 0)), 0.95)
+    assert link.executor_state(1.0) == "ready"
+    link.unreachable(executor.peer)
+    assert link.executor_state(1.0) == "absent"
+
+
 def test_an_answer_of_an_older_epoch_has_no_effect(link: StepLink) -> None:
     executor = Executor(1)
     first = join(link, executor, 0.0)

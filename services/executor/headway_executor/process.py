@@ -67,8 +67,9 @@ def run(config: ExecutorConfig) -> int:
     except (BackendConfigError, ValueError, zmq.ZMQError) as error:
         return _refuse(error, EXIT_BAD_CONFIGURATION)
     log.info("executor ready", step_address=config.step_address, **_facts(info))
+    link = StepLink(incarnation=secrets.randbits(62), info=info)
     try:
-        device_lost = _serve(config, info, backend, channel, log)
+        device_lost = _serve(config, link, BatchState(info), backend, channel, log)
         if device_lost is not None:
             channel.close(linger_s=_LAST_FRAMES_S)
             log.critical("the device is lost; the process ends", reason=str(device_lost))
@@ -78,7 +79,7 @@ def run(config: ExecutorConfig) -> int:
     finally:
         channel.close()
         backend.close()
-    log.info("executor stopped")
+    log.info("executor stopped", damaged_frames=link.num_damaged_frames)
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
 
@@ -91,7 +92,8 @@ def _create_backend(name: str) -> ExecutorBackend:
 
 def _serve(
     config: ExecutorConfig,
-    info: BackendInfo,
+    link: StepLink,
+    state: BatchState,
     backend: ExecutorBackend,
     channel: SchedulerChannel,
     log: FilteringBoundLogger,
@@ -99,8 +101,8 @@ def _serve(
     """Serve until told to stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
     cycle = StepCycle(
-        link=StepLink(incarnation=secrets.randbits(62), info=info),
-        state=BatchState(info),
+        link=link,
+        state=state,
         backend=backend,
         log=log,
         wake=channel.wake,

@@ -117,6 +117,7 @@ class StepLink:
         self._failed_step = -1
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
+        self.num_damaged_frames = 0
 
     @property
     def epoch(self) -> int:
@@ -141,6 +142,7 @@ class StepLink:
         try:
             frame = self._reader.decode(data)
         except FramingError as error:
+            self.num_damaged_frames += 1
             self._lose(f"damaged frame: {error}", now, outcome)
             return outcome
         self._last_heard = now

@@ -51,7 +51,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: Annotated[float, Meta(description="seconds that open calls get to finish after SIGTERM")] = 30.0
     silence_timeout_s: Annotated[
         float, Meta(description="seconds without a word from the scheduler until the link is opened anew")
-    ] = 1.0
+    ] = 0.9
     tls_cert_file: Annotated[str, Meta(description="PEM certificate chain; serve TLS (with tls_key_file)")] = ""
     tls_key_file: Annotated[str, Meta(description="PEM private key of tls_cert_file")] = ""
     auth_token_file: Annotated[

@@ -10,6 +10,7 @@ import ssl
 from pathlib import Path
 
 import grpc
+import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
@@ -123,6 +124,7 @@ class GatewayServer:
         await self._health.close()
         await self._client.close()
         self._lanes.close()
+        _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
 
     def _listen(self) -> int:
         address = self._config.grpc_address

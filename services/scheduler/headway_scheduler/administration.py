@@ -49,7 +49,7 @@ class Administration:
         """Do what ``call`` asks for."""
         match call.method:
             case "status":
-                return AdminReply(call_id=call.call_id, status=self.status(), tenants=self._tenants())
+                return AdminReply(call_id=call.call_id, status=self.status(now), tenants=self._tenants())
             case "list":
                 return AdminReply(call_id=call.call_id, sequences=self._sequences(now))
             case "explain":
@@ -65,7 +65,7 @@ class Administration:
                 return self._answer_about_pins(call)
         return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
 
-    def status(self) -> Status:
+    def status(self, now: float) -> Status:
         """The figures of this moment."""
         engine, core = self._engine, self._engine.core
         limits = engine.limits if core is None else core.limits
@@ -74,7 +74,7 @@ class Administration:
         worth = None if core is None else core.cache.num_worth()
         return Status(
             scheduler_state=engine.state,
-            executor_state=engine.step_link.executor_state,
+            executor_state=engine.step_link.executor_state(now),
             epoch=engine.step_link.epoch,
             step=0 if core is None else core.next_step,
             num_running=0 if core is None else core.num_running,

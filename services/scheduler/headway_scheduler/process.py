@@ -53,7 +53,11 @@ def run(config: SchedulerConfig) -> int:
         serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ))
     finally:
         transport.close()
-    log.info("scheduler stopped")
+    log.info(
+        "scheduler stopped",
+        damaged_step_frames=engine.step_link.num_damaged_frames,
+        damaged_ingress_frames=engine.gateways.num_damaged_frames,
+    )
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
 

@@ -26,6 +26,7 @@ from headway_proto.step import (
 )
 
 HEARTBEAT_INTERVAL_S = 0.25
+SILENT_AFTER_S = 0.8
 TAKEOVER_SILENCE_S = 1.0
 SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5
@@ -91,10 +92,11 @@ class StepLink:
         """Whether steps can be sent."""
         return self._peer is not None
 
-    @property
-    def executor_state(self) -> str:
-        """For operators: "absent" or "ready"."""
-        return "ready" if self.is_open else "absent"
+    def executor_state(self, now: float) -> str:
+        """For operators: "absent", "ready", or "silent" where nothing has come from it for three heartbeats."""
+        if not self.is_open:
+            return "absent"
+        return "silent" if now - self._heard_at > SILENT_AFTER_S else "ready"
 
     @property
     def next_deadline(self) -> float:

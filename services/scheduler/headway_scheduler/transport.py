@@ -6,6 +6,7 @@ Must not know: what a frame means.
 Both are ROUTERs with ``ROUTER_MANDATORY``: a frame that cannot be delivered is reported instead of being dropped.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from headway_proto.framing import MAX_FRAME_BYTES
 
 HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256
+_IPC = "ipc://"
 _HEARTBEAT_MS = 500
 _HEARTBEAT_TIMEOUT_MS = 5000
 
@@ -35,6 +37,7 @@ class Transport:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._socket_files: list[tuple[str, int]] = []
         try:
             if curve_keys:
                 self._start_authenticator(curve_keys)
@@ -85,6 +88,9 @@ class Transport:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+        for path, inode in self._socket_files:
+            _remove(path, inode)
+        self._socket_files.clear()
 
     def _bind(self, field: str, address: str, curve_keys: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
@@ -105,9 +111,19 @@ class Transport:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}") from error
+        if address.startswith(_IPC):
+            path = address.removeprefix(_IPC)
+            self._socket_files.append((path, Path(path).stat().st_ino))
         return socket
 
     def _start_authenticator(self, curve_keys: str) -> None:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=str(Path(curve_keys) / "clients"))
+
+
+def _remove(path: str, inode: int) -> None:
+    """Remove a socket file that libzmq leaves behind, unless another scheduler has put its own in this place."""
+    with contextlib.suppress(OSError):
+        if Path(path).stat().st_ino == inode:
+            Path(path).unlink()
