@@ -417,7 +417,7 @@ class SchedulerEngine:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             eos_token_ids=self.info.eos_token_ids,
-            max_request_tokens=self.core.capacity.max_request_tokens,
+            max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
         )
 
     def _notice(self, event: str, **details: str | float) -> None:
