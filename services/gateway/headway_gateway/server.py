@@ -14,10 +14,15 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
-from headway_gateway.config import GatewayConfig, read_token, split_address
+from headway_gateway.config import GatewayConfig, split_address, token_file
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
+from headway_gateway.interceptors import (
+    HEALTH_PREFIX,
+    REFLECTION_PREFIX,
+    AuthenticationInterceptor,
+    ErrorInterceptor,
+)
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
@@ -29,6 +34,7 @@ from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _CANCEL_GRACE_S = 0.5
+_STREAMS_TO_REFUSE = 64
 
 _log = structlog.get_logger("headway.gateway.server")
 
@@ -44,7 +50,7 @@ class GatewayServer:
         """``config`` has passed ``validate``.
 
         Raises:
-            ValueError: the key files of the link cannot be used.
+            ValueError: the key files of the link cannot be used, or others can enter its socket's directory.
         """
         self._config = config
         self._client = SchedulerClient(
@@ -59,7 +65,9 @@ class GatewayServer:
             text_model=text_model,
             lanes=self._lanes,
             limits=ServingLimits(
-                max_concurrent_streams=config.max_concurrent_streams, unavailable_grace_s=config.unavailable_grace_s
+                max_concurrent_streams=config.max_concurrent_streams,
+                unavailable_grace_s=config.unavailable_grace_s,
+                max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
         )
         health_service = health.aio.HealthServicer()
@@ -70,7 +78,8 @@ class GatewayServer:
             tokenizer_width=text_model.vocab_size,
             stall_s=config.stall_s,
         )
-        self._server = grpc.aio.server(interceptors=_interceptors(config), options=_channel_options(config))
+        self._tokens = token_file(config)
+        self._server = grpc.aio.server(interceptors=self._interceptors(), options=_channel_options(config))
         generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server
@@ -98,6 +107,13 @@ class GatewayServer:
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
         return port
 
+    def reload_tokens(self) -> None:
+        """Read the token file again. If it cannot be used, the tokens in force stay, and the log tells why."""
+        if self._tokens is not None and self._tokens.reload():
+            _log.info("tokens read again", tokens=len(self._tokens.table()))
+        elif self._tokens is not None:
+            _log.error("tokens not read again", reason=self._tokens.problem)
+
     async def drain(self, grace_s: float) -> bool:
         """Say NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
         await self._health.shut_down()
@@ -116,6 +132,15 @@ class GatewayServer:
         await self._client.close()
         self._lanes.close()
 
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        if self._tokens is not None:
+            exempt = ((HEALTH_PREFIX, self._config.open_health), (REFLECTION_PREFIX, self._config.open_reflection))
+            interceptors.append(
+                AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
+            )
+        return interceptors
+
     def _listen(self) -> int:
         address = self._config.grpc_address
         try:
@@ -128,13 +153,6 @@ class GatewayServer:
             ) from error
 
 
-def _interceptors(config: GatewayConfig) -> list[grpc.aio.ServerInterceptor]:
-    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
-    if config.auth_token_file:
-        interceptors.append(AuthenticationInterceptor(read_token(config.auth_token_file)))
-    return interceptors
-
-
 def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
     try:
         # gRPC itself would only say that it cannot listen.
@@ -145,12 +163,26 @@ def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
             "allowed: a PEM certificate chain whose private key is in tls_key_file"
         ) from error
     pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
-    return grpc.ssl_server_credentials([pair])
+    if not config.tls_client_ca_file:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], _client_authorities(config.tls_client_ca_file), require_client_auth=True)
+
+
+def _client_authorities(path: str) -> bytes:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of those who sign clients'"
+        ) from error
 
 
 def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", int(config.reuse_port)),
+        # Of one connection. Those beyond what is served at once have to be told so; those far beyond have to wait.
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams + _STREAMS_TO_REFUSE),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # A client whose machine stopped is noticed by nothing else.

@@ -33,7 +33,9 @@ DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 SERVE = "serve"
 
 # What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
-SETTLED_BY_SERVE = frozenset({"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port"})
+SETTLED_BY_SERVE = frozenset(
+    {"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port", "launcher_token_digest"}
+)
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
