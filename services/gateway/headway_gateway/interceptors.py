@@ -129,24 +129,53 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
 
 def _with_errors_told(handler: Handler, on_error: Callable[[Exception, Context], Awaitable[NoReturn]]) -> Handler:
     behaviour = _behaviour(handler)
+    deserialize = _tolerant(handler)
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
+                _require_readable(request)
                 async for response in behaviour(request, context):
                     yield response
             except Exception as error:  # noqa: BLE001  # Nothing unforeseen may reach a client with its text.
                 await on_error(error, context)
 
-        return _rebuilt(handler, stream)
+        return _rebuilt(handler, stream, deserialize)
 
     async def call(request: Any, context: Context) -> Any:
         try:
+            _require_readable(request)
             return await behaviour(request, context)
         except Exception as error:  # noqa: BLE001  # See above.
             await on_error(error, context)
 
-    return _rebuilt(handler, call)
+    return _rebuilt(handler, call, deserialize)
+
+
+class _Unreadable:
+    """Stands for a request that could not be parsed."""
+
+
+def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
+    """A reading of single requests that never raises: what it raised would reach the client with its text."""
+    deserialize = handler.request_deserializer
+    if deserialize is None or handler.request_streaming:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:  # noqa: BLE001  # What protobuf raises differs between its implementations.
+            return _Unreadable()
+
+    return read
+
+
+def _require_readable(request: Any) -> None:
+    if isinstance(request, _Unreadable):
+        raise CallRefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be parsed; allowed: this method's protobuf message"
+        )
 
 
 def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
