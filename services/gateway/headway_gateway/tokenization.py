@@ -19,6 +19,7 @@ from headway_gateway.template_process import ChatTemplate, TemplateError
 
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _UNLIKE_CONTENTS = ("0", "A")
@@ -149,8 +150,19 @@ def load_text_model(directory: Path) -> TextModel:
         tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # The library raises bare Exception for every defect of the file.
         raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
+    _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
     return TextModel(tokenizer, _load_template(directory, config))
+
+
+def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids that the model has no logits for, where the model's configuration lies beside it."""
+    width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
+    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if isinstance(width, int) and most > width:
+        raise TokenizerFilesError(
+            f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: as many as {_MODEL_CONFIG_FILE} has logits, {width}"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

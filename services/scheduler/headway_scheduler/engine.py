@@ -28,7 +28,7 @@ from headway_scheduler.ingress_link import (
     IngressEvent,
     IngressLinks,
 )
-from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepLink
+from headway_scheduler.step_link import EpochOpened, ExecutorLost, ExecutorRefused, StepAnswered, StepEvent, StepLink
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
@@ -161,6 +161,8 @@ class SchedulerEngine:
                 self._on_answer(event, now)
             elif isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
+            elif isinstance(event, ExecutorRefused):
+                self._notice("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
                 self.announce()
