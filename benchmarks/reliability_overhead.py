@@ -289,8 +289,10 @@ def report(record: dict[str, Any]) -> str:
     trips = ", ".join(f"{kind} {links[f'{kind}_us']} us" for kind in LINKS)
     lines = [
         f"scheduler step, {record['running']} decodes, {core} ({steps['core_checksum_percent']:+} %)",
-        f"the same within the engine: {steps['engine_us']} us ({over_core}; of it the checksums "
-        f"{steps['engine_checksum_percent']:+} %)",
+        (
+            f"the same within the engine: {steps['engine_us']} us ({over_core}; of it the checksums "
+            f"{steps['engine_checksum_percent']:+} %)"
+        ),
         f"step there and answer back: {trips} (TCP with CURVE adds {links['added_us']} us)",
     ]
     lines += [

@@ -51,14 +51,19 @@ class RunningHeadway:
 
 @contextmanager
 def running(
-    directory: Path, model: Path, backend: ExecutorBackend, config: BackendConfig, limits: SchedulerLimits
+    directory: Path,
+    model: Path,
+    backend: ExecutorBackend,
+    config: BackendConfig,
+    limits: SchedulerLimits,
+    **gateway: object,
 ) -> Iterator[RunningHeadway]:
-    """Serve ``model`` with an unopened ``backend``; ``directory`` holds the sockets."""
+    """Serve ``model`` with an unopened ``backend``; ``directory`` holds the sockets, ``gateway`` is more of its settings."""
     with ExitStack() as stack:
         step, ingress = f"ipc://{directory}/step", f"ipc://{directory}/ingress"
         engine = stack.enter_context(_scheduler(step, ingress, limits))
         stack.enter_context(_executor(step, backend, config))
-        address = stack.enter_context(_gateway(ingress, model))
+        address = stack.enter_context(_gateway(ingress, model, gateway))
         yield RunningHeadway(address, engine)
 
 
@@ -102,8 +107,8 @@ def _executor(step: str, backend: ExecutorBackend, config: BackendConfig) -> Ite
 
 
 @contextmanager
-def _gateway(ingress: str, model: Path) -> Iterator[str]:
-    config = GatewayConfig(model=str(model), ingress_address=ingress, grpc_address="127.0.0.1:0")
+def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator[str]:
+    config = GatewayConfig(model=str(model), ingress_address=ingress, grpc_address="127.0.0.1:0", **settings)
     ready = threading.Event()
     control: dict[str, object] = {}
 

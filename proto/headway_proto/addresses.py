@@ -1,10 +1,14 @@
 """Where the ZeroMQ links may run.
 
-Owns: the forms of a link's address, and the rule that a link beyond this machine needs keys.
+Owns: the forms of a link's address, the rule that a link beyond this machine needs keys, and the rule that one on this
+machine lies in a directory that nobody else can enter.
 Must not know: sockets, or which service asks.
 """
 
 import ipaddress
+import os
+import stat
+from pathlib import Path
 
 MAX_IPC_PATH_BYTES = 107
 """``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
@@ -22,18 +26,41 @@ def check_link_address(field: str, address: str, *, has_keys: bool, least_port: 
     """
     scheme, _, rest = address.partition("://")
     allowed = "ipc://PATH or tcp://HOST:PORT"
-    if scheme == "ipc" and rest:
-        num_bytes = len(rest.encode())
+    if scheme == "ipc" and rest and not rest.startswith(("@", "*")):  # Those have no directory that guards them.
+        num_bytes = len(rest.encode("utf-8", "surrogatepass"))
         if num_bytes <= MAX_IPC_PATH_BYTES:
             return
         allowed = f"an ipc path of at most {MAX_IPC_PATH_BYTES} bytes, not {num_bytes}"
     elif scheme == "tcp":
         host, _, port = rest.rpartition(":")
-        if host and port.isascii() and port.isdigit() and least_port <= int(port) <= 65535:
+        if host and port.isascii() and port.isdigit() and len(port) <= 5 and least_port <= int(port) <= 65535:
             if has_keys or is_loopback(host):
                 return
             allowed = "ipc://PATH, a loopback tcp:// address, or any tcp:// address together with curve_keys"
     raise ValueError(f"{field}: {address!r:.64} is not allowed; allowed: {allowed}")
+
+
+def check_ipc_directory(field: str, address: str) -> None:
+    """Refuse the address of a Unix socket where others could connect to it, or put one of their own in its place.
+
+    Raises:
+        ValueError: the socket's directory is missing, another user's, or open to others than its owner.
+    """
+    scheme, _, path = address.partition("://")
+    if scheme != "ipc":
+        return
+    directory = Path(path).parent
+    allowed = "a socket in a directory of this user that nobody else can enter (mode 0700)"
+    try:
+        status = directory.stat()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no path"
+        raise ValueError(f"{field}: {address!r:.64} is not allowed ({reason}); allowed: {allowed}") from None
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise ValueError(f"{field}: {address!r:.64} is not allowed (another user's directory); allowed: {allowed}")
+    if mode & 0o077:
+        raise ValueError(f"{field}: {address!r:.64} is not allowed (mode {mode:04o}); allowed: {allowed}")
 
 
 def is_loopback(host: str) -> bool:

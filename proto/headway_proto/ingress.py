@@ -28,6 +28,8 @@ import msgspec
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.sampling import SamplingParams
 
+MAX_REQUEST_TOKENS = 4_000_000
+"""Prompt and output of a sequence: what a scheduler takes in one frame, with room for the rest of the message."""
 MAX_UNACKNOWLEDGED_FRAMES = 4096
 ACKNOWLEDGE_EVERY_FRAMES = 256
 HEARTBEAT_INTERVAL_S = 0.25

@@ -76,6 +76,35 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_num_batched_tokens: int = 0
 
 
+_RANGES = (
+    ("num_blocks", 1, 1 << 24),
+    ("block_size", 1, 1 << 16),
+    ("max_model_len", 1, 1 << 24),
+    ("vocab_size", 1, 1 << 24),
+    ("max_num_rows", 1, 1 << 16),
+    ("num_host_blocks", 0, 1 << 24),
+    ("swap_us_per_block", 0, 1e9),
+    ("max_num_batched_tokens", 0, 1 << 31),
+)
+_MAX_NAME_CHARACTERS = 4096
+_MAX_EOS_TOKEN_IDS = 4096
+
+
+def info_problem(info: BackendInfo) -> str | None:
+    """What keeps an executor that announces ``info`` from being scheduled for, in one line; None if nothing does."""
+    for field, least, most in _RANGES:
+        value = getattr(info, field)
+        if not least <= value <= most:
+            return f"{field}: {value} is not allowed; allowed: {least} to {most:g}"
+    for field in ("backend", "device", "dtype", "model_name", "model_fingerprint"):
+        if len(getattr(info, field)) > _MAX_NAME_CHARACTERS:
+            return f"{field}: {len(getattr(info, field))} characters; allowed: at most {_MAX_NAME_CHARACTERS}"
+    ids = info.eos_token_ids
+    if len(ids) > _MAX_EOS_TOKEN_IDS or not all(0 <= token_id < info.vocab_size for token_id in ids):
+        return f"eos_token_ids: {ids!r:.64} is not allowed; allowed: {_MAX_EOS_TOKEN_IDS} ids from 0 to {info.vocab_size - 1}"
+    return None
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request that takes a row: the only time its payload travels.
 

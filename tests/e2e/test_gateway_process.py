@@ -281,8 +281,9 @@ async def test_a_key_that_is_not_the_certificates_exits_2(start, ingress, key_an
 async def test_the_link_may_be_encrypted(start, tmp_path):
     for owner in ("scheduler", "gateway"):
         zmq.auth.create_certificates(tmp_path, owner)
-    (tmp_path / "clients").mkdir()
-    (tmp_path / "gateway.key").rename(tmp_path / "clients" / "gateway.key")
+    for role in ("executors", "gateways"):
+        (tmp_path / role).mkdir()
+    (tmp_path / "gateway.key").rename(tmp_path / "gateways" / "gateway.key")
     step, ingress = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     flags = ["--step-address", step, "--ingress-address", ingress, "--curve-keys", str(tmp_path)]
     scheduler = await asyncio.create_subprocess_exec(

@@ -639,9 +639,9 @@ async def test_reflection_speaks_both_versions():
                 assert response.file_descriptor_response.file_descriptor_proto
 
 
-async def test_the_bearer_token_guards_everything_but_health(tmp_path):
+async def test_the_bearer_token_guards_everything_but_open_health(tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
-    async with stage(auth_token_file=str(tmp_path / "token")) as on, FakeScheduler(on.ingress):
+    async with stage(auth_token_file=str(tmp_path / "token"), open_health=True) as on, FakeScheduler(on.ingress):
         await on.client.wait_ready(5)
         address = on.address
         for token, words in ((None, "missing"), ("wrong", "not valid")):

@@ -236,12 +236,13 @@ def test_tls_and_a_token(tmp_path: Path):
         check=True,
         capture_output=True,
     )
-    token.write_text("open sesame\n")
+    token.write_text("open-sesame\n")
     secured = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--auth-token-file", str(token))
     with command("serve", *SIMULATED, "--grpc-address", "0.0.0.0:0", *secured) as server:
         port = server.wait_for_ready().rpartition(":")[2]
-        health = finished("health", f"127.0.0.1:{port}", "--root-certificates", str(certificate))
-        assert health.out == ["SERVING\n"]
+        health = ("health", f"127.0.0.1:{port}", "--root-certificates", str(certificate))
+        assert finished(*health, "--token-file", str(token)).out == ["SERVING\n"]
+        assert finished(*health).out == ["UNREACHABLE\n"]
         generate = ("generate", "--address", f"localhost:{port}", "--prompt", "hi", "--max-tokens", "3")
         trusting = (*generate, "--root-certificates", str(certificate))
         assert finished(*trusting, "--token-file", str(token)).process.returncode == 0

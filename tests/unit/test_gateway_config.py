@@ -42,6 +42,10 @@ def test_defaults_are_valid():
         ({"unavailable_grace_s": float("inf")}, "unavailable_grace_s: "),
         ({"tls_cert_file": "c.pem"}, "tls_key_file: '' is not allowed; allowed: a PEM file, because tls_cert_file"),
         ({"tls_key_file": "k.pem"}, "tls_cert_file: "),
+        ({"tls_client_ca_file": "ca.pem"}, "tls_cert_file: '' is not allowed; allowed: a PEM file, because tls_client"),
+        ({"max_tenant_requests_per_s": -1.0}, "max_tenant_requests_per_s: '-1.0' is not allowed"),
+        ({"max_tenant_requests_per_s": float("nan")}, "max_tenant_requests_per_s: 'nan' is not allowed"),
+        ({"launcher_token_digest": "x"}, "launcher_token_digest: 'x' is not allowed"),
         (
             {"auth_token_file": "/nowhere/token"},
             "auth_token_file: '/nowhere/token' is not allowed; allowed: a file that",
@@ -63,6 +67,7 @@ def test_beyond_loopback_takes_tls_and_token_or_a_word(tmp_path):
     token = {"auth_token_file": str(tmp_path / "token")}
     config(**everywhere, **tls, **token).validate()
     config(**everywhere, allow_insecure_bind=True).validate()
+    config(**everywhere, **tls, tls_client_ca_file=str(tmp_path / "cert")).validate()
     for part in (tls, token):
         with pytest.raises(ValueError, match="loopback"):
             config(**everywhere, **part).validate()
@@ -73,7 +78,7 @@ def test_an_address_beyond_loopback_takes_keys():
     config(ingress_address="tcp://[::1]:5").validate()
 
 
-@pytest.mark.parametrize("content", [b" \n", b"\xff", b"two\nlines"])
+@pytest.mark.parametrize("content", [b" \n", b"\xff", b"two\nlines", b"two words", b"a root token"])
 def test_an_unusable_token_file_is_refused(tmp_path, content):
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(ValueError, match=r"auth_token_file: .*a readable file with a token"):

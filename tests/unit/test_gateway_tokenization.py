@@ -1,12 +1,16 @@
 """Loading a model directory's tokenizer files, prompts, chat templates."""
 
+import gc
 import json
+import resource
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 import headway
+from headway_gateway.template_process import ChatTemplate, TemplateError
 from headway_gateway.tokenization import PromptError, TokenizerFilesError, load_text_model
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -97,6 +101,55 @@ def test_a_hostile_or_broken_template_only_refuses(directory, template):
     model = with_template(directory, template)
     with pytest.raises(PromptError, match="chat template"):
         model.render_chat([("user", "x")])
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes too long"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "takes too long",
+        ),
+        ("{% set x = ['a'] %}{% for i in range(40) %}{% set x = x + x %}{% endfor %}{{ 'a' * 10 ** 10 }}", "fails on"),
+        ("{{ messages[0].content * 10 ** 10 }}", "fails on these messages: MemoryError"),
+        ("{{ 'x'.join(messages[0].content * 10 ** 6) | length }}{{ '%01000000000d' % 1 }}", "fails on"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails on these messages: RecursionError"),
+        ("{% for a in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}", "fails on these messages: Overflow"),
+    ],
+)
+def test_a_template_that_would_not_end_or_would_fill_the_memory_only_refuses(template, words):
+    try:
+        hostile = ChatTemplate(template, {}, most_render_s=2.0)
+    except TemplateError:
+        return  # jinja2 computes constants while it compiles, which is just as bounded.
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    with pytest.raises(TemplateError, match=words):
+        hostile.render((("user", "x" * 100),))
+    assert time.monotonic() - started < 6
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    with pytest.raises(TemplateError, match=words):  # And so it does the next time, in a new process where need be.
+        hostile.render((("user", "x" * 100),))
+
+
+def test_a_template_process_that_dies_is_replaced_and_none_is_left():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render((("user", "é\u2028"),)) == "é\u2028"
+    process = template._process
+    process.kill()
+    with pytest.raises(TemplateError, match="fails on these messages"):
+        template.render((("user", "x"),))
+    assert template.render((("user", "y"),)) == "y"
+    process = template._process
+    del template
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_an_unknown_filter_is_told_when_the_model_is_loaded(directory):
+    with pytest.raises(TokenizerFilesError, match=r"chat template: it refuses these messages: No filter named 'nope'"):
+        with_template(directory, "{{ 1 | nope }}")
 
 
 def test_without_a_template_chats_are_refused(directory):

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 
+from headway.__main__ import main
 from headway.keys import make_keys, run
 from headway.settings import ConfigurationError
 
@@ -14,8 +15,8 @@ def test_each_directory_holds_its_own_secret_and_the_public_keys_of_its_peers(tm
     assert files == {
         "scheduler/scheduler.key",
         "scheduler/scheduler.key_secret",
-        "scheduler/clients/executor.key",
-        "scheduler/clients/gateway.key",
+        "scheduler/executors/executor.key",
+        "scheduler/gateways/gateway.key",
         "executor/executor.key",
         "executor/executor.key_secret",
         "executor/scheduler.key",
@@ -37,3 +38,9 @@ def test_keys_that_are_there_stay(tmp_path):
     with pytest.raises(ConfigurationError, match="one that has no keys in it yet"):
         run(Namespace(directory=str(tmp_path)))
     assert (tmp_path / "scheduler" / "scheduler.key_secret").read_text() == before
+
+
+def test_keygen_is_the_same_command(tmp_path, capsys):
+    assert main(["keygen", str(tmp_path)]) == 0
+    assert (tmp_path / "scheduler" / "scheduler.key_secret").is_file()
+    assert len(capsys.readouterr().out.splitlines()) == 3

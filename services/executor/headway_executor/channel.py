@@ -15,11 +15,13 @@ import zmq
 import zmq.auth
 
 from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
+from headway_proto.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 1024
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 5000
+# See headway_scheduler.transport: a network that falls apart is noticed within a second.
+_HEARTBEATS_MS = {"tcp": (200, 600), "ipc": (1000, 5000)}
+_CONNECT_TIMEOUT_MS = 1000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 500
 _KEEPALIVE_IDLE_SECONDS = 10
@@ -37,7 +39,7 @@ class SchedulerChannel:
         """Open the socket.
 
         Raises:
-            ValueError: the key files cannot be used.
+            ValueError: the key files cannot be used, or others can enter the directory of a Unix socket.
             zmq.ZMQError: the address cannot be connected to.
         """
         self._bell, self._bell_rope = socket.socketpair()
@@ -46,7 +48,8 @@ class SchedulerChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         try:
-            self._configure(curve_keys)
+            check_ipc_directory("step_address", address)
+            self._configure(address, curve_keys)
             self._socket.connect(address)
         except BaseException:
             self.close()
@@ -86,15 +89,18 @@ class SchedulerChannel:
         self._bell.close()
         self._bell_rope.close()
 
-    def _configure(self, curve_keys: str) -> None:
+    def _configure(self, address: str, curve_keys: str) -> None:
+        heartbeat_ms, heartbeat_timeout_ms = _HEARTBEATS_MS["ipc" if address.startswith("ipc:") else "tcp"]
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.SNDHWM, _HIGH_WATER_MARK),
             (zmq.RCVHWM, _HIGH_WATER_MARK),
-            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, heartbeat_ms),
+            (zmq.HEARTBEAT_TIMEOUT, heartbeat_timeout_ms),
+            (zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS),
+            (zmq.IPV6, int("[" in address)),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
             (zmq.TCP_KEEPALIVE, 1),

@@ -4,15 +4,18 @@ Owns: every setting of a gateway process, its default, its description and its a
 Must not know: where values come from (flags, files, environment) or what is done with them.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headway_gateway.credentials import GENERATE, Caller, TokenFile
 from headway_proto.addresses import check_link_address, is_loopback
 
 _SHOWN_VALUE_CHARS = 64
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +57,34 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.9
     tls_cert_file: Annotated[str, Meta(description="PEM certificate chain; serve TLS (with tls_key_file)")] = ""
     tls_key_file: Annotated[str, Meta(description="PEM private key of tls_cert_file")] = ""
-    auth_token_file: Annotated[
-        str, Meta(description="file with the bearer token that every call but a health check must carry")
+    tls_client_ca_file: Annotated[
+        str, Meta(description="PEM certificates; only clients with a certificate that one of these has signed connect")
     ] = ""
+    auth_token_file: Annotated[
+        str,
+        Meta(
+            description="file with the bearer tokens that calls must carry, each for generation, for Admin, or for both: "
+            "see Security in the README; read again when it changes, and on SIGHUP"
+        ),
+    ] = ""
+    open_health: Annotated[bool, Meta(description="answer health checks without a token")] = False
+    open_reflection: Annotated[bool, Meta(description="answer reflection without a token")] = False
+    max_tenant_requests_per_s: Annotated[
+        float,
+        Meta(
+            description="generations that one tenant may begin per second and worker; 0: any; more are RESOURCE_EXHAUSTED"
+        ),
+    ] = 0.0
     allow_insecure_bind: Annotated[
-        bool, Meta(description="listen beyond loopback without TLS and token; only behind something that guards it")
+        bool,
+        Meta(
+            description="listen beyond loopback without TLS and tokens or client certificates; only behind something that "
+            "guards it"
+        ),
     ] = False
+    launcher_token_digest: Annotated[
+        str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
     ] = "info"
@@ -81,14 +106,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
-        guarded = bool(self.tls_cert_file) and bool(self.auth_token_file)
+        guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
                 _refusal(
                     "grpc_address",
                     self.grpc_address,
-                    "a loopback address; beyond it set tls_cert_file, tls_key_file and auth_token_file, "
-                    "or allow_insecure_bind=true",
+                    "a loopback address; beyond it set tls_cert_file, tls_key_file and auth_token_file (or "
+                    "tls_client_ca_file), or allow_insecure_bind=true",
                 )
             )
 
@@ -106,19 +131,18 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port_text)
 
 
-def read_token(path: str) -> str:
-    """The bearer token in ``path``, surrounding white space removed.
+def token_file(config: GatewayConfig) -> TokenFile | None:
+    """The tokens that calls must carry one of, None where they need none.
 
     Raises:
-        ValueError: the file cannot be read, or holds no token of printable ASCII.
+        ValueError: the file cannot be used.
     """
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(_refusal("auth_token_file", path, "a readable file with a token in it")) from error
-    if not token or not token.isprintable():
-        raise ValueError(_refusal("auth_token_file", path, "a readable file with a token in it"))
-    return token
+    if not config.auth_token_file:
+        return None
+    launcher = {}
+    if config.launcher_token_digest:
+        launcher = {bytes.fromhex(config.launcher_token_digest): Caller("headway serve", frozenset((GENERATE,)))}
+    return TokenFile(config.auth_token_file, launcher)
 
 
 def _require_positive(config: GatewayConfig) -> None:
@@ -142,6 +166,9 @@ def _require_positive(config: GatewayConfig) -> None:
         value = getattr(config, field)
         if not least <= value <= 86400.0:
             raise ValueError(_refusal(field, value, f"{least:g} to 86400 seconds"))
+    rate = config.max_tenant_requests_per_s
+    if rate != 0.0 and not 0.001 <= rate <= 1e6:
+        raise ValueError(_refusal("max_tenant_requests_per_s", rate, "0, or 0.001 to 1000000"))
 
 
 def _check_files(config: GatewayConfig) -> None:
@@ -151,12 +178,15 @@ def _check_files(config: GatewayConfig) -> None:
         pair = ("tls_cert_file", "tls_key_file")
         present, missing = pair if config.tls_cert_file else reversed(pair)
         raise ValueError(_refusal(missing, "", f"a PEM file, because {present} is given"))
-    for field in ("tls_cert_file", "tls_key_file", "auth_token_file"):
+    if config.tls_client_ca_file and not config.tls_cert_file:
+        raise ValueError(_refusal("tls_cert_file", "", "a PEM file, because tls_client_ca_file is given"))
+    if config.launcher_token_digest and not _DIGEST.fullmatch(config.launcher_token_digest):
+        raise ValueError(_refusal("launcher_token_digest", config.launcher_token_digest, "64 hexadecimal digits"))
+    for field in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file"):
         path = getattr(config, field)
         if path and not Path(path).is_file():
             raise ValueError(_refusal(field, path, "a file that exists"))
-    if config.auth_token_file:
-        read_token(config.auth_token_file)
+    token_file(config)
 
 
 def _refusal(field: str, value: object, allowed: str) -> str:

@@ -1,22 +1,30 @@
 """What every call passes through: the bearer token on the way in, the translation of errors on the way out.
 
-Owns: authentication, and the rule that a client learns of an unexpected error by an id, never by its text.
-Must not know: what the calls do.
+Owns: authentication, which role a call takes, the tenant that a token is bound to, and the rule that a client learns of an
+unexpected error by an id, never by its text.
+Must not know: what the calls do, or where tokens come from.
 """
 
-import hmac
 import inspect
 import secrets
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
 
+from headway_gateway.credentials import ADMIN, GENERATE, Caller, TokenTable
 from headway_gateway.statuses import CallRefusedError
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+REFLECTION_PREFIX = "/grpc.reflection."
+ROLE_OF_SERVICE = {"/headway.v1.Generation/": GENERATE, "/headway.v1.Admin/": ADMIN}
+"""The role that a service takes; any valid token will do for the others."""
 _BEARER = "Bearer "
+_MAX_TOKEN_CHARACTERS = 4096
+_TELL_INTERVAL_S = 5.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -47,32 +55,65 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Lets pass what carries ``authorization: Bearer TOKEN``, and health checks."""
+    """Lets pass what carries ``authorization: Bearer TOKEN`` of somebody who has the call's role.
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    ``tokens`` gives those in force. Methods that begin with one of ``open_prefixes`` need no token.
+    """
+
+    def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
+        self._tokens = tokens
+        self._open_prefixes = open_prefixes
+        self.refused: Counter[str] = Counter()
+        """Calls turned away, by status."""
+        self._told_at = float("-inf")
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
         """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
+        method = handler_call_details.method
+        if handler is None or method.startswith(self._open_prefixes):
             return handler
-        problem = self._problem(handler_call_details)
-        return handler if problem is None else _refusing(handler, problem)
+        try:
+            caller = self._caller(handler_call_details)
+            _require_role(caller, method)
+        except CallRefusedError as refusal:
+            self._note(refusal.code.name, method)
+            return _refusing(handler, refusal)
+        return handler if caller.tenant is None else _for_tenant(handler, caller.tenant)
 
-    def _problem(self, details: grpc.HandlerCallDetails) -> str | None:
+    def _caller(self, details: grpc.HandlerCallDetails) -> Caller:
         values = [value for key, value in details.invocation_metadata if key == "authorization"]
         if not values:
-            return "authorization metadata is missing; send: Bearer TOKEN"
+            raise _unauthenticated("authorization metadata is missing; send: Bearer TOKEN")
         value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
-        if len(values) > 1 or not value.startswith(_BEARER):
-            return "authorization metadata is malformed; send once: Bearer TOKEN"
-        # Constant time, so that the answer's delay does not tell how much of a guess was right.
-        if not hmac.compare_digest(value.removeprefix(_BEARER).strip().encode(), self._token):
-            return "the bearer token is not valid"
-        return None
+        token = value.removeprefix(_BEARER).strip()
+        if len(values) > 1 or not value.startswith(_BEARER) or not 1 <= len(token) <= _MAX_TOKEN_CHARACTERS:
+            raise _unauthenticated("authorization metadata is malformed; send once: Bearer TOKEN")
+        caller = self._tokens().find(token)
+        if caller is None:
+            raise _unauthenticated("the bearer token is not valid")
+        return caller
+
+    def _note(self, status: str, method: str) -> None:
+        self.refused[status] += 1
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_INTERVAL_S:
+            self._told_at = now
+            _log.warning("calls refused", latest=method, **self.refused)
+
+
+def _require_role(caller: Caller, method: str) -> None:
+    for prefix, role in ROLE_OF_SERVICE.items():
+        if method.startswith(prefix) and role not in caller.roles:
+            raise CallRefusedError(
+                grpc.StatusCode.PERMISSION_DENIED, f"this call takes a token with the role {role}, which yours lacks"
+            )
+
+
+def _unauthenticated(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 async def _end_call(error: Exception, context: Context, method: str) -> NoReturn:
@@ -88,31 +129,74 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
 
 def _with_errors_told(handler: Handler, on_error: Callable[[Exception, Context], Awaitable[NoReturn]]) -> Handler:
     behaviour = _behaviour(handler)
+    deserialize = _tolerant(handler)
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
+                _require_readable(request)
                 async for response in behaviour(request, context):
                     yield response
             except Exception as error:  # noqa: BLE001  # Nothing unforeseen may reach a client with its text.
                 await on_error(error, context)
 
-        return _rebuilt(handler, stream)
+        return _rebuilt(handler, stream, deserialize)
 
     async def call(request: Any, context: Context) -> Any:
         try:
+            _require_readable(request)
             return await behaviour(request, context)
         except Exception as error:  # noqa: BLE001  # See above.
             await on_error(error, context)
 
-    return _rebuilt(handler, call)
+    return _rebuilt(handler, call, deserialize)
 
 
-def _refusing(handler: Handler, problem: str) -> Handler:
+class _Unreadable:
+    """Stands for a request that could not be parsed."""
+
+
+def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
+    """A reading of single requests that never raises: what it raised would reach the client with its text."""
+    deserialize = handler.request_deserializer
+    if deserialize is None or handler.request_streaming:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception:  # noqa: BLE001  # What protobuf raises differs between its implementations.
+            return _Unreadable()
+
+    return read
+
+
+def _require_readable(request: Any) -> None:
+    if isinstance(request, _Unreadable):
+        raise CallRefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be parsed; allowed: this method's protobuf message"
+        )
+
+
+def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
     async def refuse(request: Any, context: Context) -> NoReturn:  # noqa: ARG001
-        raise CallRefusedError(grpc.StatusCode.UNAUTHENTICATED, problem)
+        raise refusal
 
-    return _rebuilt(handler, refuse)
+    # What somebody without a right sends is not even parsed.
+    return _rebuilt(handler, refuse, lambda data: data)
+
+
+def _for_tenant(handler: Handler, tenant: str) -> Handler:
+    """The same method; whatever tenant a request names, it is this one's."""
+    deserialize = handler.request_deserializer
+
+    def deserialize_for_tenant(data: bytes) -> Any:
+        request: Any = deserialize(data) if deserialize is not None else data
+        if "tenant" in getattr(getattr(request, "DESCRIPTOR", None), "fields_by_name", {}):
+            request.tenant = tenant
+        return request
+
+    return _rebuilt(handler, _behaviour(handler), deserialize_for_tenant)
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
@@ -121,12 +205,14 @@ def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
     return behaviour
 
 
-def _rebuilt(handler: Handler, behaviour: Callable[[Any, Any], Any]) -> Handler:
-    """The same method, served by another function."""
+def _rebuilt(
+    handler: Handler, behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any] | None = None
+) -> Handler:
+    """The same method, served by another function, with another reading of requests if one is given."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, deserialize or handler.request_deserializer, handler.response_serializer)

@@ -77,6 +77,7 @@ async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
     stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_tokens)
     try:
         await server.start()
         await stop.wait()
@@ -95,7 +96,9 @@ async def _run_server(config: GatewayConfig) -> int:
 async def _run_workers(config: GatewayConfig) -> int:
     load_text_model(Path(config.model))  # Fails here, once, rather than in every worker.
     stop, stop_now = _events_of_signals(config)
-    return await WorkerGroup(config).run(stop, stop_now)
+    group = WorkerGroup(config)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
+    return await group.run(stop, stop_now)
 
 
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:

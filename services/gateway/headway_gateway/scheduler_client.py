@@ -18,6 +18,7 @@ import zmq
 
 from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
 from headway_gateway.link_keys import LinkKeys
+from headway_proto.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, AdminReply, ModelInfo, PrefixToPin
 
@@ -26,6 +27,7 @@ _MOST_FRAMES_PER_TURN = 32
 _SOCKET_HIGH_WATER_MARK = 16384
 _HEARTBEAT_INTERVAL_MS = 200
 _HEARTBEAT_TIMEOUT_MS = 600
+_CONNECT_TIMEOUT_MS = 1000
 _RECONNECT_INTERVAL_MS = 20
 _RECONNECT_INTERVAL_MAX_MS = 250
 
@@ -45,6 +47,12 @@ class SchedulerClient:
     def __init__(
         self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
     ) -> None:
+        """Nothing is connected before ``start``.
+
+        Raises:
+            ValueError: others can enter the directory of a Unix socket.
+        """
+        check_ipc_directory("ingress_address", address)
         self._address = address
         self._keys = keys
         self._link = IngressLink(incarnation=incarnation, now=time.monotonic(), silence_timeout_s=silence_timeout_s)
@@ -178,6 +186,8 @@ class SchedulerClient:
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS),
             (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS),
+            (zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS),
+            (zmq.IPV6, int("[" in self._address)),
             (zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS),
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_INTERVAL_MAX_MS),
         ):

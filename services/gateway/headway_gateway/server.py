@@ -15,10 +15,15 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
-from headway_gateway.config import GatewayConfig, read_token, split_address
+from headway_gateway.config import GatewayConfig, split_address, token_file
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import AuthenticationInterceptor, ErrorInterceptor
+from headway_gateway.interceptors import (
+    HEALTH_PREFIX,
+    REFLECTION_PREFIX,
+    AuthenticationInterceptor,
+    ErrorInterceptor,
+)
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
@@ -47,7 +52,7 @@ class GatewayServer:
         """``config`` has passed ``validate``.
 
         Raises:
-            ValueError: the key files of the link cannot be used.
+            ValueError: the key files of the link cannot be used, or others can enter its socket's directory.
         """
         self._config = config
         self._client = SchedulerClient(
@@ -65,6 +70,7 @@ class GatewayServer:
                 max_concurrent_streams=config.max_concurrent_streams,
                 unavailable_grace_s=config.unavailable_grace_s,
                 slow_client_s=config.slow_client_s,
+                max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
         )
         health_service = health.aio.HealthServicer()
@@ -75,8 +81,9 @@ class GatewayServer:
             tokenizer_width=text_model.vocab_size,
             stall_s=config.stall_s,
         )
+        self._tokens = token_file(config)
         self._server = grpc.aio.server(
-            interceptors=_interceptors(config),
+            interceptors=self._interceptors(),
             options=_channel_options(config),
             maximum_concurrent_rpcs=config.max_concurrent_streams + _MOST_OTHER_CALLS,
         )
@@ -107,6 +114,13 @@ class GatewayServer:
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
         return port
 
+    def reload_tokens(self) -> None:
+        """Read the token file again. If it cannot be used, the tokens in force stay, and the log tells why."""
+        if self._tokens is not None and self._tokens.reload():
+            _log.info("tokens read again", tokens=len(self._tokens.table()))
+        elif self._tokens is not None:
+            _log.error("tokens not read again", reason=self._tokens.problem)
+
     async def drain(self, grace_s: float) -> bool:
         """Say NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
         await self._health.shut_down()
@@ -126,6 +140,15 @@ class GatewayServer:
         self._lanes.close()
         _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
 
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        if self._tokens is not None:
+            exempt = ((HEALTH_PREFIX, self._config.open_health), (REFLECTION_PREFIX, self._config.open_reflection))
+            interceptors.append(
+                AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
+            )
+        return interceptors
+
     def _listen(self) -> int:
         address = self._config.grpc_address
         try:
@@ -138,13 +161,6 @@ class GatewayServer:
             ) from error
 
 
-def _interceptors(config: GatewayConfig) -> list[grpc.aio.ServerInterceptor]:
-    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
-    if config.auth_token_file:
-        interceptors.append(AuthenticationInterceptor(read_token(config.auth_token_file)))
-    return interceptors
-
-
 def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
     try:
         # gRPC itself would only say that it cannot listen.
@@ -155,7 +171,19 @@ def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
             "allowed: a PEM certificate chain whose private key is in tls_key_file"
         ) from error
     pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
-    return grpc.ssl_server_credentials([pair])
+    if not config.tls_client_ca_file:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], _client_authorities(config.tls_client_ca_file), require_client_auth=True)
+
+
+def _client_authorities(path: str) -> bytes:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of those who sign clients'"
+        ) from error
 
 
 def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:

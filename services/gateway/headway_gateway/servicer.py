@@ -5,6 +5,7 @@ Must not know: ZeroMQ, how tokens become text, how errors are written on the wir
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
+from headway_gateway.tenant_rates import TenantRates
 from headway_gateway.tokenization import TextModel
 from headway_gateway.validation import (
     GenerationSpec,
@@ -67,6 +69,7 @@ class ServingLimits(msgspec.Struct, frozen=True):
     max_concurrent_streams: int
     unavailable_grace_s: float
     slow_client_s: float = 30.0
+    max_tenant_requests_per_s: float = 0.0
 
 
 class GenerationServicer(api_grpc.GenerationServicer):
@@ -85,6 +88,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._is_draining = False
         self._became_idle = Wakeup()
         self._pace = WritePace()
+        self._tenant_rates = TenantRates(limits.max_tenant_requests_per_s)
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on; open ones go on."""
@@ -178,6 +182,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise CallRefusedError(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(spec.request_id)} is the id of a live request"
             )
+        self._require_rate(spec.tenant)
         self._live_request_ids.add(spec.request_id)
         try:
             prompt_ids = await self._encode_prompt(request, model)
@@ -197,6 +202,16 @@ class GenerationServicer(api_grpc.GenerationServicer):
             await call.run()
         finally:
             self._live_request_ids.discard(spec.request_id)
+
+    def _require_rate(self, tenant: str) -> None:
+        wait_s = self._tenant_rates.take(tenant, time.monotonic())
+        if wait_s:
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"tenant: {shown(tenant)} begins more requests than allowed; "
+                f"allowed: {self._limits.max_tenant_requests_per_s:g} per second",
+                retry_after_s=wait_s,
+            )
 
     async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
         """The model, waiting a short while for one."""

@@ -1,27 +1,25 @@
 """The checkpoint's own way from text to token ids and back: tokenizer.json, chat template, special tokens.
 
-Owns: loading and checking those files, encoding, rendering chats in a sandbox, decoding.
+Owns: loading and checking those files, encoding, having chats rendered, decoding.
 Must not know: gRPC, the scheduler, threads (callers decide where the slow calls run).
 
-Untrusted are both the checkpoint (its template runs in jinja2's immutable sandbox) and the prompt (a text that cannot
-fit is refused by its length, before any work is spent on it).
+Untrusted are both the checkpoint (its template runs in a sandbox, in a process of its own) and the prompt (a text that
+cannot fit is refused by its length, before any work is spent on it).
 """
 
-import datetime as dt
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from headway_gateway.detokenization import Detokenizer, detokenizer_factory
+from headway_gateway.template_process import ChatTemplate, TemplateError
 
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _UNLIKE_CONTENTS = ("0", "A")
@@ -38,12 +36,11 @@ class PromptError(ValueError):
 class TextModel:
     """A loaded tokenizer with its chat template. Thread-safe; encoding releases the interpreter lock."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: jinja2.Template | None, special: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._special = dict(special)
         self._make_detokenizer = detokenizer_factory(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -113,15 +110,9 @@ class TextModel:
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
-            return self._chat_template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                add_generation_prompt=True,
-                **self._special,
-            )
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the chat template refuses these messages: {_one_line(error)}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise PromptError(f"the chat template fails on these messages: {type(error).__name__}") from error
+            return self._chat_template.render(tuple(messages))
+        except TemplateError as error:
+            raise PromptError(f"the chat template {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""
@@ -159,8 +150,19 @@ def load_text_model(directory: Path) -> TextModel:
         tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # The library raises bare Exception for every defect of the file.
         raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
+    _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
-    return TextModel(tokenizer, _load_template(directory, config), _special_tokens(config))
+    return TextModel(tokenizer, _load_template(directory, config))
+
+
+def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids that the model has no logits for, where the model's configuration lies beside it."""
+    width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
+    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if isinstance(width, int) and most > width:
+        raise TokenizerFilesError(
+            f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: as many as {_MODEL_CONFIG_FILE} has logits, {width}"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_template(directory: Path, config: dict[str, Any]) -> jinja2.Template | None:
+def _load_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
     path = directory / _TEMPLATE_FILE
     if path.exists():
         try:
@@ -190,9 +192,9 @@ def _load_template(directory: Path, config: dict[str, Any]) -> jinja2.Template |
     if not isinstance(source, str):
         raise TokenizerFilesError(f"{path}: chat_template is a {type(source).__name__}; allowed: a string")
     try:
-        return _template_environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise TokenizerFilesError(f"{path}: chat template: {_one_line(error)}") from error
+        return ChatTemplate(source, _special_tokens(config))
+    except TemplateError as error:
+        raise TokenizerFilesError(f"{path}: chat template: it {_one_line(error)}") from error
 
 
 def _default_template(entry: object) -> object:
@@ -212,30 +214,6 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
     return found
-
-
-def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written in: trimmed blocks, loop controls, and three helpers."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], autoescape=False
-    )
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = _strftime_now
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-def _raise_template_error(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return dt.datetime.now().astimezone().strftime(layout)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    # jinja2's own filter escapes for HTML, which would put \u003c into prompts.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _one_line(error: BaseException) -> str:

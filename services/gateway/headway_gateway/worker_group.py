@@ -123,6 +123,10 @@ class WorkerGroup:
             self._signal_all(signal.SIGTERM if stop_now.is_set() else signal.SIGKILL)
             await everyone
 
+    def reload_tokens(self) -> None:
+        """Have every worker read the token file again."""
+        self._signal_all(signal.SIGHUP)
+
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.returncode is None:

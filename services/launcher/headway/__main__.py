@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(overview())
         return 0 if words else USAGE_EXIT_CODE
     name, rest = words[0].removeprefix("--"), words[1:]
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
         return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{suggestion(name, COMMANDS)}")
     try:
@@ -144,15 +145,23 @@ def _add_health_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use TLS and trust these certificates (PEM), such as the server's own",
     )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    parser.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
+    parser.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
     parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
 
 
 def _health(arguments: argparse.Namespace) -> int:
-    from headway.health import SERVING, Target, health_of
-    from headway.settings import bytes_of_file
+    from headway.health import SERVING, Target, client_certificate, health_of
+    from headway.settings import bytes_of_file, token_of_file
 
-    certificates = bytes_of_file(arguments.root_certificates, "--root-certificates")
-    status = health_of(Target(address=arguments.address, certificates=certificates), timeout_s=arguments.timeout)
+    target = Target(
+        address=arguments.address,
+        certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        token=token_of_file(arguments.token_file, "--token-file"),
+        client=client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate"),
+    )
+    status = health_of(target, timeout_s=arguments.timeout)
     sys.stdout.write(f"{status}\n")
     return 0 if status == SERVING else 1
 
@@ -224,6 +233,7 @@ COMMANDS = {
     "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),
     "version": Command("print the version", lambda _: None, _version),
 }
+ALIASES = {"keygen": "keys"}
 
 
 if __name__ == "__main__":

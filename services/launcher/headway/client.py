@@ -572,6 +572,7 @@ class _Target:
     token: str | None
     tls: bool
     root_certificates: bytes | None
+    client_certificate: tuple[bytes, bytes] | None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
@@ -587,7 +588,8 @@ class _Target:
         return grpc.aio.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
 
     def _credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.root_certificates)
+        certificate, key = self.client_certificate or (None, None)
+        return grpc.ssl_channel_credentials(self.root_certificates, key, certificate)
 
 
 def _tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:
@@ -609,6 +611,7 @@ class Client:
     """A connection to a gateway. Threads may share it.
 
     ``token`` is sent as bearer token; ``tls`` encrypts, trusting ``root_certificates`` (PEM) or the system's.
+    ``client_certificate`` is a PEM chain and its private key, for servers that want to see one.
     """
 
     def __init__(
@@ -618,8 +621,10 @@ class Client:
         token: str | None = None,
         tls: bool = False,
         root_certificates: bytes | None = None,
+        client_certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        target = _Target(address, token, tls or root_certificates is not None, root_certificates)
+        encrypts = tls or root_certificates is not None or client_certificate is not None
+        target = _Target(address, token, encrypts, root_certificates, client_certificate)
         self._metadata = target.metadata()
         self._channel = target.channel()
         self._generation: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
@@ -729,8 +734,12 @@ class Client:
     def _is_ready(self, deadline: float) -> bool:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         try:
-            response = self._health.Check(request, timeout=max(0.05, deadline - time.monotonic()))
-        except grpc.RpcError:
+            response = self._health.Check(
+                request, timeout=max(0.05, deadline - time.monotonic()), metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise _error_of(error) from error  # Waiting does not help.
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -745,8 +754,10 @@ class AsyncClient:
         token: str | None = None,
         tls: bool = False,
         root_certificates: bytes | None = None,
+        client_certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        target = _Target(address, token, tls or root_certificates is not None, root_certificates)
+        encrypts = tls or root_certificates is not None or client_certificate is not None
+        target = _Target(address, token, encrypts, root_certificates, client_certificate)
         self._metadata = target.metadata()
         self._channel = target.aio_channel()
         self._generation: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
@@ -834,7 +845,11 @@ class AsyncClient:
     async def _is_ready(self, deadline: float) -> bool:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
         try:
-            response = await self._health.Check(request, timeout=max(0.05, deadline - time.monotonic()))
-        except grpc.RpcError:
+            response = await self._health.Check(
+                request, timeout=max(0.05, deadline - time.monotonic()), metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise _error_of(error) from error  # Waiting does not help.
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

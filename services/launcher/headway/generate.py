@@ -15,8 +15,9 @@ from typing import Any, Literal, cast
 import msgspec
 
 from headway.client import DEFAULT_ADDRESS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.health import client_certificate
 from headway.reporting import Screen, table
-from headway.settings import ConfigurationError, bytes_of_file, shown
+from headway.settings import ConfigurationError, bytes_of_file, shown, token_of_file
 from headway.streaming import Job, answer, answer_all
 
 INTERRUPTED_EXIT_CODE = 130
@@ -70,6 +71,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
     server.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
+    server.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
+    server.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
     server.add_argument(
         "--concurrency",
         type=int,
@@ -166,9 +169,13 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
 
 
 def _client(arguments: argparse.Namespace) -> AsyncClient:
-    certificates = bytes_of_file(arguments.root_certificates, "--root-certificates")
-    token = (bytes_of_file(arguments.token_file, "--token-file") or b"").decode().strip()
-    return AsyncClient(arguments.address, token=token or None, root_certificates=certificates)
+    shown_to_server = client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate")
+    return AsyncClient(
+        arguments.address,
+        token=token_of_file(arguments.token_file, "--token-file") or None,
+        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        client_certificate=(shown_to_server.certificate, shown_to_server.key) if shown_to_server else None,
+    )
 
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:

@@ -14,6 +14,7 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headway.settings import ConfigurationError, bytes_of_file, shown
 from headway_proto import generation_pb2, generation_pb2_grpc
 
 UNREACHABLE = "UNREACHABLE"
@@ -22,12 +23,22 @@ SERVING = "SERVING"
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # where to reach a server that listens everywhere
 
 
+class ClientCertificate(msgspec.Struct, frozen=True):
+    """A certificate to show and its private key: PEM, and the files it is in."""
+
+    certificate: bytes
+    key: bytes
+    certificate_file: str
+    key_file: str
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A server to ask. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text."""
 
     address: str
     certificates: bytes | None = None
     token: str = ""
+    client: ClientCertificate | None = None
 
     @property
     def reachable_address(self) -> str:
@@ -35,13 +46,36 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         host, _, port = self.address.rpartition(":")
         return f"{_ANY_HOST.get(host, host)}:{port}"
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+def client_certificate(certificate_file: str | None, key_file: str | None, origin: str) -> ClientCertificate | None:
+    """Read a certificate to show to servers, None where no file is named. ``origin`` is the flag that named them.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or they are no pair.
+    """
+    if not certificate_file or not key_file:
+        return None
+    certificate, key = bytes_of_file(certificate_file, origin), bytes_of_file(key_file, origin)
+    try:
+        ssl.create_default_context().load_cert_chain(certificate_file, key_file)
+    except OSError:
+        raise ConfigurationError(
+            f"{origin}: {shown(certificate_file)} cannot be used; allowed: a PEM certificate with its private key"
+        ) from None
+    return ClientCertificate(certificate or b"", key or b"", certificate_file, key_file)
+
 
 def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
     """Return the server's status: SERVING, NOT_SERVING, ..., or UNREACHABLE."""
     try:
         with _channel(target, timeout_s) as channel:
             response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
-                health_pb2.HealthCheckRequest(), timeout=timeout_s
+                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=target.metadata
             )
     except (grpc.RpcError, OSError):
         return UNREACHABLE
@@ -54,11 +88,10 @@ def model_of(target: Target, *, timeout_s: float = 5.0) -> generation_pb2.GetMod
     Raises:
         grpc.RpcError: it did not say.
     """
-    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
     with _channel(target, timeout_s) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
         model: generation_pb2.GetModelResponse = stub.GetModel(
-            generation_pb2.GetModelRequest(), timeout=timeout_s, metadata=metadata
+            generation_pb2.GetModelRequest(), timeout=timeout_s, metadata=target.metadata
         )
         return model
 
@@ -69,14 +102,16 @@ def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
     if target.certificates is None:
         channel = grpc.insecure_channel(address)
     else:
-        name = _certified_name(address, target.certificates, timeout_s)
+        name = _certified_name(target, target.certificates, timeout_s)
         options = (("grpc.ssl_target_name_override", name),) if name else ()
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(target.certificates), options)
+        shown_pair = (target.client.key, target.client.certificate) if target.client else (None, None)
+        credentials = grpc.ssl_channel_credentials(target.certificates, *shown_pair)
+        channel = grpc.secure_channel(address, credentials, options)
     with channel:
         yield channel
 
 
-def _certified_name(address: str, certificates: bytes, timeout_s: float) -> str:
+def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
     """Return a name that the server's certificate is made out to.
 
     This host holds that very certificate, so the name under which others reach the server proves nothing more here.
@@ -87,7 +122,9 @@ def _certified_name(address: str, certificates: bytes, timeout_s: float) -> str:
     context = ssl.create_default_context(cadata=certificates.decode("ascii"))
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    host, _, port = address.rpartition(":")
+    if target.client:
+        context.load_cert_chain(target.client.certificate_file, target.client.key_file)
+    host, _, port = target.reachable_address.rpartition(":")
     with (
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection,
         context.wrap_socket(connection) as secured,

@@ -4,7 +4,8 @@ Owns: which key file each process needs, under the names that the services expec
 Must not know: how a link uses them.
 
 Each process has a CURVE pair. Executor and gateway know the scheduler's public key, so that nobody can pose as the
-scheduler; the scheduler knows theirs, so that nobody else gets in.
+scheduler; the scheduler knows theirs, each for its own link, so that nobody else gets in and a gateway cannot pose as an
+executor. More of either: their public keys, as ``*.key`` files beside the first.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import zmq.auth
 from headway.settings import ConfigurationError, shown
 
 SCHEDULER = "scheduler"
-CLIENTS = ("executor", "gateway")
+CLIENTS = {"executor": "executors", "gateway": "gateways"}
+"""Whose keys the scheduler admits, and the directory beside its own in which it looks for theirs."""
 
 
 def add_keys_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +64,9 @@ def make_keys(directory: Path) -> None:
         for name in (SCHEDULER, *CLIENTS):
             (directory / name).mkdir()
             zmq.auth.create_certificates(directory / name, name)
-        admitted = directory / SCHEDULER / "clients"
-        admitted.mkdir()
-        for name in CLIENTS:
+        for name, directory_name in CLIENTS.items():
+            admitted = directory / SCHEDULER / directory_name
+            admitted.mkdir()
             shutil.copy(directory / name / f"{name}.key", admitted)
             shutil.copy(directory / SCHEDULER / f"{SCHEDULER}.key", directory / name)
     finally:

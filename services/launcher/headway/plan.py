@@ -6,6 +6,8 @@ Must not know: how processes are started, watched or stopped.
 """
 
 import argparse
+import hashlib
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
-from headway.health import Target
+from headway.health import Target, client_certificate
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.services import SERVE, SERVICES, serve_settings, sources_in_file, with_model_directory
 from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
@@ -24,6 +26,7 @@ from headway_gateway.config import GatewayConfig
 START_ORDER = ("executor", "scheduler", "gateway")
 STOP_ORDER = ("gateway", "scheduler", "executor")
 STOP_GRACE_S = 5.0
+_NOTHING = Given("", "")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +58,16 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     serve = build(ServeConfig, given, ServeConfig.validate)
     presets = {"model": Given(serve.model, "--model")}
     configs = {}
+    # The token file may hold digests only, so serve has a token of its own, of which the gateway sees the digest.
+    probe_token = secrets.token_urlsafe(32)
     for service in SERVICES.values():
         settled = _settled(service.settings, directory)
         from_environment = given_by_environment(environment, service.name, service.settings)
         layers = (settled, given, from_environment, files[service.name], presets)
         values = with_model_directory(merged(layers))
+        if values.get("auth_token_file", _NOTHING).value:
+            digest = hashlib.sha256(probe_token.encode()).hexdigest()
+            values = {**values, "launcher_token_digest": Given(digest, "the launcher")}
         _check_model_directory(values)
         configs[service.name] = service.build(_with_a_port(values))
     gateway = configs["gateway"]
@@ -68,22 +76,28 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         commands={name: _command(name, config) for name, config in configs.items()},
         restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
         hang_s=serve.hang_s,
-        target=_target(gateway),
+        target=_target(gateway, serve, probe_token),
         # What a service allows its requests, and some time over to end in.
         stop_grace_s={name: getattr(configs[name], "grace_s", 0.0) + STOP_GRACE_S for name in STOP_ORDER},
     )
 
 
-def _target(gateway: GatewayConfig) -> Target:
-    """Return how this host reaches the gateway. Its certificate and its token lie here, so both are at hand.
+def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Target:
+    """Return how this host reaches the gateway. Its certificate lies here, so it is at hand.
 
     Raises:
-        ConfigurationError: a file cannot be read.
+        ConfigurationError: a file cannot be read, or the gateway wants a certificate that serve does not have.
     """
+    if gateway.tls_client_ca_file and not serve.probe_cert_file:
+        raise ConfigurationError(
+            "--probe-cert-file is required together with --tls-client-ca-file; "
+            "allowed: a PEM certificate that serve itself may show to the gateway"
+        )
     return Target(
         address=gateway.grpc_address,
         certificates=bytes_of_file(gateway.tls_cert_file, "--tls-cert-file"),
-        token=(bytes_of_file(gateway.auth_token_file, "--auth-token-file") or b"").decode().strip(),
+        token=probe_token if gateway.auth_token_file else "",
+        client=client_certificate(serve.probe_cert_file, serve.probe_key_file, "--probe-cert-file"),
     )
 
 

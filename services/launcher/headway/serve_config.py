@@ -28,5 +28,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=86400, description="seconds without a sign of life after which a process is replaced; 0: never"),
     ] = 15.0
 
+    probe_cert_file: Annotated[
+        str,
+        Meta(
+            description="PEM certificate with which serve itself asks whether the gateway is ready, where "
+            "tls_client_ca_file is set (with probe_key_file)"
+        ),
+    ] = ""
+    probe_key_file: Annotated[str, Meta(description="PEM private key of probe_cert_file")] = ""
+
     def validate(self) -> None:
-        """Accept whatever the types admit: the services check what they are given."""
+        """Check what types alone cannot; the services check what they are given.
+
+        Raises:
+            ValueError: one of certificate and key is missing.
+        """
+        if bool(self.probe_cert_file) != bool(self.probe_key_file):
+            missing = "probe_key_file" if self.probe_cert_file else "probe_cert_file"
+            raise ValueError(
+                f"{missing}: '' is not allowed; allowed: a PEM file, because the other of the two is given"
+            )

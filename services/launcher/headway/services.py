@@ -35,7 +35,9 @@ SERVE = "serve"
 _LOG_DRAIN_S = 0.5
 
 # What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
-SETTLED_BY_SERVE = frozenset({"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port"})
+SETTLED_BY_SERVE = frozenset(
+    {"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port", "launcher_token_digest"}
+)
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):

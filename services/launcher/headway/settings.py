@@ -147,6 +147,18 @@ def bytes_of_file(path: str | None, origin: str) -> bytes | None:
         raise ConfigurationError(f"{origin}: cannot read {shown(path)}: {error.strerror}") from None
 
 
+def token_of_file(path: str | None, origin: str) -> str:
+    """Return the bearer token in a file that a setting names, or nothing where it names none.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds something else than one word of printable ASCII.
+    """
+    words = (bytes_of_file(path, origin) or b"").decode("ascii", "replace").split()
+    if len(words) > 1 or not all(word.isascii() and word.isprintable() for word in words):
+        raise ConfigurationError(f"{origin}: {shown(path)} holds no token; allowed: one word of printable ASCII")
+    return words[0] if words else ""
+
+
 def allowed(setting: Setting) -> str:
     """Say in words what a setting's type admits."""
     return _allowed(setting.shape)

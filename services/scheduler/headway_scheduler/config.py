@@ -106,7 +106,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "shared"
     curve_keys: Annotated[
         str,
-        Meta(description="directory with scheduler.key_secret and, in clients/, the public keys allowed to connect"),
+        Meta(
+            description="directory with scheduler.key_secret and, in executors/ and gateways/, the public keys of those who "
+            "may connect to the step link and to the ingress"
+        ),
     ] = ""
     grace_s: Annotated[float, Meta(description="seconds that running requests get to finish after SIGTERM")] = 10.0
     log_level: Annotated[

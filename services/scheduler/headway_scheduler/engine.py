@@ -30,7 +30,15 @@ from headway_scheduler.ingress_link import (
     IngressLinks,
 )
 from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
-from headway_scheduler.step_link import EpochOpened, ExecutorLost, StepAnswered, StepEvent, StepFailed, StepLink
+from headway_scheduler.step_link import (
+    EpochOpened,
+    ExecutorLost,
+    ExecutorRefused,
+    StepAnswered,
+    StepEvent,
+    StepFailed,
+    StepLink,
+)
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
@@ -211,6 +219,8 @@ class SchedulerEngine:
                 self._on_answer(event, now)
             elif isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
+            elif isinstance(event, ExecutorRefused):
+                self._notice("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
                 if self.core is not None:
@@ -505,7 +515,7 @@ class SchedulerEngine:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             eos_token_ids=self.info.eos_token_ids,
-            max_request_tokens=self.core.capacity.max_request_tokens,
+            max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
         )
 
     def _notice(self, event: str, **details: str | float) -> None:

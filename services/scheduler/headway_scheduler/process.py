@@ -27,6 +27,7 @@ EXIT_BAD_CONFIGURATION = 2
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
+_REJECTIONS_INTERVAL_S = 5.0
 _COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 
 
@@ -78,6 +79,7 @@ def serve(
 ) -> None:
     """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
     stop_by = float("inf")
+    report_rejections_at = float("-inf")
     while True:
         now = time.monotonic()
         if pulse is not None:
@@ -100,6 +102,10 @@ def serve(
         for notice in engine.notices:
             log.info(notice.event, **notice.details)
         engine.notices.clear()
+        if now >= report_rejections_at:
+            for rejections in transport.take_rejections():
+                report_rejections_at = now + _REJECTIONS_INTERVAL_S
+                log.warning("connections turned away", link=rejections.link, new=rejections.new, total=rejections.total)
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
 
 

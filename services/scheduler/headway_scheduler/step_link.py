@@ -21,6 +21,7 @@ from headway_proto.step import (
     ResyncRequest,
     SchedulerHeartbeat,
     SchedulerOutput,
+    info_problem,
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
@@ -64,7 +65,13 @@ class ExecutorLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-StepEvent = EpochOpened | StepAnswered | ExecutorLost
+class ExecutorRefused(msgspec.Struct, frozen=True):
+    """An executor announced what cannot be; it is told once for each life of one."""
+
+    reason: str
+
+
+StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
 
 
 class StepLink:
@@ -82,6 +89,7 @@ class StepLink:
         self._executor = 0
         self._info: BackendInfo | None = None
         self._announced_limit = 0
+        self._refused: int | None = None
         self._next_sequence = 0
         self._heard_at = float("-inf")
         self._opened_at = float("-inf")
@@ -151,6 +159,11 @@ class StepLink:
         return self._open(self._peer, self._executor, self._info, reason, now)
 
     def _on_hello(self, peer: bytes, hello: ExecutorHello, now: float) -> list[StepEvent]:
+        problem = info_problem(hello.info)
+        if problem is not None:
+            is_news = self._refused != hello.incarnation
+            self._refused = hello.incarnation
+            return [ExecutorRefused(problem)] if is_news else []
         if hello.incarnation == self._executor and peer == self._peer:
             self._heard_at = now
             if now - self._opened_at < REOPEN_INTERVAL_S:

@@ -1,6 +1,6 @@
 """The scheduler's two ZeroMQ sockets.
 
-Owns: binding, limits, authentication, non-blocking sends and receives.
+Owns: binding, limits, keys, non-blocking sends and receives.
 Must not know: what a frame means.
 
 Both are ROUTERs with ``ROUTER_MANDATORY``: a frame that cannot be delivered is reported instead of being dropped.
@@ -13,15 +13,24 @@ from pathlib import Path
 
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
-from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.addresses import check_ipc_directory
+from headway_scheduler.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 
 HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256
 _IPC = "ipc://"
-_HEARTBEAT_MS = 500
-_HEARTBEAT_TIMEOUT_MS = 5000
+MAX_RECEIVED_BYTES = 16 * 1024 * 1024
+"""Of one frame. A sequence of ``MAX_REQUEST_TOKENS`` fits, and so does a step of some 50,000 rows with log probabilities."""
+STEP, INGRESS = "step", "ingress"
+ALLOW_LISTS = {STEP: "executors", INGRESS: "gateways"}
+"""The directories, in that of the keys, with the public keys of those who may connect to each link."""
+SECRET_KEY = "scheduler.key_secret"  # noqa: S105  (a file's name)
+
+_BACKLOG = 64
+# A network may fall apart without a word, which has to be noticed within a second. On one machine there is nothing to
+# fall apart; there, silence is a process that was stopped, which may go on.
+_HEARTBEATS_MS = {"tcp": (200, 600), "ipc": (500, 5000)}
 
 
 class Transport:
@@ -35,14 +44,20 @@ class Transport:
             OSError: the key files cannot be read.
         """
         self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
+        self._guard: LinkGuard | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
         self._socket_files: list[tuple[str, int]] = []
+        addresses = {STEP: step_address, INGRESS: ingress_address}
         try:
+            self.executor, self.gateways = (self._socket(address) for address in addresses.values())
             if curve_keys:
-                self._start_authenticator(curve_keys)
-            self.executor = self._bind("step_address", step_address, curve_keys)
-            self.gateways = self._bind("ingress_address", ingress_address, curve_keys)
+                self._use_keys(Path(curve_keys))
+            self._start_guard(addresses, Path(curve_keys) if curve_keys else None)
+            for link, bound in ((STEP, self.executor), (INGRESS, self.gateways)):
+                _bind(bound, f"{link}_address", addresses[link])
+                if addresses[link].startswith(_IPC):
+                    path = addresses[link].removeprefix(_IPC)
+                    self._socket_files.append((path, Path(path).stat().st_ino))
         except BaseException:
             self.close()
             raise
@@ -81,45 +96,79 @@ class Transport:
         outgoing.clear()
         return unreachable
 
+    def take_rejections(self) -> list[Rejections]:
+        """Who was turned away at the sockets since the last call."""
+        return [] if self._guard is None else self._guard.take_rejections()
+
     def close(self) -> None:
         """Close everything without waiting for peers."""
+        if self._guard is not None:
+            self._guard.close()
         for socket in self._sockets:
             socket.close(linger=0)
-        if self._authenticator is not None:
-            self._authenticator.stop()
         self._context.term()
         for path, inode in self._socket_files:
             _remove(path, inode)
         self._socket_files.clear()
 
-    def _bind(self, field: str, address: str, curve_keys: str) -> "zmq.Socket[bytes]":
+    def _socket(self, address: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        if curve_keys:
-            public, secret = zmq.auth.load_certificate(Path(curve_keys) / "scheduler.key_secret")
-            if secret is None:
-                raise ValueError(f"curve_keys: no secret key in {curve_keys!r:.64}/scheduler.key_secret")
-            socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}") from error
-        if address.startswith(_IPC):
-            path = address.removeprefix(_IPC)
-            self._socket_files.append((path, Path(path).stat().st_ino))
+        heartbeat_ms, heartbeat_timeout_ms = _HEARTBEATS_MS["ipc" if address.startswith("ipc:") else "tcp"]
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES),
+            (zmq.SNDHWM, HIGH_WATER_MARK),
+            (zmq.RCVHWM, HIGH_WATER_MARK),
+            (zmq.HEARTBEAT_IVL, heartbeat_ms),
+            (zmq.HEARTBEAT_TIMEOUT, heartbeat_timeout_ms),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_INTERVAL_MS),
+            (zmq.BACKLOG, _BACKLOG),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            socket.setsockopt(option, value)
         return socket
 
-    def _start_authenticator(self, curve_keys: str) -> None:
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve(domain="*", location=str(Path(curve_keys) / "clients"))
+    def _use_keys(self, directory: Path) -> None:
+        try:
+            public, secret = zmq.auth.load_certificate(directory / SECRET_KEY)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} cannot be used: {error}") from error
+        if secret is None:
+            raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} holds no secret key")
+        for link, socket in ((STEP, self.executor), (INGRESS, self.gateways)):
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+            socket.setsockopt(zmq.ZAP_DOMAIN, link.encode())
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _start_guard(self, addresses: dict[str, str], curve_keys: Path | None) -> None:
+        """Guard what can be reached by connecting to a port; a private directory guards the others."""
+        if curve_keys is None and all(address.startswith("ipc:") for address in addresses.values()):
+            return
+        allow_lists = {}
+        for link, name in ALLOW_LISTS.items() if curve_keys is not None else ():
+            assert curve_keys is not None
+            try:
+                allow_lists[link] = AllowList(curve_keys / name)
+            except OSError:
+                raise ValueError(
+                    f"curve_keys: {str(curve_keys)!r:.64} is not allowed; allowed: a directory with {SECRET_KEY} and, in "
+                    f"{' and '.join(f'{one}/' for one in ALLOW_LISTS.values())}, the public keys of those who may connect"
+                ) from None
+        self._guard = LinkGuard(self._context, allow_lists)
+        for link, socket in ((STEP, self.executor), (INGRESS, self.gateways)):
+            if addresses[link].startswith("tcp:"):
+                self._guard.watch(link, socket)
+        self._guard.start()
+
+
+def _bind(socket: "zmq.Socket[bytes]", field: str, address: str) -> None:
+    check_ipc_directory(field, address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}") from error
 
 
 def _remove(path: str, inode: int) -> None:

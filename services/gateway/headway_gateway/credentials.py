@@ -1,0 +1,184 @@
+"""Who may call: the tokens in a file, what each is for, and reading the file again when it changes.
+
+Owns: the form of the token file, the search for a token, and the roles.
+Must not know: gRPC, or what is done with a caller's name.
+
+The file has a line per token; ``#`` begins a comment:
+
+    # name   roles           token, or its SHA-256 in hex          tenant, if the token's requests are one tenant's
+    alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
+    ops      generate,admin  an-open-token
+
+A file with one word alone is the token of somebody who may do everything. Tokens are compared as digests, each one
+with every one, so that neither the position nor the beginning of a guess changes how long the answer takes.
+"""
+
+import hashlib
+import hmac
+import re
+import time
+from pathlib import Path
+
+import msgspec
+
+GENERATE, ADMIN = "generate", "admin"
+ROLES = (GENERATE, ADMIN)
+MAX_TOKENS = 10_000
+
+_MAX_FILE_BYTES = 4 << 20
+_MAX_NAME_CHARACTERS = 64
+_MAX_TENANT_BYTES = 128
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_TENANT = "tenant="
+_LOOK_INTERVAL_S = 0.5
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Whom a token stands for. ``tenant`` is None where the caller may name any."""
+
+    name: str
+    roles: frozenset[str]
+    tenant: str | None = None
+
+
+class TokenTable:
+    """The callers by token."""
+
+    def __init__(self, callers: dict[bytes, Caller]) -> None:
+        """``callers`` are by the SHA-256 digest of their token."""
+        self._callers = tuple(callers.items())
+
+    def find(self, token: str) -> Caller | None:
+        """Whose token this is, None if it is nobody's; takes as long for any token."""
+        digest = digest_of(token)
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+
+def digest_of(token: str) -> bytes:
+    """The SHA-256 digest of a token."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+def parse_tokens(text: str) -> dict[bytes, Caller]:
+    """Read the contents of a token file.
+
+    Raises:
+        ValueError: names the line and what is wrong with it, and never shows a token.
+    """
+    lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, words) for number, words in lines if words]
+    if not lines or len(lines) > MAX_TOKENS:
+        raise ValueError(f"{len(lines)} tokens; allowed: 1 to {MAX_TOKENS}")
+    if len(lines) == 1 and len(lines[0][1]) == 1:
+        return {_digest(lines[0][1][0], lines[0][0]): Caller("default", frozenset(ROLES))}
+    callers: dict[bytes, Caller] = {}
+    for number, words in lines:
+        digest, caller = _entry(words, number)
+        if digest in callers:
+            raise ValueError(f"line {number}: this token is on another line too; allowed: each token once")
+        callers[digest] = caller
+    return callers
+
+
+def _entry(words: list[str], number: int) -> tuple[bytes, Caller]:
+    if len(words) not in {3, 4}:
+        raise ValueError(f"line {number}: {len(words)} words; allowed: NAME ROLE[,ROLE] TOKEN [tenant=NAME]")
+    name, roles = words[0], frozenset(words[1].split(","))
+    if len(name) > _MAX_NAME_CHARACTERS:
+        raise ValueError(f"line {number}: a name of {len(name)} characters; allowed: {_MAX_NAME_CHARACTERS}")
+    if not roles <= set(ROLES):
+        # Not shown: what stands in the wrong place may be the token.
+        raise ValueError(f"line {number}: the second word is no list of roles; allowed: {', '.join(ROLES)}")
+    return _digest(words[2], number), Caller(name, roles, _tenant(words[3:], roles, number))
+
+
+def _digest(word: str, number: int) -> bytes:
+    if not (word.isascii() and word.isprintable()):
+        raise ValueError(f"line {number}: the token is not printable ASCII")
+    if not word.startswith("sha256:"):
+        return digest_of(word)
+    match = _DIGEST.fullmatch(word)
+    if match is None:
+        raise ValueError(f"line {number}: the digest of a token is sha256: and 64 hexadecimal digits")
+    return bytes.fromhex(match[1])
+
+
+def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
+    if not words:
+        return None
+    tenant = words[0].removeprefix(_TENANT)
+    if not words[0].startswith(_TENANT) or not tenant or len(tenant.encode()) > _MAX_TENANT_BYTES:
+        raise ValueError(f"line {number}: the fourth word; allowed: tenant=NAME, of 1 to {_MAX_TENANT_BYTES} bytes")
+    if ADMIN in roles:
+        raise ValueError(f"line {number}: a tenant's token with role {ADMIN}, which sees and changes every tenant's")
+    return tenant
+
+
+class TokenFile:
+    """The tokens of a file, read again when it has changed. A file that cannot be used leaves the former tokens valid."""
+
+    def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
+        """Read the file; ``extra`` are callers that are in no file.
+
+        Raises:
+            ValueError: the file cannot be used; the message is one line without a token in it.
+        """
+        self._path = Path(path)
+        self._extra = dict(extra or {})
+        self._seen = self._signature()
+        self._table = self._read()
+        self._looked_at = time.monotonic()
+        self.problem: str | None = None
+        """Why the present contents of the file are not in force, None if they are."""
+
+    def table(self) -> TokenTable:
+        """The tokens in force; looks after the file now and then."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_INTERVAL_S:
+            self._looked_at = now
+            if self._signature() != self._seen:
+                self.reload()
+        return self._table
+
+    def reload(self) -> bool:
+        """Read the file now; return whether its tokens are in force."""
+        signature = self._signature()
+        try:
+            self._table = self._read()
+            self.problem = None
+        except ValueError as error:
+            self.problem = str(error)
+        self._seen = signature
+        return self.problem is None
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _read(self) -> TokenTable:
+        allowed = "a readable file with a token in it, or NAME ROLE[,ROLE] TOKEN [tenant=NAME] on each line"
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(_MAX_FILE_BYTES + 1)
+            if len(content) > _MAX_FILE_BYTES:
+                raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
+            callers = parse_tokens(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: not UTF-8; allowed: {allowed}") from None
+        except OSError as error:
+            raise ValueError(
+                f"auth_token_file: {str(self._path)!r:.64}: {error.strerror}; allowed: {allowed}"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: {error}; allowed: {allowed}") from None
+        return TokenTable(self._extra | callers)

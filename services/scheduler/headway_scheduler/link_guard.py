@@ -1,0 +1,277 @@
+"""Who may connect to the scheduler's sockets, and how much of it those may cost who may not.
+
+Owns: the allow-lists of public keys and their reloading, the answers to ZeroMQ's authentication requests (ZAP), the
+bound on connections that have not proven themselves, and the counts of what was turned away.
+Must not know: what a frame means, or what a connection is used for.
+
+It is a thread of its own, so that a flood of handshakes delays no step. Were it to end, handshakes would go unanswered
+and nobody new would get in.
+
+libzmq accepts whoever connects, and believes what a frame announces up to ``MAXMSGSIZE`` before it knows who sends. So
+what strangers can make the process hold is bounded by the product of two limits: the bytes of one frame, and the
+connections whose handshake is not done, which is kept here: those beyond are shut down as soon as they are accepted. An
+established connection is never touched. libzmq tells which connections came and went, and how many handshakes succeeded
+but not which; connections older than any handshake may last are established, and of the younger ones as many as there
+were successes.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+HANDSHAKE_INTERVAL_MS = 2000
+MAX_PENDING_HANDSHAKES = 16
+MAX_CONNECTIONS = 512
+
+UNKNOWN_KEY = "unknown key"
+NO_HANDSHAKE = "no handshake"
+TOO_MANY = "too many at once"
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_MONITOR_HIGH_WATER_MARK = 100_000
+_POLL_MS = 200
+_RELOAD_INTERVAL_S = 0.25
+_WINDOW_S = HANDSHAKE_INTERVAL_MS / 1000 + 0.5
+
+
+class AllowList:
+    """The public keys in the ``*.key`` files of a directory, read again when the directory or a file has changed.
+
+    A key that is taken away keeps whoever has it from connecting again; it does not end the connection that is there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the directory.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self._directory = directory
+        self._seen = self._signature()
+        self._keys = self._read()
+        self._looked_at = time.monotonic()
+
+    def admits(self, public_key: bytes) -> bool:
+        """Whether a (binary) public key is on the list."""
+        now = time.monotonic()
+        if now - self._looked_at >= _RELOAD_INTERVAL_S:
+            self._looked_at = now
+            with contextlib.suppress(OSError):  # For a moment it may not be readable: the list stays as it was.
+                self._reload()
+        return public_key in self._keys
+
+    def _reload(self) -> None:
+        signature = self._signature()
+        if signature != self._seen:
+            self._keys = self._read()
+            self._seen = signature
+
+    def _signature(self) -> tuple[tuple[str, int, int, int], ...]:
+        found = []
+        for entry in os.scandir(self._directory):
+            if entry.name.endswith(".key"):
+                status = entry.stat()
+                found.append((entry.name, status.st_mtime_ns, status.st_size, status.st_ino))
+        return tuple(sorted(found))
+
+    def _read(self) -> frozenset[bytes]:
+        keys = set()
+        for path in sorted(self._directory.glob("*.key")):
+            with contextlib.suppress(OSError, ValueError):  # A file that holds no key admits nobody.
+                public, _ = zmq.auth.load_certificate(path)
+                keys.add(z85.decode(public))
+        return frozenset(keys)
+
+
+class Rejections(msgspec.Struct, frozen=True):
+    """What was turned away at one socket since the last report, and in all, by reason."""
+
+    link: str
+    new: dict[str, int]
+    total: dict[str, int]
+
+
+class LinkGuard:
+    """Guards the sockets that are given to ``watch``; ``allow_lists`` are by link name, empty where there are no keys."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
+        self._context = context
+        self._allow_lists = dict(allow_lists)
+        self._doors: list[_Door] = []
+        self._guarded: list[zmq.Socket[bytes]] = []
+        self._counts: dict[str, Counter[str]] = {}
+        self._reported: dict[str, Counter[str]] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._zap: zmq.Socket[bytes] | None = None
+        if allow_lists:
+            self._zap = context.socket(zmq.REP)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind(_ZAP_ADDRESS)
+        self._thread = threading.Thread(target=self._run, name="link-guard", daemon=True)
+
+    def watch(self, link: str, guarded: "zmq.Socket[bytes]") -> None:
+        """Bound the connections of a socket that is not bound yet. Before ``start`` only."""
+        monitor = guarded.get_monitor_socket(_EVENTS)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.setsockopt(zmq.RCVHWM, _MONITOR_HIGH_WATER_MARK)
+        self._doors.append(_Door(link, monitor))
+        self._guarded.append(guarded)
+        self._counts[link], self._reported[link] = Counter(), Counter()
+
+    def start(self) -> None:
+        """Begin, before the sockets are bound."""
+        self._thread.start()
+
+    def take_rejections(self) -> list[Rejections]:
+        """What was turned away since the last call, for each link where something was."""
+        with self._lock:
+            found = []
+            for link, counts in self._counts.items():
+                new = counts - self._reported[link]
+                if new:
+                    self._reported[link] = counts.copy()
+                    found.append(Rejections(link, dict(new), dict(counts)))
+            return found
+
+    def close(self) -> None:
+        """End the thread. To be called before the guarded sockets are closed."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for guarded in self._guarded:
+            guarded.disable_monitor()
+        for door in self._doors:
+            door.monitor.close(linger=0)
+        if self._zap is not None:
+            self._zap.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        if self._zap is not None:
+            poller.register(self._zap, zmq.POLLIN)
+        for door in self._doors:
+            poller.register(door.monitor, zmq.POLLIN)
+        while not self._stop.is_set():
+            poller.poll(_POLL_MS)
+            if self._zap is not None:
+                self._answer_zap(self._zap)
+            for door in self._doors:
+                self._note(door.link, door.take_events(time.monotonic()))
+
+    def _answer_zap(self, zap: "zmq.Socket[bytes]") -> None:
+        try:
+            frames = zap.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        request_id = frames[1] if len(frames) > 1 else b""
+        link = self._link_of_known_key(frames)
+        if link is None:
+            self._deny(frames)
+        status = (b"200", b"OK", b"known", b"") if link is not None else (b"400", b"not admitted", b"", b"")
+        zap.send_multipart((_ZAP_VERSION, request_id, *status))
+
+    def _link_of_known_key(self, frames: list[bytes]) -> str | None:
+        """The link that a ZAP request may enter, None where its key is not on the list of that link."""
+        if len(frames) != 7 or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
+            return None
+        domain = frames[2].decode("ascii", "replace")
+        allow_list = self._allow_lists.get(domain)
+        return domain if allow_list is not None and allow_list.admits(frames[6]) else None
+
+    def _deny(self, frames: list[bytes]) -> None:
+        domain = frames[2].decode("ascii", "replace") if len(frames) > 2 else ""
+        for door in self._doors:
+            if door.link == domain:
+                door.num_denied += 1
+                self._note(domain, Counter((UNKNOWN_KEY,)))
+
+    def _note(self, link: str, turned_away: Counter[str]) -> None:
+        if turned_away:
+            with self._lock:
+                self._counts[link] += turned_away
+
+
+class _Door:
+    """The connections of one socket, as its monitor tells of them."""
+
+    def __init__(self, link: str, monitor: "zmq.Socket[bytes]") -> None:
+        self.link = link
+        self.monitor = monitor
+        self.num_denied = 0
+        """Denied handshakes whose disconnection has not been told yet, so that nothing is counted twice."""
+        self._accepted_at: dict[int, float] = {}
+        self._succeeded_at: deque[float] = deque()
+        self._refused: set[int] = set()
+
+    def take_events(self, now: float) -> Counter[str]:
+        """Take in what has happened; answer with what was turned away."""
+        turned_away: Counter[str] = Counter()
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return turned_away
+            kind, fd = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self._accepted_at[fd] = now
+                if self._num_pending(now) > MAX_PENDING_HANDSHAKES or len(self._accepted_at) > MAX_CONNECTIONS:
+                    self._refused.add(fd)
+                    turned_away[TOO_MANY] += 1
+                    _shut_down(fd)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._succeeded_at.append(now)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                turned_away += self._disconnected(fd, now)
+
+    def _num_pending(self, now: float) -> int:
+        """Connections that may still be without a handshake."""
+        while self._succeeded_at and now - self._succeeded_at[0] > _WINDOW_S:
+            self._succeeded_at.popleft()
+        young = sum(1 for at in self._accepted_at.values() if now - at <= _WINDOW_S)
+        return max(0, young - len(self._succeeded_at))
+
+    def _disconnected(self, fd: int, now: float) -> Counter[str]:
+        accepted_at = self._accepted_at.get(fd)
+        if accepted_at is None:
+            return Counter()
+        had_no_handshake = now - accepted_at <= _WINDOW_S and self._num_pending(now) > 0
+        del self._accepted_at[fd]
+        if fd in self._refused:
+            self._refused.discard(fd)
+            return Counter()
+        if not had_no_handshake:
+            if now - accepted_at <= _WINDOW_S and self._succeeded_at:
+                self._succeeded_at.popleft()  # It was one of these.
+            return Counter()
+        if self.num_denied:
+            self.num_denied -= 1
+            return Counter()
+        return Counter((NO_HANDSHAKE,))
+
+
+def _shut_down(fd: int) -> None:
+    """End a connection that libzmq owns; it closes the descriptor itself when it notices.
+
+    The descriptor may be another's by now, so only what still is a TCP connection is ended; a peer of ours would connect
+    again.
+    """
+    with contextlib.suppress(OSError):
+        duplicate = socket.socket(fileno=os.dup(fd))
+        with duplicate:
+            if duplicate.family in {socket.AF_INET, socket.AF_INET6} and duplicate.type == socket.SOCK_STREAM:
+                duplicate.getpeername()  # Not a listener.
+                duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,42 @@
+"""What every decoder is held to here: its documented error or an answer, soon, and in little memory.
+
+Owns: how many examples are tried, and the check around each. ``HEADWAY_FUZZ_EXAMPLES`` raises the number for a long run.
+"""
+
+import contextlib
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import hypothesis
+from hypothesis import HealthCheck
+
+MOST_S = 2.0
+MOST_BYTES = 64 << 20
+
+
+def examples(count: int = 200) -> hypothesis.settings:
+    """Settings of a fuzz test: the same examples in every run, unless it is asked for more."""
+    factor = int(os.environ.get("HEADWAY_FUZZ_EXAMPLES", "1"))
+    return hypothesis.settings(
+        max_examples=count * factor,
+        deadline=None,
+        derandomize=factor == 1,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    )
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Whatever happens inside takes little time and memory."""
+    started = time.monotonic()
+    tracemalloc.start()
+    try:
+        yield
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - started < MOST_S
+    assert most < MOST_BYTES
