@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway_executor.backend import DeviceLostError, StepOutOfMemoryError
-from headway_executor.device_errors import translated
+from headway_executor.device_errors import translated, translating
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,14 @@ def test_too_little_memory_asks_for_smaller_steps(error: Exception) -> None:
 )
 def test_what_says_nothing_about_the_device_stays_what_it_is(error: Exception) -> None:
     assert translated(error, 7) is error
+
+
+def test_what_is_not_about_the_device_passes_through_unchanged() -> None:
+    error = ValueError("nothing")
+    with pytest.raises(ValueError, match="nothing") as caught, translating():
+        raise error
+    assert caught.value is error
+    assert error.__cause__ is None
+    with pytest.raises(DeviceLostError) as lost, translating():
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+    assert isinstance(lost.value.__cause__, torch.AcceleratorError)

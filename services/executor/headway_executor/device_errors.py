@@ -7,14 +7,29 @@ A CUDA context that has met an error such as an illegal address answers every la
 process has a new context. torch tells it apart by type, older ones of it and the others by text only.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
-from headway_executor.backend import DeviceLostError, StepOutOfMemoryError
+from headway_executor.backend import DeviceLostError, StepBatch, StepOutOfMemoryError
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 _SIGNS_OF_CUDA = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUDA_ERROR")
 _HARMLESS = ("out of resource", "cudaErrorInvalidValue", "CUDA_ERROR_INVALID_VALUE")
 """Refusals of one call, after which the device goes on."""
+
+
+@contextlib.contextmanager
+def translating(batch: StepBatch | None = None) -> Iterator[None]:
+    """Translate what is raised inside, while ``batch`` was run or blocks were moved."""
+    try:
+        yield
+    except Exception as error:
+        told = translated(error, 0 if batch is None else int(batch.num_scheduled_tokens.sum()))
+        if told is error:
+            raise
+        raise told from error
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:

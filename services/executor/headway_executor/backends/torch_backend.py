@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
-from headway_executor.device_errors import translated
+from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
 from headway_executor.model_settings import (
@@ -95,21 +95,15 @@ class TorchBackend:
     def execute(self, batch: StepBatch) -> StepResult:
         """See ``ExecutorBackend.execute``."""
         move_time_us, self._move_time_us = self._move_time_us, 0
-        try:
-            with torch.inference_mode():
-                result = self._opened.execute(batch)
-        except RuntimeError as error:
-            raise translated(error, int(batch.num_scheduled_tokens.sum())) from error
+        with translating(batch), torch.inference_mode():
+            result = self._opened.execute(batch)
         return msgspec.structs.replace(result, move_time_us=move_time_us) if move_time_us else result
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
         started = time.perf_counter_ns()
-        try:
-            with torch.inference_mode():
-                self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
-        except RuntimeError as error:
-            raise translated(error) from error
+        with translating(), torch.inference_mode():
+            self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
         self._move_time_us = (time.perf_counter_ns() - started) // 1000
 
     def close(self) -> None:

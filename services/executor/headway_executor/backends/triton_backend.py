@@ -30,7 +30,7 @@ from headway_executor.backend import (
     StepBatch,
     StepResult,
 )
-from headway_executor.device_errors import translated
+from headway_executor.device_errors import translating
 from headway_executor.gpu.block_mover import open_pool
 from headway_executor.gpu.decoder import Decoder, load_decoder
 from headway_executor.gpu.device_rows import DeviceRows
@@ -123,20 +123,14 @@ class TritonBackend:
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
         model = self._opened
-        try:
-            with torch.inference_mode(), model.runtime.on_stream():
-                return model.execute(batch)
-        except Exception as error:
-            raise translated(error, int(batch.num_scheduled_tokens.sum())) from error
+        with translating(batch), torch.inference_mode(), model.runtime.on_stream():
+            return model.execute(batch)
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """See ``ExecutorBackend.move_blocks``."""
         model = self._opened
-        try:
-            with torch.inference_mode(), model.runtime.on_stream():
-                model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
-        except Exception as error:
-            raise translated(error) from error
+        with translating(), torch.inference_mode(), model.runtime.on_stream():
+            model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
