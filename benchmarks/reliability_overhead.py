@@ -285,12 +285,12 @@ def percent(with_it: float, without: float) -> float:
 def report(record: dict[str, Any]) -> str:
     steps, links, chains = record["step"], record["link"], record["chain"]
     core = f"core and message {steps['core_without_checksum_us']} us without checksum, {steps['core_us']} us with"
-    over_core = f"{steps['engine_over_core_percent']:+} % over the core without checksum"
+    checksums = f"of it the checksums {steps['engine_checksum_percent']:+} %"
+    over_core = f"{steps['engine_over_core_percent']:+} % over the core without checksum; {checksums}"
     trips = ", ".join(f"{kind} {links[f'{kind}_us']} us" for kind in LINKS)
     lines = [
         f"scheduler step, {record['running']} decodes, {core} ({steps['core_checksum_percent']:+} %)",
-        f"the same within the engine: {steps['engine_us']} us ({over_core}; of it the checksums "
-        f"{steps['engine_checksum_percent']:+} %)",
+        f"the same within the engine: {steps['engine_us']} us ({over_core})",
         f"step there and answer back: {trips} (TCP with CURVE adds {links['added_us']} us)",
     ]
     lines += [
