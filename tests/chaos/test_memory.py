@@ -16,6 +16,7 @@ STEP = ("--backend-option", "step_base_us=10000")
 SIMULATED = ("--backend", "simulated", *STEP)
 
 
+@pytest.mark.chaos_full
 async def test_an_executor_out_of_memory(row, rng):
     row.about(
         f"a device that holds no step of more than {MOST_TOKENS_OF_A_STEP} tokens (StepOutOfMemoryError), 16 streams",
@@ -90,7 +91,7 @@ async def test_a_full_pool(row, rng):
 async def _excess(client) -> tuple[list[float], list[float]]:
     """Fill the queue with more than it takes, then knock: how long refusals took, and when to come again."""
     waiting = [asyncio.create_task(Stream([5 + n % 300] * 20, 200, n).follow(client)) for n in range(128)]
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.0)
     refused_s, advice = [], []
     for _ in range(30):
         started = time.monotonic()
