@@ -51,7 +51,7 @@ test: lint kernels  ## all checks and all tests
 	$(say) 'pytest'
 	@$(BIN)/python -m pytest $(ARGS)
 
-chaos: kernels  ## the table of promises against real processes (some 15 minutes; root for the network namespaces)
+chaos: kernels  ## the table of promises against real processes (some 10 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
 	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
 

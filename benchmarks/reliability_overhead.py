@@ -20,9 +20,10 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ from headway_scheduler.transport import Transport
 from provenance import provenance
 from scheduler_step import Bench
 
+ECHO = "--echo"
+"""The first argument of the process at the other end of a link."""
 LINKS = ("ipc", "tcp", "tcp+curve")
 PROMPT_TOKENS = 64
 BEAT_S = 0.01
@@ -211,10 +214,8 @@ def round_trips(kind: str, directory: Path, num_running: int, count: int) -> flo
     answer_bytes = len(step.executor_frame_writer().encode(
         step.ExecutorOutput(epoch=1, step=1, sampled_token_ids=encode_column([7] * num_running))
     ))  # fmt: skip
-    process = multiprocessing.get_context("spawn").Process(
-        target=echo, args=(step_address, str(keys / "executor") if keys else "", answer_bytes)
-    )
-    process.start()
+    arguments = (step_address, str(keys / "executor") if keys else "", str(answer_bytes))
+    process = subprocess.Popen([sys.executable, __file__, ECHO, *arguments])
     try:
         peer, _ = transport.executor.recv_multipart()
         times = []
@@ -226,7 +227,7 @@ def round_trips(kind: str, directory: Path, num_running: int, count: int) -> flo
             if number >= count // 10:
                 times.append((time.perf_counter_ns() - started) / 1e3)
         transport.executor.send_multipart((peer, b"end"))
-        process.join(10)
+        process.wait(10)
     finally:
         process.kill()
         transport.close()
@@ -285,14 +286,12 @@ def percent(with_it: float, without: float) -> float:
 def report(record: dict[str, Any]) -> str:
     steps, links, chains = record["step"], record["link"], record["chain"]
     core = f"core and message {steps['core_without_checksum_us']} us without checksum, {steps['core_us']} us with"
-    over_core = f"{steps['engine_over_core_percent']:+} % over the core without checksum"
+    checksums = f"of it the checksums {steps['engine_checksum_percent']:+} %"
+    over_core = f"{steps['engine_over_core_percent']:+} % over the core without checksum; {checksums}"
     trips = ", ".join(f"{kind} {links[f'{kind}_us']} us" for kind in LINKS)
     lines = [
         f"scheduler step, {record['running']} decodes, {core} ({steps['core_checksum_percent']:+} %)",
-        (
-            f"the same within the engine: {steps['engine_us']} us ({over_core}; of it the checksums "
-            f"{steps['engine_checksum_percent']:+} %)"
-        ),
+        f"the same within the engine: {steps['engine_us']} us ({over_core})",
         f"step there and answer back: {trips} (TCP with CURVE adds {links['added_us']} us)",
     ]
     lines += [
@@ -326,6 +325,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == [ECHO]:
+        _, _, address, keys, answer_bytes = sys.argv
+        echo(address, keys, int(answer_bytes))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256, help="requests that decode")
     parser.add_argument("--steps", type=int, default=1000, help="steps per round")

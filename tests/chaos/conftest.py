@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,7 @@ class Row:
 
 TABLE: list[Row] = []
 SESSION: list[pytest.Config] = []
+ORIGIN: dict[str, Any] = {}
 
 
 @pytest.fixture
@@ -79,6 +81,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def pytest_configure(config: pytest.Config) -> None:
     SESSION.append(config)
+    ORIGIN.update(provenance(SEED))  # now: a run takes minutes, in which the tree may go on
 
 
 def pytest_sessionfinish() -> None:
@@ -92,8 +95,7 @@ def pytest_sessionfinish() -> None:
 
 def as_markdown() -> str:
     """The table with where and of what it was measured."""
-    origin = provenance(SEED)
-    hardware = origin["hardware"]
+    origin, hardware = ORIGIN, ORIGIN["hardware"]
     facts = (
         f"{hardware['processor']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB; "
         f"Python {origin['python']}; commit {origin['commit']}; seed {SEED}; "

@@ -27,7 +27,7 @@ from typing import Self
 import psutil
 
 import headway
-from headway.client import AsyncClient, HeadwayError
+from headway.client import AsyncClient, HeadwayError, UnavailableError
 from headway_executor.backends.simulated import TokenHash
 from headway_proto.sampling import SamplingParams
 
@@ -376,6 +376,7 @@ class Traffic:
         self._tasks: list[asyncio.Task[None]] = []
         self.live: dict[int, Stream] = {}
         self.ended: list[Stream] = []
+        self.num_refused = 0
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._num_streams)]
@@ -395,7 +396,15 @@ class Traffic:
         while not self._stopping:
             (stream,) = jobs(1, self._rng, **self._sizes)
             self.live[number] = stream
-            await stream.follow(self._client)
+            try:
+                await stream.follow(self._client)
+            except UnavailableError:
+                # Not accepted while a process was away for longer than a gateway waits: to be asked again.
+                if stream.tokens:
+                    raise
+                self.num_refused += 1
+                await asyncio.sleep(0.1)
+                continue
             self.ended.append(stream)
 
     def _check(self) -> None:
@@ -415,6 +424,7 @@ class Traffic:
         deadline = time.monotonic() + timeout_s
         while waiting:
             self._check()
+            waiting = [one for one in waiting if one.times or any(one is live for live in self.live.values())]
             for stream in waiting:
                 came = stream.first_after(since)
                 if came is not None:
@@ -431,7 +441,8 @@ class Traffic:
     def assert_exact(self, oracle: Oracle) -> str:
         """Compare all that ended; say how much that was."""
         num_tokens = assert_equal_to_undisturbed(self.ended, oracle)
-        return f"{len(self.ended)} streams, {num_tokens} tokens, 0 lost, 0 duplicated"
+        refused = f", {self.num_refused} new ones refused meanwhile (UNAVAILABLE)" if self.num_refused else ""
+        return f"{len(self.ended)} streams, {num_tokens} tokens, 0 lost, 0 duplicated{refused}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -7,6 +7,7 @@ The wire is ``wire.py``; this process is a host too, named "client", without a n
 """
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CLIENT = "client"
-_SUBNET = "10.213.77"
+# Of this process: the client's end is in the namespace that other runs on this machine share.
+_SUBNET = f"10.213.{os.getpid() % 254 + 1}"
 _WIRE = Path(__file__).with_name("wire.py")
 
 
@@ -24,6 +26,7 @@ def _ip(*words: str) -> None:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+@functools.cache
 def why_not() -> str:
     """Why namespaces cannot be made here; empty if they can."""
     name = f"hwtry{os.getpid()}"

@@ -25,18 +25,19 @@ from headway.client import HeadwayError
 from headway_proto import generation_pb2, generation_pb2_grpc
 
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=20000")
-BY_SIZE = [pytest.param("quick", marks=pytest.mark.chaos_quick), pytest.param("full", marks=pytest.mark.chaos_full)]
 
 
-@pytest.mark.parametrize("size", BY_SIZE)
 @pytest.mark.parametrize(
-    ("victim", "kills", "within_s"),
-    [("executor", {"quick": 2, "full": 50}, 2.0), ("scheduler", {"quick": 1, "full": 20}, 3.0)],
+    ("victim", "kills", "num_streams", "within_s"),
+    [
+        pytest.param("executor", 2, 16, 2.0, marks=pytest.mark.chaos_quick),
+        pytest.param("executor", 50, 64, 2.0, marks=pytest.mark.chaos_full),
+        pytest.param("scheduler", 20, 64, 3.0, marks=pytest.mark.chaos_full),
+    ],
 )
-async def test_killed_at_random_moments(victim, kills, within_s, size, row, rng):
-    num_streams = 64 if size == "full" else 16
+async def test_killed_at_random_moments(victim, kills, num_streams, within_s, row, rng):
     row.about(
-        f"kill -9 the {victim}, {kills[size]} random moments, {num_streams} streams",
+        f"kill -9 the {victim}, {kills} random moments, {num_streams} streams",
         f"every stream completes equal; next token within {within_s:g} s of the new one being ready",
     )
     oracle, delays, before_ready = Oracle(), [], 0
@@ -45,7 +46,7 @@ async def test_killed_at_random_moments(victim, kills, within_s, size, row, rng)
             await asyncio.sleep(0.5)
             survivors = {name: process for name, process in processes.processes.items() if name != victim}
             before = {name: (process.rss_mib(), process.num_files()) for name, process in survivors.items()}
-            for _ in range(kills[size]):
+            for _ in range(kills):
                 await asyncio.sleep(rng.uniform(0, 0.8))
                 processes.kill(victim)
                 processes.start(victim)

@@ -187,7 +187,7 @@ async def test_partitions(cut_s, between, row, rng):
     oracle = Oracle()
     with hosts(*"abc") as network:
         async with far_apart(network, ALONE, 20_000) as (processes, client):
-            async with Traffic(client, 16, rng, output=(100, 200)) as traffic:
+            async with Traffic(client, 16, rng, output=(60, 120)) as traffic:
                 network.cut(ALONE["scheduler"], ALONE[between])
                 cut_at = time.monotonic()
                 noticed_at = await _noticed(processes, client, between, cut_at, cut_at + cut_s)
@@ -256,7 +256,7 @@ def _scan(ports: list[int]) -> int:
 @pytest.mark.parametrize(
     "counted",
     [
-        pytest.param(False, id="harmless"),
+        pytest.param(False, id="harmless", marks=pytest.mark.chaos_full),
         pytest.param(
             True,
             id="counted",

@@ -16,6 +16,7 @@ STEP = ("--backend-option", "step_base_us=10000")
 SIMULATED = ("--backend", "simulated", *STEP)
 
 
+@pytest.mark.chaos_full
 async def test_an_executor_out_of_memory(row, rng):
     row.about(
         f"a device that holds no step of more than {MOST_TOKENS_OF_A_STEP} tokens (StepOutOfMemoryError), 16 streams",
@@ -75,7 +76,7 @@ async def test_a_full_pool(row, rng):
         streams = jobs(64, rng, prompt=(16, 32), output=(40, 80))
         following = [asyncio.create_task(stream.follow(client)) for stream in streams]
         await asyncio.sleep(0.3)
-        refused_s, advice = await _excess(client, following)
+        refused_s, advice = await _excess(client)
         await asyncio.gather(*following)
         preemptions = [stream.preemptions for stream in streams]
         row.note(f"{assert_equal_to_undisturbed(streams, Oracle())} tokens equal")
@@ -87,10 +88,10 @@ async def test_a_full_pool(row, rng):
     assert min(advice) > 0
 
 
-async def _excess(client, following) -> tuple[list[float], list[float]]:
-    """Fill the queue, then knock: how long refusals took, and when to come again."""
-    waiting = [asyncio.create_task(Stream([5 + n % 300] * 20, 40, n).follow(client)) for n in range(64)]
-    await asyncio.sleep(0.3)
+async def _excess(client) -> tuple[list[float], list[float]]:
+    """Fill the queue with more than it takes, then knock: how long refusals took, and when to come again."""
+    waiting = [asyncio.create_task(Stream([5 + n % 300] * 20, 200, n).follow(client)) for n in range(128)]
+    await asyncio.sleep(1.0)
     refused_s, advice = [], []
     for _ in range(30):
         started = time.monotonic()
