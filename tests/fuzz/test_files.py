@@ -59,7 +59,7 @@ def one_line(error: BaseException, most: int = 700) -> None:
     assert len(str(error)) < most
 
 
-@examples(1500)
+@examples(500)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), st.one_of(jsons, ropes, st.just(4)), max_size=5),
     architecture=st.sampled_from(ARCHITECTURES),
@@ -224,7 +224,7 @@ TEMPLATE_PARTS = [
 ]  # fmt: skip
 
 
-@examples(60)
+@examples(30)
 @given(
     parts=st.lists(st.sampled_from(TEMPLATE_PARTS), max_size=8),
     messages=st.lists(st.tuples(st.text(max_size=5), st.text(max_size=20)), max_size=3),
