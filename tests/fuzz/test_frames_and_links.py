@@ -313,7 +313,7 @@ diffs = st.builds(
 )  # fmt: skip
 
 
-@examples(1000)
+@examples(400)
 @given(script=st.lists(st.tuples(diffs, st.booleans()), min_size=1, max_size=5))
 def test_any_diff_is_applied_or_impossible(script: list[Any]) -> None:
     state = BatchState(INFO)
@@ -360,3 +360,58 @@ def test_a_mutated_message_decodes_to_its_type_or_is_refused(
         id(TO_GATEWAY): ingress.gateway_frame_reader,
     }[id(kinds)]
     decode_or_refuse(reader(), framed(kinds[type(body)], 0, 0, bytes(mutated)))
+
+
+OUTPUT_FIELDS = {field.name: values_of(field.type) for field in msgspec.inspect.type_info(step.ExecutorOutput).fields}
+lies = st.one_of(st.none(), st.none(), st.sampled_from(sorted(OUTPUT_FIELDS)).flatmap(
+    lambda name: st.fixed_dictionaries({name: OUTPUT_FIELDS[name]})
+), st.fixed_dictionaries({"errors": st.lists(st.builds(step.RowError, st.integers(-1, 4), st.just("x")), max_size=3).map(tuple)}),
+    st.fixed_dictionaries({"logprobs": st.lists(st.builds(
+        step.RowLogprobs, st.integers(-1, 4), floats, st.lists(integers, max_size=2).map(tuple),
+        st.lists(floats, max_size=2).map(tuple)), max_size=3).map(tuple)}),
+)  # fmt: skip
+"""None, or fields of a right answer that say something else."""
+
+
+@examples(40)
+@given(script=st.lists(st.tuples(st.one_of(st.none(), submits), lies), min_size=1, max_size=5))
+@example(script=[(None, {"errors": (step.RowError(4, "x"),)})])
+@example(script=[(None, {"errors": (step.RowError(-1, "x"),)})])
+@example(script=[(None, {"logprobs": (step.RowLogprobs(4, 0.0, (), ()),)})])
+@example(script=[(None, {"logprobs": (step.RowLogprobs(-1, 0.0, (), ()),)})])
+def test_an_executor_that_answers_and_sometimes_lies(script: list[Any]) -> None:
+    """It keeps the state that it should, so that its lies come deep into a run; it is never the scheduler that ends."""
+    engine = SchedulerEngine(SchedulerLimits(max_num_seqs=4, max_num_waiting=8), 6)
+    executor, gateway = Wire(TO_SCHEDULER_STEP), Wire(TO_SCHEDULER_INGRESS)
+    reader, state = step.executor_frame_reader(), BatchState(INFO)
+    engine.executor_frame(b"e", executor.frame(step.ExecutorHello(1, INFO), 0, 0), 0.0)
+    engine.gateway_frame(b"g", gateway.frame(ingress.GatewayHello(1, 0), 0, 0), 0.0)
+    plain = ingress.Submit(
+        handle=100, request_id="plain", index=0, token_ids=encode_column([1, 2, 3]), num_prompt_tokens=3, max_tokens=20,
+        sampling=SamplingParams(), ignore_eos=True,
+    )  # fmt: skip
+    now = 0.0
+    with bounded():
+        for number, (submit, lie) in enumerate([(plain, None), *script, *[(None, None)] * 30]):
+            now += 0.01
+            if submit is not None and encodable(submit) is not None:
+                engine.gateway_frame(b"g", gateway.frame(submit, 0, engine.gateways.links()[-1].epoch), now)
+            engine.run(now)
+            sent, engine.step_link.outgoing[:] = list(engine.step_link.outgoing), []
+            for _, data in sent:
+                body = reader.decode(data).body
+                if isinstance(body, step.NewEpoch):
+                    state.begin_epoch()
+                    executor.writer.begin_epoch(body.epoch)
+                if not isinstance(body, step.SchedulerOutput) or body.epoch != engine.step_link.epoch:
+                    continue
+                batch = state.apply(body).batch  # What a scheduler sends is never impossible.
+                digest = None if body.step % step.DIGEST_INTERVAL_STEPS else state.digest()
+                tokens = encode_column([1 + number % 40] * int(batch.samples.sum()))
+                answer = step.ExecutorOutput(
+                    epoch=body.epoch, step=body.step, sampled_token_ids=tokens, state_digest=digest
+                )  # fmt: skip
+                answer = msgspec.structs.replace(answer, **lie) if lie else answer
+                engine.executor_frame(b"e", executor.frame(answer, 0, None), now)
+            engine.gateways.outgoing.clear()
+            engine.notices.clear()

@@ -1,8 +1,11 @@
 """Who gets onto the scheduler's sockets: the right key on the right link, a private directory, and nobody else."""
 
+import contextlib
+import select
 import shutil
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,3 +244,66 @@ def test_a_missing_directory_is_told(tmp_path: Path) -> None:
 def test_addresses_that_nothing_guards_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="is not allowed"):
         check_link_address("step_address", address, has_keys=False)
+
+
+class Cable:
+    """A TCP connection to an address, which can be cut without either end being told."""
+
+    def __init__(self, address: str) -> None:
+        self._to = ("127.0.0.1", port_of(address))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._is_cut = threading.Event()
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        self._is_cut.set()
+
+    def close(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(0.05)
+        while not self._is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                near, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._carry, args=(near,)))
+                self._threads[-1].start()
+
+    def _carry(self, near: socket.socket) -> None:
+        with near, socket.create_connection(self._to) as far:
+            while not self._is_over.is_set():
+                readable, _, _ = select.select([near, far], [], [], 0.02)
+                if self._is_cut.is_set():
+                    continue
+                for end in readable:
+                    data = end.recv(65536)
+                    if not data:
+                        return
+                    (far if end is near else near).sendall(data)
+
+
+def test_a_silent_partition_is_noticed_within_a_second(links: Links, keys: Path) -> None:
+    cable = Cable(links.step)
+    channel = SchedulerChannel(cable.address, str(keys / "executor"))
+    try:
+        deadline = time.monotonic() + 5
+        while not links.transport.executor.poll(20):
+            channel.send(b"frame")
+            assert time.monotonic() < deadline
+        peer, _ = links.transport.executor.recv_multipart()
+        assert links.transport.send(links.transport.executor, [(peer, b"answer")]) == []
+        cable.cut()
+        cut_at = time.monotonic()
+        while not links.transport.send(links.transport.executor, [(peer, b"answer")]):
+            time.sleep(0.02)
+            assert time.monotonic() - cut_at < 3
+        assert time.monotonic() - cut_at < 1.0
+    finally:
+        channel.close()
+        cable.close()

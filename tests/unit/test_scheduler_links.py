@@ -1,5 +1,6 @@
 """The scheduler's ends of both protocols: lives, order, flow control."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from headway_scheduler.step_link import (
     TAKEOVER_SILENCE_S,
     EpochOpened,
     ExecutorLost,
+    ExecutorRefused,
     StepAnswered,
     StepFailed,
     StepLink,
@@ -169,6 +171,24 @@ def test_an_unreachable_executor_is_replaced_at_once(link: StepLink) -> None:
     assert link.unreachable(first.peer) == [ExecutorLost("unreachable")]
     assert not link.is_open
     join(link, second, 0.1)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"num_blocks": 1 << 40}, {"block_size": 0}, {"max_model_len": -1}, {"vocab_size": 1 << 31}, {"max_num_rows": 1 << 20},
+     {"num_host_blocks": -1}, {"swap_us_per_block": float("nan")}, {"eos_token_ids": (10,)}, {"model_name": "x" * 5000}],
+)  # fmt: skip
+def test_an_executor_that_announces_what_cannot_be_is_refused_and_told_of_once(
+    link: StepLink, field: dict[str, object]
+) -> None:
+    impossible = ExecutorHello(1, msgspec.structs.replace(INFO, **field))
+    writer = step.executor_frame_writer()
+    (event,) = link.receive(b"e", writer.encode(impossible), 0.0)
+    assert isinstance(event, ExecutorRefused)
+    assert event.reason.startswith(next(iter(field)))
+    assert link.receive(b"e", writer.encode(impossible), 0.1) == []
+    assert not link.is_open
+    join(link, Executor(2), 0.2)
 
 
 def test_silence_ends_the_link_and_a_revived_executor_is_told_to_say_hello(link: StepLink) -> None:

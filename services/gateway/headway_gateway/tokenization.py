@@ -170,7 +170,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerFilesError(f"{path}: not readable JSON ({_one_line(error)})") from error
     if not isinstance(config, dict):
         raise TokenizerFilesError(f"{path}: holds a {type(config).__name__}; allowed: a JSON object")
@@ -201,8 +201,8 @@ def _default_template(entry: object) -> object:
     """Some checkpoints ship several named templates; the one called default is meant for plain chats."""
     if not isinstance(entry, list):
         return entry
-    named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-    return named.get("default")
+    named = [item.get("template") for item in entry if isinstance(item, dict) and item.get("name") == "default"]
+    return named[-1] if named else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -34,6 +34,7 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 # Kubernetes gives every container such variables for every service of its namespace; one may be called headway.
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
+_MAX_FILE_BYTES = 1 << 20
 # Read when the project is built, by hatch_build.py; who has it set for that may run commands in the same shell.
 _BUILD_VARIABLE = "HEADWAY_BUILD_CPU_KERNELS"
 
@@ -168,10 +169,14 @@ def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[
 
 def _toml(path: str) -> dict[str, Any]:
     try:
+        if Path(path).stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigurationError(f"--config: {shown(path)} is too large; allowed: {_MAX_FILE_BYTES} bytes")
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--config: cannot read {shown(path)}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError) as error:  # Of TOML, of UTF-8, of a number with thousands of digits.
         raise ConfigurationError(f"--config: {shown(path)} is not valid TOML: {error}") from None
 
 

@@ -18,7 +18,7 @@ from headway_executor.backend import ModelFilesError
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-_MAX_SIZE = 1 << 24
+MAX_SIZE = 1 << 24
 """No dimension of a real model comes near this; a larger one is damage, and would only fail later and worse."""
 
 
@@ -80,10 +80,13 @@ class ConfigFields:
 
     def refuse(self, field: str, allowed: str) -> ModelFilesError:
         """The error for ``field``, to be raised by the caller."""
-        value = self.values.get(field)
-        return ModelFilesError(f"{self.source}: {field} {value!r:.64} is not supported; allowed: {allowed}")
+        try:
+            value = repr(self.values.get(field))[:64]
+        except ValueError:  # An integer with more digits than Python writes.
+            value = "of thousands of digits"
+        return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
-    def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = _MAX_SIZE) -> int:
+    def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
         """An integer between ``low`` and ``high``; absent or null gives ``default``, None makes the field required."""
         value = self.values.get(field)
         if value is None and default is not None:
@@ -101,9 +104,13 @@ class ConfigFields:
         value = self.values.get(field)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= above:
+        try:
+            number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        except OverflowError:  # JSON knows integers of any length.
+            number = math.nan
+        if not math.isfinite(number) or number <= above:
             raise self.refuse(field, f"a number above {above:g}")
-        return float(value)
+        return number
 
     def optional_number(self, field: str) -> float | None:
         """A positive number, or None where the field is absent or null."""

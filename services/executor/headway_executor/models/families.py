@@ -16,6 +16,7 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.models.config import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
+    MAX_SIZE,
     ConfigFields,
     ModelConfig,
     RopeConfig,
@@ -51,7 +52,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 def _architecture(fields: ConfigFields) -> str:
     names = fields.values.get("architectures")
-    if isinstance(names, list) and len(names) == 1 and names[0] in _FAMILIES:
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in _FAMILIES:
         return str(names[0])
     raise fields.refuse("architectures", "one of " + ", ".join(sorted(_FAMILIES)))
 
@@ -121,7 +122,7 @@ def _qwen_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ..
     kinds = fields.values.get("layer_types")
     if kinds is None:
         kinds = [_SLIDING if used and window is not None and i >= first else _FULL for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise fields.refuse("layer_types", f"a list of {num_layers} names, each {_SLIDING} or {_FULL}")
     if _SLIDING in kinds and not (used and window is not None):
         raise fields.refuse("use_sliding_window", f"true with a sliding_window, as layer_types names {_SLIDING}")
@@ -160,7 +161,7 @@ def _read(
         num_kv_heads=num_kv_heads,
         head_dim=_read_head_dim(fields, hidden_size, num_heads, default_head_dim),
         rms_norm_eps=fields.number("rms_norm_eps", _DEFAULT_EPS),
-        context=_context(rope, max_position_embeddings),
+        context=_context(fields, rope, max_position_embeddings),
         rope=rope,
         sliding_windows=windows(num_layers),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
@@ -203,6 +204,8 @@ def _read_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig
             raise holder.refuse("partial_rotary_factor", "1.0")
     field = "rope_type" if "rope_type" in section.values else "type"
     kind = section.values.get(field, "default")
+    if not isinstance(kind, str):
+        raise section.refuse(field, "default, linear, dynamic, yarn, llama3")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind in {"linear", "dynamic"}:
@@ -235,12 +238,18 @@ def _read_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig
     raise section.refuse(field, "default, linear, dynamic, yarn, llama3")
 
 
-def _context(rope: RopeConfig, max_position_embeddings: int) -> int:
+def _context(fields: ConfigFields, rope: RopeConfig, max_position_embeddings: int) -> int:
     """The longest sequence the positions serve.
 
     Linear, dynamic and yarn scaling stretch the original context by ``factor``; some checkpoints already give the
     stretched length as ``max_position_embeddings``. Llama 3's scaling always does.
     """
     if rope.kind in {"linear", "dynamic", "yarn"}:
-        return max(max_position_embeddings, int(rope.original_context * rope.factor))
+        stretched = rope.original_context * rope.factor
+        if not stretched <= MAX_SIZE:
+            raise ModelFilesError(
+                f"{fields.source}: a rope factor of {rope.factor:g} stretches the context to {stretched:g}; "
+                f"allowed: at most {MAX_SIZE}"
+            )
+        return max(max_position_embeddings, int(stretched))
     return max_position_embeddings

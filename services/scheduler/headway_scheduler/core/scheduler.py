@@ -1072,6 +1072,7 @@ class Scheduler:
         if not self._in_flight or output.step != self._in_flight[0].step:
             raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
         step = self._in_flight[0]
+        self._require_rows(step, output)
         token_ids = decode_column(output.sampled_token_ids)
         if len(token_ids) != len(step.sampling_rows):
             raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
@@ -1088,6 +1089,16 @@ class Scheduler:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
         return step, token_ids, stops_some
+
+    def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
+        """A row that cannot be would be somebody else's, or end this process."""
+        for error in output.errors:
+            if not 0 <= error.row < self.rows.max_rows:
+                raise StateMismatch(f"an error of row {error.row} in step {step.step}, which there is not")
+        for values in output.logprobs:
+            place = step.places_of(values.row) if 0 <= values.row < self.rows.max_rows else slice(0, 0)
+            if place.start == place.stop:
+                raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
 
     def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
         for chunk in step.chunks:

@@ -1,0 +1,74 @@
+"""Model files that cannot be served: the command ends with code 3 and one line."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headway
+from e2e.running_server import finished
+
+DEMO = Path(headway.__file__).parent / "demo_model"
+
+
+def change_config(model: Path, **fields: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+
+
+def truncate_weights(model: Path) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def only_pickle(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def config_of_odd_types(model: Path) -> None:
+    change_config(model, rope_scaling={"type": []})
+
+
+def remote_code(model: Path) -> None:
+    change_config(model, auto_map={"AutoModel": "modeling.Model"})
+
+
+def no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def narrow_logits(model: Path) -> None:
+    change_config(model, vocab_size=100)
+
+
+def template_that_does_not_compile(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for %}")
+
+
+DEFECTS: list[tuple[str, Callable[[Path], None], str]] = [
+    ("executor", lambda model: (model / "config.json").unlink(), "config.json: No such file"),
+    ("executor", lambda model: (model / "config.json").write_text("{"), "not valid JSON"),
+    ("executor", config_of_odd_types, "type [] is not supported; allowed: default, linear"),
+    ("executor", remote_code, "auto_map asks for code from the checkpoint, which is never run"),
+    ("executor", truncate_weights, "damaged or not a safetensors file"),
+    ("executor", only_pickle, "pytorch_model.bin is a pickle checkpoint, which is never loaded"),
+    ("gateway", no_tokenizer, "tokenizer.json: cannot be read"),
+    ("gateway", narrow_logits, "token ids; allowed: as many as config.json has logits, 100"),
+    ("gateway", template_that_does_not_compile, "chat template: "),
+]
+
+
+@pytest.mark.parametrize(("service", "damage", "words"), DEFECTS, ids=[words[:40] for _, _, words in DEFECTS])
+def test_code_3_and_one_line(tmp_path: Path, service: str, damage: Callable[[Path], None], words: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    damage(model)
+    run = finished(service, "--model", str(model), "--log-level", "error")
+    assert run.process.returncode == 3, "".join(run.err)
+    (line,) = run.err
+    assert line.startswith(f"headway {service}: ")
+    assert words in line
