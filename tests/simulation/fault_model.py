@@ -10,6 +10,8 @@ table promises is noticed by the first step that reads it.
 
 from collections.abc import Callable
 
+import msgspec
+
 from headway_executor.backend import StepBatch, StepResult
 from headway_proto.columns import decode_column, encode_column
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
@@ -22,7 +24,18 @@ _NAN_SEED_BITS = 32
 """Above these bits of a request's seed stands the output token at which its logits are NaN, plus one."""
 
 
-def backend_info(settings: Settings) -> BackendInfo:
+def backend_info(settings: Settings, shrunk: int = 0) -> BackendInfo:
+    """What an executor announces; ``shrunk`` 1: half the rows and the fewest blocks, 2: no blocks on the host."""
+    info = _whole_info(settings)
+    if shrunk == 1:
+        num_blocks = -(-MAX_MODEL_LEN // settings.block_size)
+        info = msgspec.structs.replace(info, max_num_rows=-(-info.max_num_rows // 2), num_blocks=num_blocks)
+    elif shrunk == 2:
+        info = msgspec.structs.replace(info, num_host_blocks=0)
+    return info
+
+
+def _whole_info(settings: Settings) -> BackendInfo:
     return BackendInfo(
         backend="model",
         device="none",
@@ -108,11 +121,11 @@ class _Row:
 class ModelOfBlocks:
     """One executor's rows and blocks. ``complain`` is called with what a step finds wrong in a block."""
 
-    def __init__(self, settings: Settings, complain: Callable[[str], None]) -> None:
-        self._size = settings.block_size
+    def __init__(self, info: BackendInfo, complain: Callable[[str], None]) -> None:
+        self._size = info.block_size
         self._complain = complain
-        self._blocks = [[0] * settings.block_size for _ in range(settings.num_blocks)]
-        self._host = [[0] * settings.block_size for _ in range(settings.num_host_blocks)]
+        self._blocks = [[0] * info.block_size for _ in range(info.num_blocks)]
+        self._host = [[0] * info.block_size for _ in range(info.num_host_blocks)]
         self._rows: dict[int, _Row] = {}
 
     def move(self, copies: list[list[int]], swap_out: list[list[int]], swap_in: list[list[int]]) -> None:

@@ -31,7 +31,8 @@ LINK_FAULTS = ("partition", "hold", "reset")
 PROCESS_FAULTS = ("crash", "stall", "rival", "supplant")
 STEP_FAULTS = ("fail", "memory", "flip")
 CLIENT_FAULTS = ("cancel", "cancel_preempted")
-KINDS = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS
+OPERATOR_FAULTS = ("pause", "pin", "unpin")
+KINDS = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
 
 _SHORT_S = (0.01, 0.03, 0.1, 0.3)
 _LONG_S = (0.6, 1.1, 2.0, 5.5)
@@ -94,7 +95,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER or FIRST_GATEWAY + n.
 
     ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
-    number of the request that is cancelled; ``place`` where in a frame a bit is turned, 0 to 1.
+    number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if
+    ``count`` is above 1. ``place`` where in a frame a bit is turned, 0 to 1.
     """
 
     at: float
@@ -251,7 +253,7 @@ def _draw_faults(rng: random.Random, settings: Settings, num_requests: int) -> t
         count = rng.choice((1, 1, 2, 3))
         if kind == "memory":
             count = rng.choice((2, 5, 12))
-        elif kind == "cancel":
+        elif kind in {"cancel", "pin", "unpin"}:
             count = rng.randrange(num_requests)
         faults.append(
             Fault(

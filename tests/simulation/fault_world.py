@@ -33,6 +33,7 @@ from headway_proto.ingress import (
     REJECT_OVERLOADED,
     REJECT_UNAVAILABLE,
     Finished,
+    PrefixToPin,
     Rejected,
     Submit,
     Tokens,
@@ -50,7 +51,7 @@ from simulation.fault_model import Answer, ModelOfBlocks, backend_info, sampling
 from simulation.fault_schedule import BOTH, DOWN, EXECUTOR, FIRST_GATEWAY, SCHEDULER, UP, Fault, RequestPlan, Schedule
 
 START_S = 100.0
-GATEWAY_TICK_S = 0.0625
+GATEWAY_TICK_S = 0.1
 CLIENT_RETRY_S = 0.2
 HEALED_WITHIN_S = 60.0
 QUIET_WITHIN_S = 20.0
@@ -170,14 +171,13 @@ class ExecutorProcess(Process):
 
     executes_inline = False
 
-    def __init__(self, world: "FaultWorld", life: int, slot: int) -> None:
+    def __init__(self, world: "FaultWorld", life: int, slot: int, shrunk: int = 0) -> None:
         super().__init__(world, life)
         self.slot = slot
         self.name = b"executor-%d" % life
-        settings = world.schedule.settings
-        info = backend_info(settings)
+        info = backend_info(world.schedule.settings, shrunk)
         self.link = StepLink(incarnation=incarnation_of(self.name), info=info)
-        self.model = ModelOfBlocks(settings, self._on_wrong_block)
+        self.model = ModelOfBlocks(info, self._on_wrong_block)
         self.state = WatchedState(info, self)
         self.cycle = StepCycle(link=self.link, state=self.state, backend=self, log=_Silent(), wake=lambda: None)
         self.is_flipped = False
@@ -310,7 +310,8 @@ class SchedulerProcess(Process):
         self._promotes = limits.order != "fair"
         self._heard: dict[bytes, float] = {}
         """When frames of an executor that was in use came; damaged ones count, as life is all that matters here."""
-        self._checked: tuple[object, ...] = ()
+        self._checked: tuple[int, ...] | None = None
+        self._blocks_checked: tuple[int, ...] | None = None
         self._reader = gateway_frame_reader()
         self._watches_fcfs = limits.order in {"fcfs", "priority"} and not limits.prefix_aware
 
@@ -422,6 +423,7 @@ class SchedulerProcess(Process):
         if output.scheduled_new_reqs and self._promotes:
             self._count_overtaking(core, output)
         self.check_blocks(core)
+        self._blocks_checked = _state_of(core)
         self.world.num_steps += 1
 
     def _count_overtaking(self, core: Scheduler, output: SchedulerOutput) -> None:
@@ -485,16 +487,28 @@ class SchedulerProcess(Process):
     def check(self) -> None:
         """After each beat, if anything may have changed."""
         core = self.engine.core
-        seen: tuple[object, ...] = ()
+        seen = None if core is None else _state_of(core)
         if core is not None:
-            seen = (core.epoch, core.next_step, core.num_in_flight, len(core._requests), core.num_waiting)
-            if seen != self._checked:
+            if seen != self._blocks_checked:
                 self.check_blocks(core)
+                self._blocks_checked = seen
             if self.world.num_to_cancel:
                 self._cancel_preempted(core)
-        if seen != self._checked or core is None:
+        if core is None or seen != self._checked:
             invariants.bounded(self.engine)
             self._checked = seen
+
+
+def _state_of(core: Scheduler) -> tuple[int, ...]:
+    """What changes whenever blocks or requests may have changed hands."""
+    return (
+        core.epoch,
+        core.next_step,
+        core.num_in_flight,
+        len(core._requests),
+        core.num_waiting,
+        core.counters.num_finished,
+    )
 
 
 class GatewayProcess(Process):
@@ -880,21 +894,21 @@ class FaultWorld:
                 self.reconnect(slot, 0.0)
         elif fault.target >= FIRST_GATEWAY:
             self._lose_streams(self.gateways[fault.target - FIRST_GATEWAY])
-        self.at(self.now + fault.seconds, lambda: self._restart(fault.target, process))
+        self.at(self.now + fault.seconds, lambda: self._restart(fault.target, process, fault.count - 1))
 
     def _lose_streams(self, gateway: GatewayProcess) -> None:
         for client in self.clients.values():
             if client.gateway is gateway and not client.is_done:
                 client.gateway_died()
 
-    def _restart(self, target: int, old: Process) -> None:
+    def _restart(self, target: int, old: Process, shrunk: int = 0) -> None:
         if self._process(target) is not old:
             return
         process: Process
         if target == SCHEDULER:
             process = self.scheduler = SchedulerProcess(self, self._next_life())
         elif target == EXECUTOR:
-            process = ExecutorProcess(self, self._next_life(), EXECUTOR)
+            process = ExecutorProcess(self, self._next_life(), EXECUTOR, shrunk)
             self.executors = [executor for executor in self.executors if not executor.is_dead] + [process]
         else:
             process = GatewayProcess(self, self._next_life(), target)
@@ -941,6 +955,26 @@ class FaultWorld:
         if client is not None and client.sequence is not None:
             client.cancel()
 
+    def _inflict_pause(self, fault: Fault) -> None:
+        self._operate(fault.target, "pause")
+        self.at(self.now + min(fault.seconds, 1.0), lambda: self._operate(fault.target, "resume"))
+
+    def _inflict_pin(self, fault: Fault) -> None:
+        plan = self.clients[fault.count].plan if fault.count in self.clients else None
+        if plan is not None and not plan.is_bad:
+            prefix = PrefixToPin(name=f"pin-{plan.number}", tenant=plan.tenant, token_ids=encode_column(plan.prompt))
+            self._operate(fault.target, "pin", prefix)
+
+    def _inflict_unpin(self, fault: Fault) -> None:
+        self._operate(fault.target, "unpin", PrefixToPin(name=f"pin-{fault.count}"))
+
+    def _operate(self, target: int, method: str, prefix: PrefixToPin | None = None) -> None:
+        """Call what an operator calls, through any gateway."""
+        gateway = self.gateways[target % len(self.gateways)]
+        if not gateway.is_dead and not gateway.is_stalled:
+            gateway.link.call_admin(method, prefix=prefix)
+            gateway.flush()
+
     def _inflict_cancel_preempted(self, fault: Fault) -> None:
         self.num_to_cancel += 1
 
@@ -972,6 +1006,8 @@ class FaultWorld:
             if process.stalled_until > self.now:
                 process.stalled_until = 0.0
             process.wake()
+        for slot in self.links:
+            self._operate(slot, "resume")
 
 
 def _directions(fault: Fault) -> tuple[int, ...]:
