@@ -4,7 +4,7 @@
 #   PYTHON=python3.12      which interpreter makes the virtual environment
 #   VENV=.venv             where it goes
 #   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware
-#   ARGS=...               more arguments for demo, pytest, bench or gpu-check
+#   ARGS=...               more arguments for demo, pytest, soak, bench or gpu-check
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo test chaos lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels demo test chaos soak lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test: lint kernels  ## all checks and all tests
 chaos: kernels  ## the table of promises against real processes (some 10 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
 	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
+
+soak: $(READY)  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
+	@PYTHONPATH=tests $(BIN)/python -m simulation.soak $(ARGS)
 
 lint: $(READY)  ## ruff, clang-format, mypy, import contracts
 	$(say) 'ruff check'

@@ -264,7 +264,7 @@ def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, ro
     for place in range(rounds):
         for kind in ("ipc", "tcp+curve"):
             folder = directory / f"{kind}{step_us:g}{place}"
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             address = f"127.0.0.1:{free_port()}"
             step_address, ingress_address = link_addresses(kind, folder)
             keys = directory / "keys" if kind == "tcp+curve" else None

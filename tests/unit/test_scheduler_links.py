@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from headway_executor.step_link import StepLink as ExecutorLink
 from headway_proto import ingress, step
 from headway_proto.columns import decode_columns
 from headway_proto.framing import FrameWriter
@@ -17,6 +18,7 @@ from headway_scheduler.step_link import (
     ExecutorLost,
     ExecutorRefused,
     StepAnswered,
+    StepEvent,
     StepFailed,
     StepLink,
 )
@@ -63,6 +65,36 @@ def join(link: StepLink, executor: Executor, now: float) -> int:
     assert (peer, body) == (executor.peer, NewEpoch(event.epoch, executor.incarnation, 77))
     executor.writer.begin_epoch(event.epoch)
     return event.epoch
+
+
+def talk(link: StepLink, executor: ExecutorLink, now: float) -> list[StepEvent]:
+    """Carry frames both ways until neither side has any more; what the scheduler's side had to say."""
+    events: list[StepEvent] = []
+    frames = executor.tick(now).frames
+    while frames:
+        for frame in frames:
+            events += link.receive(b"executor", frame, now)
+        outgoing, link.outgoing = link.outgoing, []
+        frames = [answer for _, frame in outgoing for answer in executor.receive(frame, now).frames]
+    return events
+
+
+@pytest.mark.parametrize("lost", ["unreachable", "silent"])
+def test_an_executor_that_was_given_up_and_lives_is_taken_back(link: StepLink, lost: str) -> None:
+    """It noticed nothing, so that it still is in the epoch in which it was given up."""
+    executor = ExecutorLink(incarnation=1, info=INFO)
+    talk(link, executor, 0.0)
+    assert executor.running
+    now = 1.0 if lost == "unreachable" else SILENCE_TIMEOUT_S + 1.0
+    executor._last_heard = now
+    events = link.unreachable(b"executor") if lost == "unreachable" else link.tick(now)
+    assert isinstance(events[-1], ExecutorLost)
+    link.outgoing.clear()
+    events = talk(link, executor, now + 0.3)
+    assert [type(event) for event in events] == [EpochOpened]
+    assert link.is_open
+    assert executor.running
+    assert executor.epoch == link.epoch
 
 
 def test_repeated_hellos_do_not_open_more_epochs(link: StepLink) -> None:

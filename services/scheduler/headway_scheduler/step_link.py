@@ -127,7 +127,8 @@ class StepLink:
         if isinstance(body, ExecutorHello):
             return self._on_hello(peer, body, now)
         if self._peer is None:
-            # An executor of an earlier scheduler life, or one that was given up: our name makes it say hello.
+            # An executor of an earlier scheduler life, or one that was given up: our name, or our epoch, makes it say
+            # hello.
             self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
         if peer != self._peer:
             return []
@@ -226,8 +227,7 @@ class StepLink:
         failure: StepFailed | None = None,
     ) -> list[StepEvent]:
         self._peer, self._executor, self._info = peer, executor, info
-        self.epoch = self.epoch % MAX_EPOCH + 1
-        self._writer.begin_epoch(self.epoch)
+        self._leave_epoch()
         self._next_sequence = 0
         self._heard_at = self._opened_at = now
         self.outgoing.append((peer, self._writer.encode(NewEpoch(self.epoch, executor, self.incarnation))))
@@ -235,4 +235,10 @@ class StepLink:
 
     def _lose(self, reason: str) -> list[StepEvent]:
         self._peer = None
+        # It may still live in this epoch, cut off for a moment only. A frame of a later one makes it say hello.
+        self._leave_epoch()
         return [ExecutorLost(reason)]
+
+    def _leave_epoch(self) -> None:
+        self.epoch = self.epoch % MAX_EPOCH + 1
+        self._writer.begin_epoch(self.epoch)

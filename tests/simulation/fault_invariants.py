@@ -1,0 +1,303 @@
+"""What must hold in every simulated world, whatever goes wrong in it: one small function per invariant.
+
+Owns: the names and the meaning of the invariants. Must not know: faults, links, virtual time.
+
+Those of the scheduler look at its columns from outside and count for themselves; they do not ask the code under test
+whether it is right. A function raises ``Violation`` or returns.
+"""
+
+from collections.abc import Collection, Sequence
+
+from headway_proto.step import SchedulerOutput
+from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
+from headway_scheduler.engine import SchedulerEngine
+
+NAMES = (
+    "BLOCK-CONSERVATION",
+    "BLOCK-EXCLUSIVITY",
+    "NO-ORPHAN",
+    "BUDGET",
+    "PREFIX-STABLE",
+    "EXACTLY-ONCE",
+    "ORACLE-EQUAL",
+    "TERMINAL-ONCE",
+    "FCFS",
+    "NO-STARVATION",
+    "EPOCH-FENCE",
+    "MIRROR",
+    "BOUNDED",
+    "CANCEL-BOUND",
+    "ISOLATION",
+    "QUIESCENT-ZERO",
+    "LIVENESS",
+)
+MOST_UNSERVED_STEPS = 250
+"""Steps that may be sent while somebody who could run gets nothing; no schedule needs half as many."""
+
+MOST_MEMORY_ERRORS = 24
+"""Of one executor: six halvings, and some that a lost frame hides from the scheduler."""
+
+
+class Violation(AssertionError):  # noqa: N818 - it names the finding
+    """``invariant`` does not hold."""
+
+    def __init__(self, invariant: str, detail: str) -> None:
+        super().__init__(f"{invariant}: {detail}")
+        self.invariant = invariant
+        self.detail = detail
+
+
+def require(holds: bool, invariant: str, detail: str) -> None:
+    if not holds:
+        raise Violation(invariant, detail)
+
+
+# ---------------------------------------------------------------------------------------------------- of the scheduler
+
+
+def block_conservation(core: Scheduler) -> None:
+    """Free, fenced and owned blocks together are all blocks, each in one place; so are the host's."""
+    pool = core.pool
+    pool._count_released()
+    owned = {block for row in _live(core) for block in core.rows.blocks_of(row).tolist()}
+    free = pool._plain[pool._plain_top :].tolist()
+    queued = _queued(core)
+    fenced = [block for _, parts in pool._fences for part in parts for block in part.tolist()]
+    places = [*owned, *free, *queued, *fenced]
+    require(
+        len(places) == pool.num_blocks == len(set(places)),
+        "BLOCK-CONSERVATION",
+        f"{len(owned)} owned, {len(free) + len(queued)} free, {len(fenced)} fenced of {pool.num_blocks}",
+    )
+    held_on_host = sum(len(request.host_blocks) for request in core._requests.values())
+    swapping = core.swapping
+    require(
+        held_on_host + swapping.num_free_host_blocks == swapping.num_host_blocks,
+        "BLOCK-CONSERVATION",
+        f"{held_on_host} host blocks held, {swapping.num_free_host_blocks} free of {swapping.num_host_blocks}",
+    )
+
+
+def _queued(core: Scheduler) -> list[int]:
+    return (core.pool._evictable._place != -1).nonzero()[0].tolist()
+
+
+def _live(core: Scheduler) -> list[int]:
+    return [row for row, request in enumerate(core.rows.requests[: core.rows.end]) if request is not None]
+
+
+def block_exclusivity(core: Scheduler) -> None:
+    """A block's reference count is the number of tables that it is in; no table has it twice."""
+    counts = [0] * core.pool.num_blocks
+    for row in _live(core):
+        blocks = core.rows.blocks_of(row).tolist()
+        require(len(set(blocks)) == len(blocks), "BLOCK-EXCLUSIVITY", f"row {row} has a block twice: {blocks}")
+        for block in blocks:
+            counts[block] += 1
+    actual = core.pool._ref_count.tolist()
+    require(actual == counts, "BLOCK-EXCLUSIVITY", f"reference counts {actual}, holders {counts}")
+
+
+def no_orphan(core: Scheduler) -> None:
+    """Only who runs has a row, and only who is swapped out has blocks on the host; nobody has ended and holds anything."""
+    in_rows = 0
+    for row in _live(core):
+        request = core.rows.request_in(row)
+        in_rows += 1
+        require(core._requests.get(request.new.origin) is request, "NO-ORPHAN", f"row {row} belongs to nobody alive")
+        require(
+            request.row == row and request.status is RequestStatus.RUNNING, "NO-ORPHAN", f"row {row}: {request.status}"
+        )
+        require(not len(request.host_blocks), "NO-ORPHAN", f"row {row} runs and has blocks on the host")
+    num_waiting = 0
+    for request in core._requests.values():
+        if request.status is not RequestStatus.RUNNING:
+            num_waiting += 1
+            require(request.row < 0, "NO-ORPHAN", "a waiting request has a row")
+            is_swapped = request.num_swapped_tokens > 0
+            require(is_swapped == bool(len(request.host_blocks)), "NO-ORPHAN", "host blocks of who is not swapped out")
+    require(in_rows == core.num_running, "NO-ORPHAN", f"{in_rows} rows in use, {core.num_running} counted")
+    require(num_waiting == core.num_waiting, "NO-ORPHAN", f"{num_waiting} wait, {core.num_waiting} are queued")
+    require(in_rows + num_waiting == len(core._requests), "NO-ORPHAN", "a request is neither waiting nor running")
+
+
+def budget(core: Scheduler, limits: SchedulerLimits, running: dict[int, int], output: SchedulerOutput) -> None:
+    """A step has no more tokens and no more sequences than are allowed, and as many as it says. ``running``: row, tokens."""
+    total = sum(running.values())
+    require(
+        total == output.total_num_scheduled_tokens,
+        "BUDGET",
+        f"{total} tokens, {output.total_num_scheduled_tokens} told",
+    )
+    most = limits.max_num_batched_tokens
+    if core.capacity.max_num_batched_tokens:
+        most = min(most, core.capacity.max_num_batched_tokens)
+    require(0 < total <= most, "BUDGET", f"{total} tokens in step {output.step}; allowed: {most}")
+    require(len(running) <= limits.max_num_seqs, "BUDGET", f"{len(running)} sequences; allowed: {limits.max_num_seqs}")
+    require(core.num_running <= core.capacity.max_num_rows, "BUDGET", f"{core.num_running} rows")
+
+
+def first_come_first_served(core: Scheduler, output: SchedulerOutput, had_rows: Collection[int]) -> None:
+    """Nobody starts before somebody of its rank who was preempted (another lane) or came first.
+
+    Left out is who may wait only since after others had started in the same step: who has been promoted, and who had a
+    row in the step before (``had_rows``, by arrival).
+    """
+    waiting = [
+        _place(request)
+        for request in core._requests.values()
+        if request.row < 0 and not is_promoted(request.rank) and request.arrival not in had_rows
+    ]
+    if not waiting:
+        return
+    first = min(waiting)
+    for new in output.scheduled_new_reqs:
+        place = _place(core.rows.request_in(new.row))
+        require(place < first, "FCFS", f"(rank, lane, arrival) {place} starts, {first} waits")
+
+
+def _place(request: Request) -> tuple[int, int, int]:
+    """Where it belongs: a preempted one to the head of its rank, unless it made way for one that was about to be late."""
+    lane = request.lane
+    if request.status is RequestStatus.PREEMPTED and request.num_ways_made == 0:
+        lane = Lane.RESUMING
+    return request.rank, int(lane), request.arrival
+
+
+def no_starvation(unserved_steps: dict[int, int]) -> None:
+    """Everybody who waits or runs gets something within a bounded number of steps. By arrival: steps since it did."""
+    for arrival, count in unserved_steps.items():
+        require(count <= MOST_UNSERVED_STEPS, "NO-STARVATION", f"arrival {arrival} got nothing for {count} steps")
+
+
+def no_endless_overtaking(overtaken: dict[int, int], num_older: dict[int, int]) -> None:
+    """Who is old enough to be promoted is overtaken by a bounded number of younger ones.
+
+    By arrival: how many have started before it since then, and how many older ones have waited with it: each takes its turn
+    to be promoted, after at most two rounds of ``STARTS_PER_PROMOTION`` starts; a round may be under way when it gets old.
+    """
+    for arrival, count in overtaken.items():
+        most = 2 * STARTS_PER_PROMOTION * (num_older[arrival] + 1) + STARTS_PER_PROMOTION
+        require(count <= most, "NO-STARVATION", f"arrival {arrival} was overtaken {count} times; allowed: {most}")
+
+
+def bounded(engine: SchedulerEngine) -> None:
+    """Every queue is within its cap, and no index outlives what it points to."""
+    limits, core = engine.limits, engine.core
+    require(len(engine._unjudged) <= limits.max_num_waiting, "BOUNDED", f"{len(engine._unjudged)} unjudged")
+    require(len(engine._origin_of) == len(engine._names), "BOUNDED", "names and origins differ in number")
+    if core is None:
+        return
+    require(core.num_in_flight <= limits.max_steps_in_flight, "BOUNDED", f"{core.num_in_flight} steps in flight")
+    # Those that ran may have to wait again, beside a full queue.
+    most = limits.max_num_waiting + limits.max_num_seqs * limits.max_steps_in_flight
+    require(core.num_waiting <= most, "BOUNDED", f"{core.num_waiting} wait; allowed: {most}")
+    require(engine._names.keys() == core._requests.keys(), "BOUNDED", "the engine's names are not the core's requests")
+    require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
+
+
+def credits_kept(sequence: int, acknowledged: int, window: int) -> None:
+    """No tokens are sent to a gateway that has left a window of frames unacknowledged."""
+    require(
+        sequence - acknowledged < window, "BOUNDED", f"frame {sequence} sent, {acknowledged} acknowledged, {window}"
+    )
+
+
+def epoch_fence(what: str, given: tuple[int, ...], current: tuple[int, ...]) -> None:
+    """What takes effect is of the current life, epoch and step."""
+    require(given == current, "EPOCH-FENCE", f"{what}: {given} took effect in {current}")
+
+
+def mirror(what: str, ours: object, theirs: object) -> None:
+    """Both sides of the step protocol are in the same state after the same step."""
+    require(ours == theirs, "MIRROR", f"{what}: scheduler {ours}, executor {theirs}")
+
+
+def one_executor(silent_s: float, least_s: float, who: str) -> None:
+    """An executor that is heard of is not replaced."""
+    require(silent_s >= least_s, "EPOCH-FENCE", f"{who} was replaced {silent_s:.3f} s after it was heard")
+
+
+def memory_respected(num_times: int) -> None:
+    """An executor that ran out of memory is sent smaller steps: halved each time, they soon fit."""
+    require(num_times <= MOST_MEMORY_ERRORS, "BUDGET", f"the executor ran out of memory {num_times} times")
+
+
+def taken_once(is_first_life: bool, who: str) -> None:
+    """A request is submitted once per link; only who lost a gateway may find itself there already."""
+    require(not is_first_life, "EXACTLY-ONCE", f"{who} is there already")
+
+
+def write_exclusivity(written_in_flight: dict[int, Request], written: dict[int, Request]) -> None:
+    """No block is written for two requests by steps in flight together, nor twice in one step. By block: for whom."""
+    for block, request in written.items():
+        other = written_in_flight.get(block)
+        require(
+            other is None or other is request, "BLOCK-EXCLUSIVITY", f"block {block} is reused while a step writes it"
+        )
+
+
+def failed_not_cached(cached_before: Collection[int], cached_after: Collection[int], blocks: Sequence[int]) -> None:
+    """What a failed row computed is found by nobody."""
+    new = set(cached_after).difference(cached_before).intersection(blocks)
+    require(not new, "ISOLATION", f"blocks {sorted(new)} of a failed row are in the prefix cache")
+
+
+def quiescent_zero(engine: SchedulerEngine) -> None:
+    """When nothing runs, nothing is held."""
+    core = engine.core
+    require(not engine._names and not engine._origin_of and not engine._unjudged, "QUIESCENT-ZERO", "names are left")
+    if core is None:
+        return
+    require(not core._requests and not core.num_in_flight, "QUIESCENT-ZERO", "requests or steps are left")
+    require(core.pool.num_free == core.pool.num_blocks, "QUIESCENT-ZERO", f"{core.pool.num_free} blocks are free")
+    swapping = core.swapping
+    require(swapping.num_free_host_blocks == swapping.num_host_blocks, "QUIESCENT-ZERO", "host blocks are held")
+    leftovers = core._prefilling or core._stalled or core._idle or core.num_waiting or core.num_running
+    require(not leftovers, "QUIESCENT-ZERO", "rows or queues are not empty")
+
+
+# ------------------------------------------------------------------------------------------------------ of the client
+
+
+def prefix_stable(delivered: list[int], now_held: list[int]) -> None:
+    """A delivered token never changes."""
+    require(now_held[: len(delivered)] == delivered, "PREFIX-STABLE", f"{delivered} became {now_held}")
+
+
+def oracle_equal(new: list[int], start: int, answer: list[int]) -> None:
+    """Each token is the one of the undisturbed run."""
+    expected = answer[start : start + len(new)]
+    require(new == expected, "ORACLE-EQUAL", f"tokens from {start} are {new}, not {expected}")
+
+
+def exactly_once(index: int, expected: int, who: str) -> None:
+    """On one link, the tokens of a sequence are numbered without gap or repetition."""
+    require(index == expected, "EXACTLY-ONCE", f"{who}: token {index} was sent where {expected} was due")
+
+
+def terminal_once(num_ends: int, who: str) -> None:
+    """A sequence ends once, and nothing comes behind its end."""
+    require(num_ends <= 1, "TERMINAL-ONCE", f"{who} ended {num_ends} times, or went on behind its end")
+
+
+def ends_as_it_should(reason: str, num_tokens: int, expected: str, num_expected: int, who: str) -> None:
+    """A request fails only for its own faults (ISOLATION), and ends where the undisturbed run does (ORACLE-EQUAL)."""
+    require(
+        reason == expected or "error" not in {reason, expected}, "ISOLATION", f"{who} ended as {reason}, not {expected}"
+    )
+    ends = (reason, num_tokens), (expected, num_expected)
+    require(ends[0] == ends[1], "ORACLE-EQUAL", f"{who} ended as {ends[0]}, not {ends[1]}")
+
+
+def cancel_bound(is_live: bool, who: str) -> None:
+    """On a link without faults, a cancelled sequence is gone from the scheduler when its Abort has arrived."""
+    require(not is_live, "CANCEL-BOUND", f"{who} is still there")
+
+
+def liveness(num_open: int, detail: str) -> None:
+    """Once all faults are healed, everything ends."""
+    require(num_open == 0, "LIVENESS", f"{num_open} have no end: {detail}")

@@ -1,0 +1,203 @@
+"""The model that simulated executors run: a hash for tokens, a list per block for keys and values.
+
+Owns: which token follows which history, which undisturbed answer a request has, and what blocks hold.
+Must not know: steps in flight, links, faults of processes.
+
+The next token depends on the whole history, so that a token lost, repeated or misplaced anywhere changes all that
+follow. A slot of a block holds the hash of the prefix that ends in it, so that a block which does not hold what a row's
+table promises is noticed by the first step that reads it.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from headway_executor.backend import StepBatch, StepResult
+from headway_proto.columns import decode_column, encode_column
+from headway_proto.sampling import NO_LOGPROBS, SamplingParams
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
+from simulation.fault_schedule import END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
+
+_MASK = (1 << 64) - 1
+_EMPTY = 0x9E3779B97F4A7C15
+_NAN_SEED_BITS = 32
+"""Above these bits of a request's seed stands the output token at which its logits are NaN, plus one."""
+
+
+def backend_info(settings: Settings, shrunk: int = 0) -> BackendInfo:
+    """What an executor announces; ``shrunk`` 1: half the rows and the fewest blocks, 2: no blocks on the host."""
+    info = _whole_info(settings)
+    if shrunk == 1:
+        num_blocks = -(-MAX_MODEL_LEN // settings.block_size)
+        info = msgspec.structs.replace(info, max_num_rows=-(-info.max_num_rows // 2), num_blocks=num_blocks)
+    elif shrunk == 2:
+        info = msgspec.structs.replace(info, num_host_blocks=0)
+    return info
+
+
+def _whole_info(settings: Settings) -> BackendInfo:
+    return BackendInfo(
+        backend="model",
+        device="none",
+        dtype="none",
+        model_name="model",
+        model_fingerprint="model",
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(END_TOKEN,),
+        max_num_rows=settings.num_rows,
+        num_host_blocks=settings.num_host_blocks,
+        swap_us_per_block=1.0,
+    )
+
+
+def sampling_of(plan: RequestPlan) -> SamplingParams:
+    return SamplingParams(
+        temperature=plan.temperature,
+        seed=(plan.fails_at + 1) << _NAN_SEED_BITS | plan.seed,
+        stop_token_ids=plan.stop,
+        logprobs=0 if plan.wants_logprobs else NO_LOGPROBS,
+    )
+
+
+def grown(prefix: int, token: int) -> int:
+    """The hash of a history that is one token longer."""
+    return ((prefix ^ (token + 1)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+
+
+def token_after(prefix: int, sampling: SamplingParams) -> int:
+    salt = (sampling.seed & 0xFFFF) + 1 if sampling.temperature else 0
+    draw = ((prefix + salt * _EMPTY) & _MASK) * 0x94D049BB133111EB & _MASK
+    return (draw >> 40) % VOCABULARY
+
+
+def fails_at(sampling: SamplingParams) -> int:
+    return (sampling.seed >> _NAN_SEED_BITS) - 1
+
+
+def logprob_of(prefix: int) -> float:
+    return -float(prefix >> 44)
+
+
+class Answer:
+    """What a request brings if nothing goes wrong: tokens, their log probabilities, and why it ends."""
+
+    def __init__(self, plan: RequestPlan, settings: Settings) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.reason = "length"
+        sampling = sampling_of(plan)
+        stops = set(plan.stop) | (set() if plan.ignore_eos else {END_TOKEN})
+        limit = min(
+            plan.max_tokens, min(MAX_MODEL_LEN, settings.num_blocks * settings.block_size + 1) - len(plan.prompt)
+        )
+        prefix = _EMPTY
+        for token in plan.prompt:
+            prefix = grown(prefix, token)
+        for index in range(limit):
+            if index == plan.fails_at:
+                self.reason = "error"
+                return
+            token = token_after(prefix, sampling)
+            self.tokens.append(token)
+            self.logprobs.append(logprob_of(prefix))
+            prefix = grown(prefix, token)
+            if token in stops:
+                self.reason = "stop"
+                return
+
+
+class _Row:
+    __slots__ = ("num_prompt", "prefixes", "sampling")
+
+    def __init__(self, prefixes: list[int], num_prompt: int, sampling: SamplingParams) -> None:
+        self.prefixes = prefixes
+        self.num_prompt = num_prompt
+        self.sampling = sampling
+
+
+class ModelOfBlocks:
+    """One executor's rows and blocks. ``complain`` is called with what a step finds wrong in a block."""
+
+    def __init__(self, info: BackendInfo, complain: Callable[[str], None]) -> None:
+        self._size = info.block_size
+        self._complain = complain
+        self._blocks = [[0] * info.block_size for _ in range(info.num_blocks)]
+        self._host = [[0] * info.block_size for _ in range(info.num_host_blocks)]
+        self._rows: dict[int, _Row] = {}
+
+    def move(self, copies: list[list[int]], swap_out: list[list[int]], swap_in: list[list[int]]) -> None:
+        for block, host in zip(*swap_out, strict=True):
+            self._host[host] = list(self._blocks[block])
+        for host, block in zip(*swap_in, strict=True):
+            self._blocks[block] = list(self._host[host])
+        for source, destination in zip(*copies, strict=True):
+            self._blocks[destination] = list(self._blocks[source])
+
+    def run(self, batch: StepBatch) -> StepResult:
+        for row in batch.finished_rows.tolist():
+            self._rows.pop(row, None)
+        for new in batch.new_rows:
+            prefix, prefixes = _EMPTY, [_EMPTY]
+            for token in new.token_ids.tolist():
+                prefix = grown(prefix, token)
+                prefixes.append(prefix)
+            self._rows[new.row] = _Row(prefixes, new.num_prompt_tokens, new.sampling)
+        work = list(
+            zip(
+                batch.rows.tolist(),
+                batch.num_computed_tokens.tolist(),
+                batch.num_scheduled_tokens.tolist(),
+                batch.samples.tolist(),
+                strict=True,
+            )
+        )
+        tables = {
+            row: batch.block_table[row, : -(-(start + count) // self._size)].tolist() for row, start, count, _ in work
+        }
+        self._write(work, tables)
+        self._read(work, tables)
+        return self._sample(work)
+
+    def _write(self, work: list[tuple[int, int, int, int]], tables: dict[int, list[int]]) -> None:
+        size, written = self._size, {}
+        for row, start, count, _ in work:
+            prefixes, table = self._rows[row].prefixes, tables[row]
+            for position in range(start, start + count):
+                block = table[position // size]
+                if written.setdefault(block, row) != row:
+                    self._complain(f"rows {written[block]} and {row} both write block {block}")
+                self._blocks[block][position % size] = prefixes[position + 1]
+
+    def _read(self, work: list[tuple[int, int, int, int]], tables: dict[int, list[int]]) -> None:
+        size = self._size
+        for row, start, count, _ in work:
+            prefixes, end = self._rows[row].prefixes, start + count
+            for index, block in enumerate(tables[row]):
+                first = index * size
+                last = min(first + size, end)
+                if self._blocks[block][: last - first] != prefixes[first + 1 : last + 1]:
+                    self._complain(f"row {row}: block {block} does not hold its tokens {first} to {last - 1}")
+
+    def _sample(self, work: list[tuple[int, int, int, int]]) -> StepResult:
+        tokens, errors, logprobs = [], [], []
+        for number, _, _, samples in work:
+            if not samples:
+                continue
+            row = self._rows[number]
+            prefix = row.prefixes[-1]
+            if len(row.prefixes) - 1 - row.num_prompt == fails_at(row.sampling):
+                errors.append(RowError(number, "the logits are NaN"))
+                tokens.append(ERRORED_ROW)
+                token = 0
+            else:
+                token = token_after(prefix, row.sampling)
+                tokens.append(token)
+                if row.sampling.logprobs != NO_LOGPROBS:
+                    logprobs.append(RowLogprobs(number, logprob_of(prefix), (), ()))
+            row.prefixes.append(grown(prefix, token))
+        return StepResult(
+            sampled_token_ids=decode_column(encode_column(tokens)), logprobs=tuple(logprobs), errors=tuple(errors)
+        )

@@ -1,0 +1,269 @@
+"""What happens in one simulated world: settings, requests and faults, all of them explicit and drawn from one seed.
+
+Owns: how a schedule is drawn and written down. Must not know: how a world is run or judged.
+
+A schedule is data. Requests and faults can be taken away from it, one by one, and what is left can still be run: that is
+how a failing one is made small. Each seed draws its own mix of faults (many kinds in one schedule hide each other), its
+own policies and its own sizes. Everything is small, because most mistakes need few requests and few blocks.
+"""
+
+import random
+
+import msgspec
+
+from headway_scheduler.core.batching_policies import BATCHING_POLICIES
+from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.preemption import PREEMPTIONS
+from headway_scheduler.core.reservations import RESERVATIONS
+
+EXECUTOR, SCHEDULER, FIRST_GATEWAY = 0, 1, 2
+UP, DOWN, BOTH = 0, 1, 2
+VOCABULARY = 40
+END_TOKEN = 1
+MAX_MODEL_LEN = 48
+
+MOST_REQUESTS = 10
+FLOOD_SHARE = 0.04
+FLOOD = 48
+
+FRAME_FAULTS = ("drop", "duplicate", "corrupt", "delay")
+LINK_FAULTS = ("partition", "hold", "reset")
+PROCESS_FAULTS = ("crash", "stall", "rival", "supplant")
+STEP_FAULTS = ("fail", "memory", "flip")
+CLIENT_FAULTS = ("cancel", "cancel_preempted")
+OPERATOR_FAULTS = ("pause", "pin", "unpin")
+KINDS = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
+
+_SHORT_S = (0.01, 0.03, 0.1, 0.3)
+_LONG_S = (0.6, 1.1, 2.0, 5.5)
+_VERY_LONG_S = (10.2, 12.0, 14.0)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Policies and sizes. Times in seconds; ``window`` is how many frames a gateway may leave unacknowledged."""
+
+    order: str
+    batching: str
+    reserve: str
+    preemption: str
+    budget: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_steps_in_flight: int
+    max_num_waiting: int
+    enable_prefix_caching: bool
+    prefix_aware: bool
+    prefix_cache_scope: str
+    aging_s: float
+    shed_late: bool
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    num_host_blocks: int
+    num_gateways: int
+    step_s: float
+    wire_s: float
+    window: int
+    digest_every: int
+
+
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A client's request. ``fails_at``: the output token at which its logits are NaN. ``deadline_s``: 0 for none.
+    ``is_bad``: a token id outside the vocabulary.
+    """
+
+    at: float
+    number: int
+    gateway: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    stop: tuple[int, ...] = ()
+    wants_logprobs: bool = False
+    priority: int = 3
+    tenant: str = ""
+    ttft_slo_ms: int = 0
+    itl_slo_ms: int = 0
+    fails_at: int = -1
+    deadline_s: float = 0.0
+    is_bad: bool = False
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER or FIRST_GATEWAY + n.
+
+    ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
+    number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if
+    ``count`` is above 1. ``place`` where in a frame a bit is turned, 0 to 1.
+    """
+
+    at: float
+    kind: str
+    target: int = EXECUTOR
+    direction: int = BOTH
+    seconds: float = 0.0
+    count: int = 1
+    place: float = 0.0
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one run depends on; nothing is drawn while it runs."""
+
+    seed: int
+    settings: Settings
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[Fault, ...]
+    heal_at: float
+
+    def to_json(self) -> str:
+        """One line, for ``kept_seeds.txt``."""
+        return msgspec.json.encode(self).decode()
+
+
+def from_json(line: str) -> Schedule:
+    """The inverse of ``Schedule.to_json``."""
+    return msgspec.json.decode(line, type=Schedule)
+
+
+def draw(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    settings = _draw_settings(rng)
+    requests = _draw_requests(rng, settings)
+    if rng.random() < FLOOD_SHARE:
+        settings, requests = _flooded(rng, settings, requests)
+    faults = _draw_faults(rng, settings, min(len(requests), MOST_REQUESTS))
+    ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
+    heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
+    return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
+
+
+def _draw_settings(rng: random.Random) -> Settings:
+    block_size = rng.choice((2, 4, 4, 8))
+    for_one = -(-MAX_MODEL_LEN // block_size)
+    max_num_seqs = rng.choice((1, 2, 4, 4, 8))
+    num_blocks = for_one + rng.choice((0, 1, 3, for_one // 2, 4 * for_one))
+    return Settings(
+        order=rng.choice((*sorted(ORDERS), "fcfs")),
+        batching=rng.choice((*sorted(BATCHING_POLICIES), "chunked", "chunked")),
+        reserve=rng.choice((*sorted(RESERVATIONS), "auto", "none", "none")),
+        preemption=rng.choice((*sorted(PREEMPTIONS), "swap")),
+        budget=rng.choice(("fixed", "fixed", "slo")),
+        max_num_batched_tokens=rng.choice((4, 8, 16, 64)),
+        max_num_seqs=max_num_seqs,
+        max_steps_in_flight=rng.choice((1, 2, 2, 3, 4)),
+        max_num_waiting=rng.choice((3, 64, 64, 64)),
+        enable_prefix_caching=rng.random() < 0.75,
+        prefix_aware=rng.random() < 0.25,
+        prefix_cache_scope=rng.choice(("shared", "shared", "tenant")),
+        aging_s=rng.choice((0.02, 30.0)),
+        shed_late=rng.random() < 0.2,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_rows=rng.choice((max_num_seqs, 2 * max_num_seqs, 4 * max_num_seqs)),
+        num_host_blocks=rng.choice((0, 4, num_blocks, 2 * num_blocks)),
+        num_gateways=rng.choice((1, 1, 2, 3)),
+        step_s=rng.choice((0.0, 0.002, 0.008, 0.02)),
+        wire_s=rng.choice((0.0, 0.0005, 0.003)),
+        window=rng.choice((4, 16, 4096)),
+        digest_every=rng.choice((2, 5, 64)),
+    )
+
+
+def _draw_requests(rng: random.Random, settings: Settings) -> tuple[RequestPlan, ...]:
+    shared = tuple(rng.randrange(VOCABULARY) for _ in range(24))
+    shares = rng.choice((0.0, 0.3, 0.9))
+    repeats = rng.choice((0.0, 0.3))
+    spread_s = rng.choice((0.0, 0.05, 0.4))
+    objectives = rng.random() < 0.3
+    longest = rng.choice((3, 8, 20, 30))
+    requests = []
+    for number in range(rng.randint(1, MOST_REQUESTS)):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 14)))
+        if rng.random() < shares:
+            prompt = shared[: rng.randint(1, 24)] + prompt[: rng.randint(1, 8)]
+        if requests and rng.random() < repeats:
+            prompt = rng.choice([other.prompt for other in requests if not other.is_bad] or [prompt])
+        is_bad = rng.random() < 0.03 and VOCABULARY not in prompt
+        requests.append(
+            RequestPlan(
+                at=round(rng.random() * spread_s, 4),
+                number=number,
+                gateway=rng.randrange(settings.num_gateways),
+                prompt=(*prompt, VOCABULARY) if is_bad else prompt,
+                max_tokens=rng.randint(1, longest),
+                seed=rng.randrange(1 << 16),
+                temperature=float(rng.random() < 0.5),
+                ignore_eos=rng.random() < 0.7,
+                stop=(rng.randrange(VOCABULARY),) if rng.random() < 0.2 else (),
+                wants_logprobs=rng.random() < 0.15,
+                priority=rng.randint(1, 4),
+                tenant=rng.choice(("", "", "a", "b")),
+                ttft_slo_ms=rng.choice((0, 20, 5000)) if objectives else 0,
+                itl_slo_ms=rng.choice((0, 10)) if objectives else 0,
+                fails_at=rng.randrange(6) if rng.random() < 0.08 else -1,
+                deadline_s=rng.choice((0.01, 0.05, 0.1, 0.5)) if rng.random() < 0.12 else 0.0,
+                is_bad=is_bad,
+            )
+        )
+    return tuple(requests)
+
+
+def _flooded(
+    rng: random.Random, settings: Settings, requests: tuple[RequestPlan, ...]
+) -> tuple[Settings, tuple[RequestPlan, ...]]:
+    """Many small requests of the highest class, which orders like to start before all others, for as long as they come."""
+    settings = msgspec.structs.replace(
+        settings,
+        order=rng.choice(("priority", "shortest")),
+        max_num_seqs=1,
+        max_num_waiting=64,
+        max_steps_in_flight=rng.choice((1, 2)),
+        aging_s=0.02,
+        step_s=0.008,
+    )
+    flood = tuple(
+        RequestPlan(
+            at=round(number * 0.008, 4),
+            number=number,
+            gateway=rng.randrange(settings.num_gateways),
+            prompt=(rng.randrange(VOCABULARY),),
+            max_tokens=1,
+            priority=1,
+        )
+        for number in range(MOST_REQUESTS, MOST_REQUESTS + FLOOD)
+    )
+    return settings, requests + flood
+
+
+def _draw_faults(rng: random.Random, settings: Settings, num_requests: int) -> tuple[Fault, ...]:
+    kinds = [kind for kind in KINDS if rng.random() < 0.35] or ["cancel"]
+    span_s = rng.choice((0.1, 0.4, 1.0))
+    is_patient = rng.random() < 0.08
+    faults = []
+    for _ in range(rng.choice((0, 1, 2, 4, 8, 12))):
+        kind = rng.choice(kinds)
+        targets = [EXECUTOR, EXECUTOR, *range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways)]
+        if kind in {"crash", "stall"}:
+            targets.append(SCHEDULER)
+        target = EXECUTOR if kind in STEP_FAULTS or kind in {"rival", "supplant"} else rng.choice(targets)
+        durations = (*_SHORT_S, *_LONG_S, *_VERY_LONG_S) if is_patient else (*_SHORT_S, *_SHORT_S, *_LONG_S)
+        count = rng.choice((1, 1, 2, 3))
+        if kind == "memory":
+            count = rng.choice((2, 5, 12))
+        elif kind in {"cancel", "pin", "unpin"}:
+            count = rng.randrange(num_requests)
+        faults.append(
+            Fault(
+                at=round(rng.random() * span_s, 4),
+                kind=kind,
+                target=target,
+                direction=rng.choice((UP, DOWN, BOTH)) if kind in LINK_FAULTS else rng.choice((UP, DOWN)),
+                seconds=round(rng.choice(durations) * (0.5 + rng.random()), 4),
+                count=count,
+                place=round(rng.random(), 4),
+            )
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.at))

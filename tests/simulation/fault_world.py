@@ -1,0 +1,408 @@
+"""A whole Headway in one process under a schedule of faults: real engine, real protocols, real executor cycle.
+
+Owns: virtual time, links, what goes wrong, and how it is healed.
+Must not know: which schedules there are, or the inside of any process.
+
+Nothing is drawn here and no clock is read: the same schedule runs the same way. Time jumps from event to event, so that
+a silence of ten seconds costs a few heartbeats. What is simulated is small (a hash for a model, dictionaries for links);
+what decides anything is the code that production runs.
+"""
+
+import heapq
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import headway_executor.loop
+import headway_gateway.ingress_link
+import headway_scheduler.core.scheduler
+import headway_scheduler.ingress_link
+from headway_proto.columns import encode_column
+from headway_proto.ingress import (
+    PrefixToPin,
+)
+from simulation import fault_invariants as invariants
+from simulation.fault_executor import ExecutorProcess
+from simulation.fault_gateway import Client, GatewayProcess
+from simulation.fault_invariants import Violation
+from simulation.fault_process import START_S, Process
+from simulation.fault_schedule import BOTH, DOWN, EXECUTOR, FIRST_GATEWAY, SCHEDULER, UP, Fault, Schedule
+from simulation.fault_scheduler import SchedulerProcess
+
+HEALED_WITHIN_S = 60.0
+QUIET_WITHIN_S = 20.0
+MOST_EVENTS = 60_000
+
+
+class Link:
+    """Between the scheduler and one place of a peer; frames queue in either direction unless something is wrong."""
+
+    def __init__(self) -> None:
+        self.armed: tuple[deque[Fault], deque[Fault]] = (deque(), deque())
+        self.last: list[float] = [0.0, 0.0]
+        self.cut_until: list[float] = [0.0, 0.0]
+        self.held_until: list[float] = [0.0, 0.0]
+        self.down_until = 0.0
+        self.connection = 0
+        """Grows whenever the connection is made anew; frames of an earlier one are lost."""
+        self.num_faults = 0
+        """Everything that has gone wrong on it so far."""
+
+
+class FaultWorld:
+    """One run of one schedule. ``violation`` is what was found, None if every invariant held."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.now = START_S
+        self.violation: Violation | None = None
+        self.digests: dict[tuple[int | None, int, int], int] = {}
+        self.must_reopen: set[tuple[int | None, int, int]] = set()
+        self.num_steps = 0
+        self.num_faults = 0
+        self.num_to_cancel = 0
+        """Requests that are to be cancelled when they are preempted."""
+        self._num_events = 0
+        self._num_lives = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        settings = schedule.settings
+        self._wire_s = settings.wire_s
+        self.links = {slot: Link() for slot in (EXECUTOR, *range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways))}
+        self.scheduler = SchedulerProcess(self, self._next_life())
+        self.executors = [ExecutorProcess(self, self._next_life(), EXECUTOR)]
+        self.gateways = [
+            GatewayProcess(self, self._next_life(), FIRST_GATEWAY + number) for number in range(settings.num_gateways)
+        ]
+        self.clients = {plan.number: Client(self, plan) for plan in schedule.requests}
+        self.num_open = len(self.clients)
+
+    def run(self) -> Violation | None:
+        """Let everything happen, heal, and see it to its end."""
+        with small_constants(self.schedule):
+            try:
+                self._run()
+            except Violation as violation:
+                self.violation = self.violation or violation
+            except Exception as error:  # noqa: BLE001 - whatever the product raises is a finding
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"{type(error).__name__} in {place.name}, line {place.lineno}: {error}"
+                self.violation = self.violation or Violation("LIVENESS", what)
+        return self.violation
+
+    def _run(self) -> None:
+        for process in (self.scheduler, *self.executors, *self.gateways):
+            process.wake()
+        for client in self.clients.values():
+            self.at(START_S + client.plan.at, client.ask)
+            if client.plan.deadline_s:
+                self.at(START_S + client.plan.at + client.plan.deadline_s, client.cancel)
+        for fault in self.schedule.faults:
+            self.at(START_S + fault.at, lambda fault=fault: self.inflict(fault))  # type: ignore[misc]
+        healed = START_S + self.schedule.heal_at
+        self.at(healed, self.heal)
+        self._run_until(lambda: self.now >= healed and not self.num_open, healed + HEALED_WITHIN_S)
+        still_open = [number for number, client in self.clients.items() if not client.is_done]
+        invariants.liveness(len(still_open), f"requests {still_open}, {self.scheduler.engine.state}")
+        self._run_until(self._is_quiet, self.now + QUIET_WITHIN_S)
+        invariants.quiescent_zero(self.scheduler.engine)
+
+    def _run_until(self, is_done: Callable[[], bool], limit: float) -> None:
+        queue = self._queue
+        while queue and self.now < limit and not is_done():
+            at, _, action = heapq.heappop(queue)
+            self.now = max(self.now, at)
+            action()
+            if self.violation is not None:
+                raise self.violation
+            self._num_events += 1
+            if self._num_events > MOST_EVENTS:
+                raise Violation("LIVENESS", "events without end")
+
+    def _is_quiet(self) -> bool:
+        engine = self.scheduler.engine
+        core = engine.core
+        return not engine.num_unfinished and not engine._names and (core is None or not core.num_in_flight)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Violations must not be taken for errors of a step by the code under test."""
+        try:
+            yield
+        except Violation as violation:
+            if self.violation is None:
+                self.violation = violation
+            raise
+
+    def at(self, at: float, action: Callable[[], None]) -> None:
+        self._num_lives += 1
+        heapq.heappush(self._queue, (at, self._num_lives, action))
+
+    def _next_life(self) -> int:
+        self._num_lives += 1
+        return self._num_lives
+
+    # -------------------------------------------------------------------------------------------------------- links
+
+    def executor_named(self, name: bytes) -> ExecutorProcess | None:
+        return next((executor for executor in self.executors if executor.name == name), None)
+
+    def send_up(self, slot: int, name: bytes, frame: bytes) -> None:
+        """From a peer to the scheduler."""
+        link = self.links[slot]
+        if self.now < link.down_until or self.scheduler.is_dead:
+            return
+        scheduler, connection = self.scheduler, link.connection
+
+        def arrive(data: bytes) -> None:
+            if link.connection == connection:
+                scheduler.deliver(name, data)
+
+        self._send(link, UP, frame, arrive)
+
+    def send_down(self, name: bytes, frame: bytes) -> bool:
+        """From the scheduler to a peer; False if the transport knows that it is not there."""
+        process: Process | None
+        if name.startswith(b"e"):
+            process, link = self.executor_named(name), self.links[EXECUTOR]
+        else:
+            gateway = self.gateways[int(name[1 : name.index(b"-")]) - FIRST_GATEWAY]
+            process, link = gateway if gateway.name == name else None, self.links[gateway.slot]
+        if process is None or process.is_dead or self.now < link.down_until:
+            return False
+        connection = link.connection
+
+        def arrive(data: bytes) -> None:
+            if link.connection == connection:
+                process.deliver(b"", data)
+
+        self._send(link, DOWN, frame, arrive)
+        return True
+
+    def _send(self, link: Link, direction: int, frame: bytes, arrive: Callable[[bytes], None]) -> None:
+        if self.now < link.cut_until[direction]:
+            self._count(link)
+            return
+        at, copies, in_order = self.now + self._wire_s, 1, True
+        if link.armed[direction]:
+            fault = link.armed[direction].popleft()
+            self._count(link)
+            if fault.kind == "drop":
+                return
+            if fault.kind == "corrupt":
+                damaged = bytearray(frame)
+                damaged[int(fault.place * len(frame)) % len(frame)] ^= 1 << (fault.count % 8)
+                frame = bytes(damaged)
+            elif fault.kind == "delay":
+                at, in_order = at + fault.seconds, False
+            else:
+                copies = 2
+        if in_order:
+            at = max(at, link.last[direction], link.held_until[direction])
+            link.last[direction] = at
+        for _ in range(copies):
+            self.at(at, lambda: arrive(frame))
+
+    def _count(self, link: Link) -> None:
+        link.num_faults += 1
+        self.num_faults += 1
+
+    def reconnect(self, slot: int, seconds: float) -> None:
+        """The connection is made anew after ``seconds``; what was on its way is lost."""
+        link = self.links[slot]
+        link.connection += 1
+        link.down_until = max(link.down_until, self.now + seconds)
+        link.last = [0.0, 0.0]
+
+    def is_clean(self, slot: int) -> bool:
+        """Whether nothing is wrong with a link, its scheduler and what is under way on it."""
+        link = self.links[slot]
+        is_cut = max(*link.cut_until, *link.held_until, link.down_until) > self.now
+        return not (is_cut or link.armed[UP] or link.armed[DOWN] or self.scheduler.is_dead or self.scheduler.is_stalled)
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def inflict(self, fault: Fault) -> None:
+        if self.now >= START_S + self.schedule.heal_at:
+            return
+        self.num_faults += 1
+        getattr(self, f"_inflict_{fault.kind}")(fault)
+
+    def _arm(self, fault: Fault) -> None:
+        link = self.links[fault.target]
+        for direction in _directions(fault):
+            link.armed[direction].extend([fault] * (fault.count if fault.kind != "corrupt" else 1))
+
+    _inflict_drop = _inflict_duplicate = _inflict_corrupt = _inflict_delay = _arm
+
+    def _inflict_partition(self, fault: Fault) -> None:
+        link = self.links[fault.target]
+        for direction in _directions(fault):
+            link.cut_until[direction] = max(link.cut_until[direction], self.now + fault.seconds)
+        link.num_faults += 1
+
+    def _inflict_hold(self, fault: Fault) -> None:
+        """As a short partition looks through TCP: everything arrives, late."""
+        link = self.links[fault.target]
+        for direction in _directions(fault):
+            link.held_until[direction] = max(link.held_until[direction], self.now + fault.seconds)
+        link.num_faults += 1
+
+    def _inflict_reset(self, fault: Fault) -> None:
+        self.links[fault.target].num_faults += 1
+        self.reconnect(fault.target, min(fault.seconds, 0.3))
+
+    def _inflict_crash(self, fault: Fault) -> None:
+        process = self._process(fault.target)
+        process.is_dead = True
+        if fault.target == SCHEDULER:
+            for slot in self.links:
+                self.reconnect(slot, 0.0)
+        elif fault.target >= FIRST_GATEWAY:
+            self._lose_streams(self.gateways[fault.target - FIRST_GATEWAY])
+        self.at(self.now + fault.seconds, lambda: self._restart(fault.target, process, fault.count - 1))
+
+    def _lose_streams(self, gateway: GatewayProcess) -> None:
+        for client in self.clients.values():
+            if client.gateway is gateway and not client.is_done:
+                client.gateway_died()
+
+    def _restart(self, target: int, old: Process, shrunk: int = 0) -> None:
+        if self._process(target) is not old:
+            return
+        process: Process
+        if target == SCHEDULER:
+            process = self.scheduler = SchedulerProcess(self, self._next_life())
+        elif target == EXECUTOR:
+            process = ExecutorProcess(self, self._next_life(), EXECUTOR, shrunk)
+            self.executors = [executor for executor in self.executors if not executor.is_dead] + [process]
+        else:
+            process = GatewayProcess(self, self._next_life(), target)
+            self.gateways[target - FIRST_GATEWAY] = process
+        process.wake()
+
+    def _inflict_stall(self, fault: Fault) -> None:
+        self._stall(self._process(fault.target), fault.seconds)
+
+    def _stall(self, process: Process, seconds: float) -> None:
+        if process.is_dead:
+            return
+        process.stalled_until = max(process.stalled_until, self.now + seconds)
+        for link in self.links.values():
+            link.num_faults += 1
+        self.at(process.stalled_until + 1e-6, process.wake)
+
+    def _inflict_rival(self, fault: Fault) -> None:
+        """A second executor, beside the one that there is."""
+        if len(self.executors) < 3:
+            rival = ExecutorProcess(self, self._next_life(), EXECUTOR)
+            self.executors.append(rival)
+            rival.wake()
+
+    def _inflict_supplant(self, fault: Fault) -> None:
+        """An executor freezes, another takes its place, and the first comes back."""
+        self._stall(self._process(EXECUTOR), 1.2 + fault.seconds)
+        self._inflict_rival(fault)
+
+    def _inflict_fail(self, fault: Fault) -> None:
+        for executor in self.executors:
+            executor.num_failing += fault.count
+
+    def _inflict_memory(self, fault: Fault) -> None:
+        for executor in self.executors:
+            executor.memory_tokens = fault.count
+
+    def _inflict_flip(self, fault: Fault) -> None:
+        for executor in self.executors:
+            executor.flip()
+
+    def _inflict_cancel(self, fault: Fault) -> None:
+        client = self.clients.get(fault.count)
+        if client is not None and client.sequence is not None:
+            client.cancel()
+
+    def _inflict_pause(self, fault: Fault) -> None:
+        self._operate(fault.target, "pause")
+        self.at(self.now + min(fault.seconds, 1.0), lambda: self._operate(fault.target, "resume"))
+
+    def _inflict_pin(self, fault: Fault) -> None:
+        plan = self.clients[fault.count].plan if fault.count in self.clients else None
+        if plan is not None and not plan.is_bad:
+            prefix = PrefixToPin(name=f"pin-{plan.number}", tenant=plan.tenant, token_ids=encode_column(plan.prompt))
+            self._operate(fault.target, "pin", prefix)
+
+    def _inflict_unpin(self, fault: Fault) -> None:
+        self._operate(fault.target, "unpin", PrefixToPin(name=f"pin-{fault.count}"))
+
+    def _operate(self, target: int, method: str, prefix: PrefixToPin | None = None) -> None:
+        """Call what an operator calls, through any gateway."""
+        gateway = self.gateways[target % len(self.gateways)]
+        if not gateway.is_dead and not gateway.is_stalled:
+            gateway.link.call_admin(method, prefix=prefix)
+            gateway.flush()
+
+    def _inflict_cancel_preempted(self, fault: Fault) -> None:
+        self.num_to_cancel += 1
+
+    def _process(self, target: int) -> Process:
+        """Of executors the one that the scheduler uses, or else the newest."""
+        if target == SCHEDULER:
+            return self.scheduler
+        if target >= FIRST_GATEWAY:
+            return self.gateways[target - FIRST_GATEWAY]
+        used = self.executor_named(self.scheduler.engine.step_link._peer or b"")
+        return used or self.executors[-1]
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more: what is cut is joined, what is stalled goes on, what is dead comes back."""
+        for link in self.links.values():
+            link.armed[UP].clear()
+            link.armed[DOWN].clear()
+            link.cut_until, link.held_until, link.down_until = [0.0, 0.0], [0.0, 0.0], 0.0
+        if self.scheduler.is_dead:
+            self._restart(SCHEDULER, self.scheduler)
+        if all(executor.is_dead for executor in self.executors):
+            self._restart(EXECUTOR, self._process(EXECUTOR))
+        for gateway in list(self.gateways):
+            if gateway.is_dead:
+                self._restart(gateway.slot, gateway)
+        for executor in self.executors:
+            executor.num_failing = executor.memory_tokens = 0
+        for process in (self.scheduler, *self.executors, *self.gateways):
+            if process.stalled_until > self.now:
+                process.stalled_until = 0.0
+            process.wake()
+        for slot in self.links:
+            self._operate(slot, "resume")
+
+
+def _directions(fault: Fault) -> tuple[int, ...]:
+    return (UP, DOWN) if fault.direction == BOTH else (fault.direction,)
+
+
+@contextmanager
+def small_constants(schedule: Schedule) -> Iterator[None]:
+    """What takes thousands of frames or many steps in production comes about within a few here."""
+    settings = schedule.settings
+    changed: list[tuple[Any, str, object]] = [
+        (headway_scheduler.core.scheduler, "DIGEST_INTERVAL_STEPS", settings.digest_every),
+        (headway_executor.loop, "DIGEST_INTERVAL_STEPS", settings.digest_every),
+        (headway_scheduler.ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", settings.window),
+        (headway_gateway.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),
+    ]
+    before = [getattr(module, name) for module, name, _ in changed]
+    for module, name, value in changed:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(changed, before, strict=True):
+            setattr(module, name, value)
+
+
+def run(schedule: Schedule) -> FaultWorld:
+    """Run a schedule to its end."""
+    world = FaultWorld(schedule)
+    world.run()
+    return world

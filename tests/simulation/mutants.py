@@ -1,0 +1,601 @@
+"""Mistakes made on purpose, one at a time, to see that the simulation finds each: ``python -m simulation.mutants``.
+
+Owns: the mistakes, each a few patched functions of the product, and the table of what caught them.
+Must not know: which schedule shows which mistake; new seeds are run until one does.
+
+A mutant that nothing catches is a hole in the simulation. Left out are mistakes that a second line of defence makes good,
+such as an executor that overlooks a gap between frames: the number of the step tells it as well.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headway_executor.batch_state import BatchState
+from headway_gateway.ingress_link import IngressLink, LiveSequence
+from headway_proto import framing
+from headway_proto.columns import decode_columns
+from headway_proto.ingress import Abort
+from headway_proto.step import ExecutorOutput
+from headway_scheduler import ingress_link
+from headway_scheduler.core.block_pool import BlockPool
+from headway_scheduler.core.prefix_cache import PrefixCache
+from headway_scheduler.core.request import FinishReason, RequestStatus
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.swapping import Swapping
+from headway_scheduler.core.waiting_queue import KeyedQueue, Lane
+from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.ingress_link import GatewayLink, IngressLinks
+from headway_scheduler.step_link import ExecutorLost, StepAnswered, StepLink
+from simulation.fault_schedule import draw
+from simulation.fault_world import run
+
+TABLE = Path(__file__).with_name("MUTANTS.md")
+MOST_SECONDS = 60.0
+FIRST_SEED = 1_000_000
+
+
+class Patch(NamedTuple):
+    """``owner.name`` becomes ``make(what it was)``."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+
+
+class Mutant(NamedTuple):
+    """A mistake in one sentence, and the patches that make it."""
+
+    mistake: str
+    patches: tuple[Patch, ...]
+
+
+class Verdict(NamedTuple):
+    """What caught a mutant, after how many schedules and seconds; ``invariant`` is empty if nothing did."""
+
+    name: str
+    invariant: str
+    num_schedules: int
+    seconds: float
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def _mutant(mistake: str, *places: tuple[Any, str]) -> Callable[..., Any]:
+    """Register the decorated function, named like the mutant, as the maker of the patched function at each place."""
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        name = make.__name__.strip("_").replace("_", "-")
+        MUTANTS[name] = Mutant(mistake, tuple(Patch(owner, attribute, make) for owner, attribute in places))
+        return make
+
+    return register
+
+
+@contextmanager
+def infected(name: str) -> Iterator[None]:
+    """The product with one mistake in it."""
+    before = [(patch, getattr(patch.owner, patch.name)) for patch in MUTANTS[name].patches]
+    for patch, original in before:
+        setattr(patch.owner, patch.name, patch.make(original))
+    try:
+        yield
+    finally:
+        for patch, original in before:
+            setattr(patch.owner, patch.name, original)
+
+
+def hunt(name: str, most_seconds: float = MOST_SECONDS, first_seed: int = FIRST_SEED) -> Verdict:
+    """Run schedules until one catches the mutant. Seconds are those of the processor, since others may use it as well."""
+    start = time.process_time()
+    seed = first_seed
+    with infected(name):
+        while time.process_time() - start < most_seconds:
+            violation = run(draw(seed)).violation
+            seed += 1
+            if violation is not None:
+                return Verdict(name, violation.invariant, seed - first_seed, time.process_time() - start)
+    return Verdict(name, "", seed - first_seed, time.process_time() - start)
+
+
+# ------------------------------------------------------------------------------------------------- blocks and the cache
+
+
+@_mutant("an aborted request keeps its blocks", (Scheduler, "_finish"))
+def skip_free_on_abort(original):
+    def finish(self, request, reason, **named):
+        if reason is not FinishReason.ABORT:
+            return original(self, request, reason, **named)
+        self.pool.release = lambda blocks, fence: None
+        try:
+            return original(self, request, reason, **named)
+        finally:
+            del self.pool.release
+
+    return finish
+
+
+@_mutant("a block is free again while a step in flight may write it", (Scheduler, "_fence_of"))
+def reuse_a_block_in_flight(original):
+    return lambda self, row: None
+
+
+@_mutant("a block found in the prefix cache is not counted as held once more", (BlockPool, "share"))
+def shared_block_not_counted(original):
+    def share(self, blocks):
+        original(self, blocks)
+        self._ref_count[blocks] = np.maximum(self._ref_count[blocks] - 1, 1)
+
+    return share
+
+
+@_mutant("the blocks of a failed row enter the prefix cache", (Scheduler, "_release_row"))
+def failed_row_is_cached(original):
+    def release(self, row, *, owed_tokens, cache=True):
+        if not cache:
+            self._cache_blocks(self.rows.request_in(row), row, int(self.rows.num_computed_tokens[row]))
+        original(self, row, owed_tokens=owed_tokens, cache=cache)
+
+    return release
+
+
+@_mutant("a cached prefix is told by its first block alone", (PrefixCache, "_num_equal"))
+def prefix_compares_one_block(original):
+    return lambda self, run_, place, token_bytes, done, most: most
+
+
+@_mutant("a whole prompt is served from the prefix cache", (PrefixCache, "find"))
+def nothing_left_to_sample_from(original):
+    def find(self, token_bytes, max_blocks, scope=""):
+        return original(self, token_bytes, len(token_bytes) // self._block_bytes, scope)
+
+    return find
+
+
+@_mutant("blocks on the host are lost when their request ends there", (Swapping, "forget"))
+def host_blocks_leak(original):
+    def forget(self, request):
+        self._out.pop(request.arrival, None)
+        request.host_blocks = request.host_blocks[:0]
+        request.num_swapped_tokens = 0
+
+    return forget
+
+
+@_mutant("blocks come back from the host in the wrong order", (Swapping, "swap_in"))
+def swapped_in_reversed(original):
+    def swap_in(self, request, table, num_shared):
+        request.host_blocks = request.host_blocks[::-1]
+        original(self, request, table, num_shared)
+
+    return swap_in
+
+
+@_mutant("a preempted request is taken to have computed one token more", (Swapping, "swap_out"))
+def wrong_num_computed_after_preemption(original):
+    def swap_out(self, request, blocks, num_tokens):
+        moved = original(self, request, blocks, num_tokens)
+        if moved and request.num_swapped_tokens + 1 < len(request.token_ids):
+            request.num_swapped_tokens += 1
+        return moved
+
+    return swap_out
+
+
+@_mutant("blocks behind the fence of the last step stay there", (BlockPool, "complete_step"))
+def fence_off_by_one(original):
+    return lambda self, step: original(self, step - 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ decisions
+
+
+@_mutant("an aborted request that runs keeps its row", (Scheduler, "_finish"))
+def row_kept_on_abort(original):
+    def finish(self, request, reason, **named):
+        if reason is not FinishReason.ABORT or request.status is not RequestStatus.RUNNING:
+            return original(self, request, reason, **named)
+        del self._requests[request.new.origin]
+        return None
+
+    return finish
+
+
+@_mutant("nobody is promoted, however long it has waited", (KeyedQueue, "first"))
+def age_ignored(original):
+    return lambda self, now: self._head()
+
+
+@_mutant("one token more than the budget", (Scheduler, "_begin"))
+def budget_off_by_one(original):
+    def begin(self, capacity, epoch):
+        original(self, capacity, epoch)
+        self.max_num_batched_tokens += 1
+
+    return begin
+
+
+@_mutant("one step more in flight than allowed", (Scheduler, "schedule"))
+def one_step_too_many_in_flight(original):
+    def schedule(self, now):
+        limits = self.limits
+        self.limits = msgspec.structs.replace(limits, max_steps_in_flight=limits.max_steps_in_flight + 1)
+        try:
+            return original(self, now)
+        finally:
+            self.limits = limits
+
+    return schedule
+
+
+@_mutant("the queue takes whatever comes", (Scheduler, "add_request"))
+def waiting_cap_ignored(original):
+    def add_request(self, new, now):
+        limits = self.limits
+        self.limits = msgspec.structs.replace(limits, max_num_waiting=1 << 30)
+        try:
+            original(self, new, now)
+        finally:
+            self.limits = limits
+
+    return add_request
+
+
+@_mutant("who came last starts first", (KeyedQueue, "_place"))
+def last_come_first_served(original):
+    return lambda self, request, value: original(self, request, -request.arrival)
+
+
+@_mutant("a preempted request goes to the end of the queue", (KeyedQueue, "push"))
+def preempted_to_the_back(original):
+    def push(self, request):
+        original(self, request)
+        if request.status is RequestStatus.PREEMPTED:
+            self.move(request, Lane.LATE)
+
+    return push
+
+
+@_mutant("a row that found no block is forgotten", (Scheduler, "_extend_decoding_one_by_one"))
+def stalled_row_forgotten(original):
+    def extend(self, plan, due):
+        original(self, plan, due)
+        self._idle.update(self._stalled)
+        self._stalled.clear()
+
+    return extend
+
+
+@_mutant("a stop token is overlooked", (Scheduler, "_end_at"))
+def stop_token_ignored(original):
+    def end_at(self, request, num_tokens, token_id):
+        return original(self, request, num_tokens, -1)
+
+    return end_at
+
+
+@_mutant("one bad row fails its whole step", (Scheduler, "_fail_rows"))
+def failure_spreads(original):
+    def fail_rows(self, step, failed, finished):
+        message = next(iter(failed.values()), None)
+        if message is not None:
+            failed = dict.fromkeys((row for row in step.sampling_rows.tolist() if row not in step.leavers), message)
+        original(self, step, failed, finished)
+
+    return fail_rows
+
+
+@_mutant("after an epoch a request goes on without its output", (Scheduler, "begin_epoch"))
+def output_lost_with_the_epoch(original):
+    def begin_epoch(self, capacity, epoch, **named):
+        before = {row: self.rows.request_in(row).token_ids for row in self.rows.live_rows().tolist()}
+        requests = [(self.rows.request_in(row), token_ids) for row, token_ids in before.items()]
+        events = original(self, capacity, epoch, **named)
+        for request, token_ids in requests:
+            request.token_ids = token_ids
+        return events
+
+    return begin_epoch
+
+
+# -------------------------------------------------------------------------------------------------------- the step link
+
+
+@_mutant("the scheduler takes answers of an epoch that is over", (StepLink, "_on_numbered"))
+def stale_epoch_accepted(original):
+    def on_numbered(self, frame, now):
+        if frame.epoch != self.epoch and isinstance(frame.body, ExecutorOutput):
+            return [StepAnswered(frame.body)]
+        return original(self, frame, now)
+
+    return on_numbered
+
+
+@_mutant("answers of an executor that was replaced are taken", (StepLink, "receive"))
+def replaced_executor_not_fenced(original):
+    def receive(self, peer, data, now):
+        frame = self._reader.decode(data) if len(data) > 3 and data[3] == 16 and self._peer is not None else None
+        if frame is not None and peer != self._peer:
+            return [StepAnswered(frame.body)]
+        return original(self, peer, data, now)
+
+    return receive
+
+
+@_mutant("an executor's request for a new epoch is overheard", (StepLink, "_on_resync"))
+def resync_swallowed(original):
+    return lambda self, frame, request, now: []
+
+
+@_mutant("an executor that was lost stays in its epoch", (StepLink, "_lose"))
+def lost_executor_keeps_its_epoch(original):
+    def lose(self, reason):
+        self._peer = None
+        return [ExecutorLost(reason)]
+
+    return lose
+
+
+@_mutant("any executor that says hello takes over from one that lives", (StepLink, "_on_hello"))
+def takeover_of_the_living(original):
+    def on_hello(self, peer, hello, now):
+        if self._peer is not None and peer != self._peer:
+            self._heard_at = float("-inf")
+        return original(self, peer, hello, now)
+
+    return on_hello
+
+
+@_mutant("the most tokens that an executor takes are forgotten", (StepLink, "_respect"))
+def smaller_steps_forgotten(original):
+    return lambda self, max_num_batched_tokens: None
+
+
+@_mutant("the state digest is never compared", (Scheduler, "_take_answer"))
+def digest_never_checked(original):
+    def take_answer(self, output):
+        if self._in_flight:
+            self._in_flight[0].digest = None
+        return original(self, output)
+
+    return take_answer
+
+
+@_mutant("a row begins with a block of whoever had it before", (BatchState, "_admit"))
+def row_not_reset(original):
+    def admit(self, request):
+        is_used = self._block_table[request.row, 0] > 0
+        new_row = original(self, request)
+        self._num_blocks[request.row] += is_used
+        return new_row
+
+    return admit
+
+
+# --------------------------------------------------------------------------------------------------- frames and ingress
+
+
+@_mutant("checksums are not compared", (framing.FrameReader, "decode"))
+def checksums_ignored(original):
+    def decode(self, data):
+        payload = memoryview(data)[framing.HEADER_BYTES :]
+        checksum = framing.zlib.crc32(payload, framing.zlib.crc32(memoryview(data)[: framing._HEADER_FIELDS.size]))
+        start, end = framing._HEADER_FIELDS.size, framing.HEADER_BYTES
+        return original(self, bytes(data[:start]) + framing._CRC.pack(checksum) + bytes(data[end:]))
+
+    return decode
+
+
+@_mutant("the gateway overlooks gaps between frames", (IngressLink, "receive"))
+def gateway_ignores_gaps(original):
+    def receive(self, data, now):
+        if len(data) >= framing.HEADER_BYTES:
+            epoch, sequence = int.from_bytes(data[4:8], "little"), int.from_bytes(data[8:16], "little")
+            if epoch == self._epoch and sequence > self._next_sequence:
+                self._next_sequence = sequence
+        original(self, data, now)
+
+    return receive
+
+
+@_mutant("the scheduler overlooks gaps between a gateway's frames", (IngressLinks, "_on_numbered"))
+def scheduler_ignores_gaps(original):
+    def on_numbered(self, link, frame, now):
+        link.next_sequence = max(link.next_sequence, frame.sequence)
+        return original(self, link, frame, now)
+
+    return on_numbered
+
+
+@_mutant("the scheduler takes a gateway's frame twice", (IngressLinks, "_on_numbered"))
+def repeated_frame_taken(original):
+    def on_numbered(self, link, frame, now):
+        link.next_sequence = min(link.next_sequence, frame.sequence)
+        return original(self, link, frame, now)
+
+    return on_numbered
+
+
+@_mutant("a gateway that acknowledges nothing is sent tokens all the same", (GatewayLink, "flush"))
+def credits_ignored(original):
+    def flush(self):
+        before = ingress_link.MAX_UNACKNOWLEDGED_FRAMES
+        ingress_link.MAX_UNACKNOWLEDGED_FRAMES = 1 << 30
+        try:
+            return original(self)
+        finally:
+            ingress_link.MAX_UNACKNOWLEDGED_FRAMES = before
+
+    return flush
+
+
+@_mutant("the last token before an end is not delivered", (SchedulerEngine, "_deliver_tokens"))
+def last_token_dropped(original):
+    def deliver_tokens(self, events):
+        if events.finished:
+            shorter = {name: getattr(events, name)[:-1] for name in ("owners", "handles", "indices", "token_ids")}
+            events = msgspec.structs.replace(events, **shorter)
+        original(self, events)
+
+    return deliver_tokens
+
+
+@_mutant("an end is told twice", (SchedulerEngine, "_deliver_end"))
+def end_told_twice(original):
+    def deliver_end(self, end, now):
+        original(self, end, now)
+        original(self, end, now)
+
+    return deliver_end
+
+
+@_mutant("the scheduler forgets a cancelled request and lets it run", (SchedulerEngine, "_on_abort"))
+def abort_ignored(original):
+    def on_abort(self, owner, abort):
+        core, self.core = self.core, None
+        try:
+            original(self, owner, Abort(handles=abort.handles))
+        finally:
+            self.core = core
+
+    return on_abort
+
+
+@_mutant("the requests of a gateway that is gone run on", (SchedulerEngine, "_on_gateway_gone"))
+def orphans_of_a_gateway(original):
+    def on_gateway_gone(self, event):
+        core, self.core = self.core, None
+        try:
+            original(self, event)
+        finally:
+            self.core = core
+
+    return on_gateway_gone
+
+
+@_mutant("the gateway forgets to tell the scheduler of a cancellation", (IngressLink, "abort"))
+def cancel_not_propagated(original):
+    def abort(self, sequences):
+        original(self, sequences)
+        self._aborted_handles.clear()
+
+    return abort
+
+
+@_mutant("on a new link the gateway submits nothing again", (IngressLink, "_open"))
+def not_submitted_again(original):
+    def open_(self, epoch, hello, now):
+        if not self.counters.links_opened:
+            original(self, epoch, hello, now)
+            return
+        live, self._live = self._live, {}
+        original(self, epoch, hello, now)
+        self._live = live
+
+    return open_
+
+
+def _nothing_held(original):
+    return lambda self: self.submission
+
+
+def _taken_again(original):
+    def append_tokens(self, columns):
+        for handle, _, token_id in zip(*decode_columns(columns, 3).tolist(), strict=True):
+            if handle in self._live:
+                self._live[handle].tokens.append(token_id)
+                self._note_news(self._live[handle])
+        return True
+
+    return append_tokens
+
+
+MUTANTS["delivered-again-after-restart"] = Mutant(
+    "on a new link a request begins anew, and its tokens are delivered again",
+    (Patch(LiveSequence, "to_submit", _nothing_held), Patch(IngressLink, "_append_tokens", _taken_again)),
+)
+
+
+def _of_another_seed(original):
+    def to_submit(self):
+        seed = self.submission.sampling.seed ^ len(self.tokens)
+        return msgspec.structs.replace(
+            self.submission, sampling=msgspec.structs.replace(self.submission.sampling, seed=seed)
+        )
+
+    return to_submit
+
+
+def _replaced(original):
+    def append_tokens(self, columns):
+        for handle, index, token_id in zip(*decode_columns(columns, 3).tolist(), strict=True):
+            if handle in self._live:
+                self._live[handle].tokens[index : index + 1] = [token_id]
+                self._note_news(self._live[handle])
+        return True
+
+    return append_tokens
+
+
+MUTANTS["delivered-tokens-replaced"] = Mutant(
+    "on a new link a request begins anew with another seed, and what comes replaces what was delivered",
+    (Patch(LiveSequence, "to_submit", _of_another_seed), Patch(IngressLink, "_append_tokens", _replaced)),
+)
+
+
+def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:
+    """Hunt the mutants one after another."""
+    verdicts = []
+    for name in names:
+        verdict = hunt(name, most_seconds)
+        verdicts.append(verdict)
+        caught = verdict.invariant or "NOT CAUGHT"
+        sys.stdout.write(f"{name:38} {caught:20} {verdict.seconds:6.2f} s {verdict.num_schedules:6} schedules\n")
+        sys.stdout.flush()
+    return verdicts
+
+
+def table_of(verdicts: Sequence[Verdict]) -> str:
+    """The table, for ``MUTANTS.md``."""
+    lines = [
+        "# Mutants",
+        "",
+        "Mistakes made on purpose in the product, one at a time, and the invariant of the fault simulation that catches each",
+        "(`python -m simulation.mutants` writes this page). Schedules are those of consecutive seeds from one million; the",
+        "seconds are processor time of one core of a two-core machine.",
+        "",
+        "| mutant | mistake | caught by | seconds | schedules |",
+        "|---|---|---|---:|---:|",
+    ]
+    for name, invariant, num_schedules, seconds in verdicts:
+        caught = invariant or "**not caught**"
+        lines.append(f"| `{name}` | {MUTANTS[name].mistake} | {caught} | {seconds:.2f} | {num_schedules} |")
+    num_caught = sum(bool(verdict.invariant) for verdict in verdicts)
+    lines += ["", f"{num_caught} of {len(verdicts)} caught."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="simulation.mutants", description="See which mistakes the simulation finds.")
+    parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these (default: all, and write the table)")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="give up on one after so long")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in MUTANTS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not a mutant; there are: {', '.join(MUTANTS)}")
+    verdicts = run_all(options.names or list(MUTANTS), options.seconds)
+    if not options.names:
+        TABLE.write_text(table_of(verdicts))
+    return 0 if all(verdict.invariant for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

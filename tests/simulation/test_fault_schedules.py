@@ -1,0 +1,100 @@
+"""Under drawn schedules of faults every invariant holds; and where the product is wrong, one of them says so."""
+
+import msgspec
+import pytest
+
+from simulation import fault_invariants as invariants
+from simulation.fault_schedule import KINDS, Fault, Schedule, draw, from_json
+from simulation.fault_shrink import shrink
+from simulation.fault_world import FaultWorld, run
+from simulation.mutants import FIRST_SEED, MUTANTS, TABLE, hunt, infected
+from simulation.soak import kept_schedules, new_seeds, report_of, soak
+
+NEW_SEEDS_FOR_S = 20.0
+QUICK_MUTANTS = (
+    "skip-free-on-abort",
+    "reuse-a-block-in-flight",
+    "failed-row-is-cached",
+    "budget-off-by-one",
+    "last-come-first-served",
+    "stale-epoch-accepted",
+    "resync-swallowed",
+    "lost-executor-keeps-its-epoch",
+    "row-not-reset",
+    "credits-ignored",
+    "last-token-dropped",
+    "end-told-twice",
+    "cancel-not-propagated",
+    "delivered-again-after-restart",
+)
+
+
+def test_new_seeds(capsys):
+    """Other schedules in every run. A seed that fails is told with the least that makes it fail and the line to keep."""
+    seeds = new_seeds()
+    first = next(seeds)
+    totals, reports = soak(seeds, NEW_SEEDS_FOR_S, say=False)
+    with capsys.disabled():
+        print(f"\nfault schedules from seed {first + 1}: {totals.line().strip()}")  # noqa: T201 - to run them again
+    assert not reports, "\n".join(reports)
+
+
+@pytest.mark.parametrize(("found", "schedule"), kept_schedules())
+def test_kept_schedules(found: str, schedule: Schedule):
+    assert found, "each kept line tells above it what it found"
+    assert report_of(schedule) is None
+
+
+@pytest.mark.parametrize("name", QUICK_MUTANTS)
+def test_mistakes_are_caught(name: str):
+    verdict = hunt(name)
+    assert verdict.invariant in invariants.NAMES
+
+
+def test_the_published_table_has_every_mutant_caught():
+    table = TABLE.read_text()
+    assert all(f"| `{name}` |" in table for name in MUTANTS)
+    assert f"{len(MUTANTS)} of {len(MUTANTS)} caught" in table
+
+
+def test_without_a_mistake_the_seeds_that_mutants_meet_hold():
+    assert [report_of(draw(seed)) for seed in range(FIRST_SEED, FIRST_SEED + 20)] == [None] * 20
+
+
+def story(schedule: Schedule) -> tuple[object, ...]:
+    world: FaultWorld = run(schedule)
+    delivered = [client.delivered for client in world.clients.values()]
+    return world.now, world.num_steps, world.num_faults, world.digests, delivered
+
+
+def test_the_same_seed_runs_the_same_way():
+    assert [story(draw(seed)) for seed in range(20)] == [story(draw(seed)) for seed in range(20)]
+
+
+def test_a_schedule_is_the_same_after_it_was_written_down():
+    assert all(from_json(draw(seed).to_json()) == draw(seed) for seed in range(50))
+
+
+def test_every_kind_of_fault_is_drawn_and_every_policy():
+    schedules = [draw(seed) for seed in range(300)]
+    assert {fault.kind for schedule in schedules for fault in schedule.faults} == set(KINDS)
+    for field, count in {"order": 5, "batching": 5, "reserve": 5, "preemption": 3, "max_steps_in_flight": 4}.items():
+        assert len({getattr(schedule.settings, field) for schedule in schedules}) == count
+
+
+def test_a_failing_schedule_is_made_small():
+    with infected("lost-executor-keeps-its-epoch"):
+        schedule = next(draw(seed) for seed in range(1000) if len(draw(seed).faults) > 3 and run(draw(seed)).violation)
+        smallest = shrink(schedule, lambda candidate: run(candidate).violation is not None)
+        report = report_of(schedule)
+    assert len(smallest.faults) == 1
+    assert len(smallest.requests) == 1
+    assert "LIVENESS" in report
+    assert f"seed {schedule.seed} fails" in report
+
+
+def test_events_can_be_taken_away_one_by_one():
+    schedule = next(draw(seed) for seed in range(100) if len(draw(seed).faults) > 7)
+    for place in range(len(schedule.faults)):
+        rest: tuple[Fault, ...] = schedule.faults[:place] + schedule.faults[place + 1 :]
+        assert run(msgspec.structs.replace(schedule, faults=rest)).violation is None
