@@ -6,11 +6,13 @@ Owns: the rows of the table about what a step or the pool cannot hold. Must not 
 import asyncio
 import time
 
+import grpc.aio
 import pytest
 
 from chaos.faulty_backends import MOST_TOKENS_OF_A_STEP
 from chaos.harness import Oracle, Stream, assert_equal_to_undisturbed, deployed, jobs, until_quiet
 from headway.client import OverloadedError
+from headway_proto import admin_pb2, admin_pb2_grpc
 
 STEP = ("--backend-option", "step_base_us=10000")
 SIMULATED = ("--backend", "simulated", *STEP)
@@ -72,11 +74,12 @@ async def test_a_full_pool(row, rng):
     )
     # 64 blocks of 16 tokens, about 16 requests of 64 tokens.
     pool = (*SIMULATED, "--num-kv-blocks", "64", "--max-model-len", "512")
-    async with deployed(executor=pool, scheduler=("--max-num-waiting", "64")) as (_, client):
+    async with deployed(executor=pool, scheduler=("--max-num-waiting", "64")) as (processes, client):
         streams = jobs(64, rng, prompt=(16, 32), output=(40, 80))
         following = [asyncio.create_task(stream.follow(client)) for stream in streams]
         await asyncio.sleep(0.3)
-        refused_s, advice = await _excess(client)
+        async with grpc.aio.insecure_channel(processes.grpc_addresses["gateway"]) as channel:
+            refused_s, advice = await _excess(client, admin_pb2_grpc.AdminStub(channel))
         await asyncio.gather(*following)
         preemptions = [stream.preemptions for stream in streams]
         row.note(f"{assert_equal_to_undisturbed(streams, Oracle())} tokens equal")
@@ -88,18 +91,20 @@ async def test_a_full_pool(row, rng):
     assert min(advice) > 0
 
 
-async def _excess(client) -> tuple[list[float], list[float]]:
-    """Fill the queue with more than it takes, then knock: how long refusals took, and when to come again."""
-    waiting = [asyncio.create_task(Stream([5 + n % 300] * 20, 200, n).follow(client)) for n in range(128)]
-    await asyncio.sleep(1.0)
+async def _excess(client, admin) -> tuple[list[float], list[float]]:
+    """Fill the queue, hold it full by a pause, and knock: how long refusals took, and when to come again."""
+    await admin.Pause(admin_pb2.PauseRequest())
+    fillers = [asyncio.create_task(Stream([5 + n % 300] * 20, 40, n).follow(client)) for n in range(96)]
+    await asyncio.sleep(1)
     refused_s, advice = [], []
     for _ in range(30):
         started = time.monotonic()
         with pytest.raises(OverloadedError) as refusal:
-            await client.generate([5] * 20, max_tokens=40).result()
+            await client.generate([5] * 20, max_tokens=40, timeout_s=5).result()
         refused_s.append(time.monotonic() - started)
         advice.append(refusal.value.retry_after_s or 0.0)
-    for task in waiting:
+    await admin.Resume(admin_pb2.ResumeRequest())
+    for task in fillers:
         task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.gather(*fillers, return_exceptions=True)
     return refused_s, advice
