@@ -125,9 +125,6 @@ async def test_killed_gateway(row, rng):
 
 
 @pytest.mark.chaos_full
-@pytest.mark.xfail(
-    strict=False, reason="a request that kills executors is not isolated yet: it is given to each new one"
-)
 async def test_a_request_that_kills_executors(row, rng, tmp_path):
     row.about("a request that kills every executor that it reaches", "only it fails, at most 3 restarts")
     oracle, deaths = Oracle(), tmp_path / "deaths"

@@ -260,10 +260,7 @@ def _scan(ports: list[int]) -> int:
         pytest.param(
             True,
             id="counted",
-            marks=[
-                pytest.mark.chaos_full,
-                pytest.mark.xfail(strict=False, reason="the scheduler does not tell yet whom its links turned away"),
-            ],
+            marks=pytest.mark.chaos_full,
         ),
     ],
 )

@@ -55,7 +55,6 @@ async def _served_all_the_same(stderr: int, row, rng) -> None:
 
 
 @pytest.mark.chaos_full
-@pytest.mark.xfail(strict=False, reason="scheduler and executor end with the first line that they cannot write")
 async def test_a_full_log_disk(row, rng):
     row.about("stderr of every process on a full disk (/dev/full), an executor killed meanwhile", "serving unaffected")
     full = os.open("/dev/full", os.O_WRONLY)
@@ -65,7 +64,6 @@ async def test_a_full_log_disk(row, rng):
         os.close(full)
 
 
-@pytest.mark.xfail(strict=False, reason="scheduler and executor end with the first line that they cannot write")
 async def test_a_closed_log_pipe(row, rng):
     row.about("stderr of every process is a pipe that nobody reads any more", "serving unaffected")
     reading, writing = os.pipe()
@@ -180,7 +178,6 @@ async def test_sigterm_twice_under_load(row, rng, tmp_path):
 
 
 @pytest.mark.chaos_full
-@pytest.mark.xfail(strict=False, reason="an executor that dies while the fleet stops is not started again yet")
 async def test_an_executor_killed_while_draining(row, rng, tmp_path):
     row.about(
         "SIGTERM to headway serve under 16 streams, and kill -9 the executor meanwhile",
