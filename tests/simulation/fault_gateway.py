@@ -146,6 +146,9 @@ class Client:
         self._num_ends += 1
         invariants.terminal_once(self._num_ends, who)
         answer = self.answer
+        if invariants.is_found_guilty(self.world.scheduler.engine, end):
+            self.close()
+            return
         invariants.ends_as_it_should(end.reason, len(sequence.tokens), answer.reason, len(answer.tokens), who)
         if self.plan.wants_logprobs:
             told = [values.logprob for values in sequence.logprobs]

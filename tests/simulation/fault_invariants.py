@@ -8,7 +8,9 @@ whether it is right. A function raises ``Violation`` or returns.
 
 from collections.abc import Collection, Sequence
 
+from headway_proto.ingress import Finished
 from headway_proto.step import SchedulerOutput
+from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
@@ -291,6 +293,18 @@ def ends_as_it_should(reason: str, num_tokens: int, expected: str, num_expected:
     )
     ends = (reason, num_tokens), (expected, num_expected)
     require(ends[0] == ends[1], "ORACLE-EQUAL", f"{who} ended as {ends[0]}, not {ends[1]}")
+
+
+def is_found_guilty(engine: SchedulerEngine, end: Finished) -> bool:
+    """Whether the brake ended a request for executors lost while it ran, which it may after so many losses, and not before.
+
+    A request that makes no progress while the plug is pulled again and again cannot be told from one that pulls it.
+    """
+    if not end.error.startswith("the executor was lost"):
+        return False
+    num_epochs = engine.step_link.epoch - engine.step_link.incarnation % (1 << 30)
+    require(num_epochs >= MAX_LOSSES, "ISOLATION", f"found guilty in epoch {num_epochs} of this scheduler")
+    return True
 
 
 def cancel_bound(is_live: bool, who: str) -> None:

@@ -194,16 +194,18 @@ class SchedulerProcess(Process):
         in_flight = {block: request for blocks in self.written.values() for block, request in blocks.items()}
         invariants.write_exclusivity(in_flight, written)
         self.written[output.step] = written
-        if self._watches_fcfs and output.scheduled_new_reqs:
+        # Who may have brought an executor down runs alone, out of turn, and the others wait for that.
+        is_trial = core.alone is not None
+        if self._watches_fcfs and output.scheduled_new_reqs and not is_trial:
             invariants.first_come_first_served(core, output, self._had_rows)
         self._had_rows = {request.arrival for request in core.rows.requests[: core.rows.end] if request is not None}
         served = {core.rows.request_in(row).arrival for row in running}
         self._served = {
-            request.arrival: 0 if request.arrival in served else self._served.get(request.arrival, 0) + 1
+            request.arrival: 0 if request.arrival in served or is_trial else self._served.get(request.arrival, 0) + 1
             for request in core._requests.values()
         }
         invariants.no_starvation(self._served)
-        if output.scheduled_new_reqs and self._promotes:
+        if output.scheduled_new_reqs and self._promotes and not is_trial:
             self._count_overtaking(core, output)
         self.check_blocks(core)
         self._blocks_checked = _state_of(core)

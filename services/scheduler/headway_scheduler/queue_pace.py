@@ -9,7 +9,9 @@ MEMORY_S = 10.0
 """Starts count less the longer ago they were, by this time constant."""
 
 LEAST_S = 0.1
-MOST_S = 60.0
+MOST_S = 10.0
+"""An outage looks like a queue that never moves, and is over sooner than that."""
+
 UNKNOWN_S = 1.0
 SHARE = 0.1
 """Of the queue: how much of it is to have started until somebody who was refused asks again. One place would be gone again."""
