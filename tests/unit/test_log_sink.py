@@ -43,7 +43,9 @@ def test_a_pipe_that_nobody_reads_delays_nobody_and_the_loss_is_told_later(pipe:
     while b"were dropped" not in received:
         received += os.read(pipe[0], 1 << 20)
         sink.write("more\n")
-    assert f"{sink.num_dropped} log lines were dropped\n".encode() in received
+    # What is written while it is read may be dropped as well, and told of later.
+    (told, *_) = [int(line.split()[0]) for line in received.splitlines() if line.endswith(b"log lines were dropped")]
+    assert 4000 < told <= sink.num_dropped
 
 
 def test_a_closed_pipe_is_only_counted(pipe: tuple[int, int]) -> None:
