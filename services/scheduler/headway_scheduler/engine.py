@@ -184,6 +184,9 @@ class SchedulerEngine:
 
     def run(self, now: float) -> None:
         """Do what is due: heartbeats, time-outs, steps, and the news for the gateways, in this order."""
+        if now >= self._paused_until:
+            # Also where no executor is there to go on with: a time that is past would call for ``run`` without end.
+            self._paused_until = float("-inf")
         self._on_step_events(self.step_link.tick(now), now)
         for event in self.gateways.tick(now, self._announcement()):
             self._on_gateway_event(event, now)
