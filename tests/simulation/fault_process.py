@@ -3,6 +3,7 @@
 Owns: what it is to be dead, to be stalled, and to be woken. Must not know: what the process does.
 """
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 START_S = 100.0
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from simulation.fault_world import FaultWorld
 
 
-class Process:
+class Process(ABC):
     """One life of a process. Frames wait in ``inbox`` while it is stalled."""
 
     def __init__(self, world: "FaultWorld", life: int) -> None:
@@ -41,8 +42,9 @@ class Process:
             frames, self.inbox = self.inbox, []
             self.work(frames)
 
+    @abstractmethod
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
-        raise NotImplementedError
+        """Take in ``frames``, and do what is due."""
 
     def wake_at(self, at: float) -> None:
         """Wake by then at the latest."""

@@ -6,13 +6,39 @@ Every function raises ``BackendConfigError`` with one line that names the settin
 """
 
 from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.models.config import ModelConfig
+from headway_executor.models.families import read_model_config
+
+
+class ModelSettings(NamedTuple):
+    """What a backend's settings come to for one model: its configuration, the dtype, and tokens per request at most."""
+
+    model_config: ModelConfig
+    dtype: torch.dtype
+    max_model_len: int
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
+    """Read the model's configuration, and hold the settings against it.
+
+    Raises:
+        ModelFilesError: as of ``read_model_config``.
+    """
+    model_config = read_model_config(Path(config.model))
+    dtype = _dtype_of(config, model_config, device)
+    max_model_len = _max_model_len_of(config, model_config)
+    _check_block_size(config.block_size)
+    _check_max_num_seqs(config.max_num_seqs)
+    return ModelSettings(model_config, dtype, max_model_len)
 
 
 def device_of(config: BackendConfig) -> torch.device:
@@ -46,7 +72,7 @@ def check_options(config: BackendConfig, allowed: Collection[str]) -> None:
         )
 
 
-def dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
     if config.dtype == "auto":
         return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
@@ -55,7 +81,7 @@ def dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.dev
     return _DTYPES[config.dtype]
 
 
-def max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
+def _max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
     """Tokens per request at most: what was asked for, within the model's context, or all of it."""
     if not 0 <= config.max_model_len <= model_config.context:
         raise BackendConfigError(
@@ -65,7 +91,7 @@ def max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
     return config.max_model_len or model_config.context
 
 
-def check_max_num_seqs(max_num_seqs: int) -> None:
+def _check_max_num_seqs(max_num_seqs: int) -> None:
     """Refuse a number of rows that holds no request.
 
     Raises:
@@ -75,7 +101,7 @@ def check_max_num_seqs(max_num_seqs: int) -> None:
         raise BackendConfigError(f"max_num_seqs {max_num_seqs} is not allowed; allowed: 1 or more")
 
 
-def check_block_size(block_size: int) -> None:
+def _check_block_size(block_size: int) -> None:
     """A block's size must be a power of two."""
     if block_size < 1 or block_size & (block_size - 1):
         raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")

@@ -46,7 +46,8 @@ _WIDER = 16
 _SCALE_BITS = 52
 """The integer weight of probability 1 is 2 to this: then float64 holds every sum of a row exactly."""
 
-_BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
+BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
+"""What a row is told that can draw nothing."""
 
 _HostIndex = NDArray[np.int64]
 
@@ -361,5 +362,5 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 def _collect(drawn: Tensor, usable: Tensor, rows: _HostIndex, logprobs: tuple[RowLogprobs, ...]) -> SampledTokens:
     if bool(usable.all()):
         return SampledTokens(drawn, logprobs, ())
-    errors = tuple(RowError(int(row), _BAD_LOGITS) for row in rows[~usable.cpu().numpy()])
+    errors = tuple(RowError(int(row), BAD_LOGITS) for row in rows[~usable.cpu().numpy()])
     return SampledTokens(drawn.masked_fill(~usable, ERRORED_ROW), logprobs, errors)

@@ -72,6 +72,7 @@ class SchedulerEngine:
         """Steps that were answered: the measure of progress."""
         self._queue_pace = QueuePace()
         self._paused_until = float("-inf")
+        """When the executor has been left in peace for long enough, after steps that failed."""
         self._judged_epoch = -1
         self.draining = False
         self.core: Scheduler | None = None
@@ -123,7 +124,7 @@ class SchedulerEngine:
 
     def send_steps(self, now: float) -> None:
         """Schedule and send as many steps as may be in flight."""
-        if self.core is None or not self.step_link.is_open or self._is_paused(now):
+        if self.core is None or not self.step_link.is_open or now < self._paused_until:
             return
         if self.brake.has_suspects:
             self._try_suspects(self.core)
@@ -131,13 +132,6 @@ class SchedulerEngine:
             self.step_link.send_step(output)
         for end in self.core.take_shed():
             self._shed(end)
-
-    def _is_paused(self, now: float) -> bool:
-        """Whether the executor is to be left in peace for a moment, after steps that failed."""
-        if now < self._paused_until:
-            return True
-        self._paused_until = float("-inf")
-        return False
 
     def _try_suspects(self, core: Scheduler) -> None:
         """Let the first suspect that is here and not acquitted run alone; everybody, if there is none."""
@@ -185,7 +179,7 @@ class SchedulerEngine:
     def run(self, now: float) -> None:
         """Do what is due: heartbeats, time-outs, steps, and the news for the gateways, in this order."""
         if now >= self._paused_until:
-            # Also where no executor is there to go on with: a time that is past would call for ``run`` without end.
+            # Whether or not an executor is there to go on with: a time that is past would call for ``run`` without end.
             self._paused_until = float("-inf")
         self._on_step_events(self.step_link.tick(now), now)
         for event in self.gateways.tick(now, self._announcement()):

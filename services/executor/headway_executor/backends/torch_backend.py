@@ -22,19 +22,10 @@ from headway_executor.backend import BackendConfig, BackendConfigError, StepBatc
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import (
-    check_block_size,
-    check_max_num_seqs,
-    check_options,
-    check_quantization,
-    device_of,
-    dtype_of,
-    max_model_len_of,
-)
+from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows
 from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.refusals import Refusals, with_refusals
@@ -63,11 +54,7 @@ class TorchBackend:
         check_quantization(config, _QUANTIZATIONS)
         _check_threads(config.num_threads)
         directory = Path(config.model)
-        model_config = read_model_config(directory)
-        dtype = dtype_of(config, model_config, device)
-        max_model_len = max_model_len_of(config, model_config)
-        check_block_size(config.block_size)
-        check_max_num_seqs(config.max_num_seqs)
+        model_config, dtype, max_model_len = settings_of(config, device)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)

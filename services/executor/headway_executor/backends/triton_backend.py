@@ -42,17 +42,8 @@ from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
 from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
 from headway_executor.kv_pool import check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import (
-    check_block_size,
-    check_max_num_seqs,
-    check_options,
-    check_quantization,
-    device_of,
-    dtype_of,
-    max_model_len_of,
-)
+from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import TensorSource, expected_tensors, ignored_tensors
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.refusals import Refusals, with_refusals
@@ -89,12 +80,7 @@ class TritonBackend:
         check_options(config, ("graphs", "step_log", "weights"))
         graphs = _graphs_asked(config)
         runtime = runtime_for(device)
-        directory = Path(config.model)
-        model_config = read_model_config(directory)
-        dtype = dtype_of(config, model_config, device)
-        max_model_len = max_model_len_of(config, model_config)
-        check_block_size(config.block_size)
-        check_max_num_seqs(config.max_num_seqs)
+        model_config, dtype, max_model_len = settings_of(config, device)
         # Sums of products in bfloat16 would save little and lose much.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
@@ -107,7 +93,7 @@ class TritonBackend:
             backend="triton",
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            model_name=directory.resolve().name,
+            model_name=Path(config.model).resolve().name,
             model_fingerprint=fingerprint,
             num_blocks=self._model.num_blocks,
             block_size=config.block_size,

@@ -16,6 +16,7 @@ from torch import Tensor
 from headway_executor.backend import NewRow
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import ColumnViews
+from headway_executor.sampler import BAD_LOGITS
 from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError
 from headway_kernels.gpu import sampling
 from headway_kernels.gpu.rows import store_sampled
@@ -25,8 +26,6 @@ from headway_proto.step import RowError, RowLogprobs
 
 _STOP_IDS_PER_ROW = 20
 """Beside the logit bias; rows that have fewer leave their place to others."""
-
-_BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
 
 
 class DrawnTokens(NamedTuple):
@@ -48,7 +47,7 @@ class DrawnTokens(NamedTuple):
         token_ids, status = self.ids_and_status.numpy()[:, : len(self.rows)]
         errors: tuple[RowError, ...] = ()
         if status.any():
-            errors = tuple(RowError(row, _BAD_LOGITS) for row in self.rows[status != 0].tolist())
+            errors = tuple(RowError(row, BAD_LOGITS) for row in self.rows[status != 0].tolist())
         return token_ids, self._row_logprobs(status), errors
 
     def _row_logprobs(self, status: Int32Array) -> tuple[RowLogprobs, ...]:
