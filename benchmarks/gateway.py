@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +71,7 @@ def running_chain(
     *,
     links: tuple[str, str] | None = None,
     curve_keys: Path | None = None,
+    program: Sequence[str] = (sys.executable, "-m", "headway"),
 ) -> Iterator[Chain]:
     """Start the three services and end them again; ``links`` are the addresses of step and ingress, else over IPC."""
     step, ingress = links or (f"ipc://{directory}/step", f"ipc://{directory}/ingress")
@@ -86,7 +87,7 @@ def running_chain(
     processes = {
         name: subprocess.Popen(
             [
-                *(sys.executable, "-m", "headway", name, "--log-level", "warning", *flags),
+                *(*program, name, "--log-level", "warning", *flags),
                 *(("--curve-keys", str(curve_keys / name)) if curve_keys else ()),
             ]
         )

@@ -1,17 +1,17 @@
 """What reliability costs: checksums, keys, heartbeats and bounds, each against the same work without.
 
-Owns: the comparison; what is compared is the product's own code, switched by what a deployment can choose (IPC or TCP with
-keys) or, for the checksum and the link's bookkeeping, measured against the same calls with that part left out here.
+Owns: the comparison; what is compared is the product's own code, against the same code with a part of it left out here.
 Must not know: any switch of the product that weakens it, since there is none.
 
-- ``step``: one scheduler step of N decodes as ``scheduler_step.py`` measures it, without the CRC32 of its two frames; with
-  it; and within the whole engine: sequence numbers, epochs, silence, heartbeats, bounds, acknowledgements, and the
-  gateway's message. The engine is compared with the core plus that message, since somebody has to write it.
+- ``step``: a scheduler step of N decodes within the whole engine: an answer in, the next step and the gateway's message
+  out. Once as it is, and once each without checksums, without health (heartbeats, silence, pulse, progress), without bounds
+  (what a gateway has left unread, credits), and without all of these. CURVE is not in it: threads of ZeroMQ do that.
 - ``link``: a step's frame there and an answer of N tokens back between two processes through the product's own sockets:
   IPC, TCP, TCP with CURVE.
-- ``chain``: tokens per second of scheduler, executor, gateway and one client, as processes, over IPC and over TCP with
-  CURVE, by turns. One number with the simulated backend's steps at zero time, where every microsecond of any process
-  counts, and one with steps of some milliseconds, where it counts if it is longer than what a step hides.
+- ``chain``: tokens per second of scheduler, executor, gateway and one client, as processes: over TCP with CURVE; over TCP
+  without it and with the same parts left out of every process; and over IPC, which needs no keys. One number each with
+  the simulated backend's steps at zero time, where every microsecond of any process counts, and one with steps of some
+  milliseconds, where it counts if it is longer than what a step hides.
 
 Times in microseconds. Every figure is the best of ``--rounds``, which take turns, because shared machines drift.
 """
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,21 +34,29 @@ from unittest import mock
 import grpc.aio
 
 from gateway import Chain, running_chain, throughput
+from headway.__main__ import main as headway_main
 from headway.keys import make_keys
 from headway_executor.channel import SchedulerChannel
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
+from headway_proto.pulse import Pulse
 from headway_proto.sampling import SamplingParams
+from headway_scheduler import ingress_link
+from headway_scheduler.brake import Brake
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.process import relax_collector
+from headway_scheduler.step_link import StepLink
 from headway_scheduler.transport import Transport
 from provenance import provenance
-from scheduler_step import Bench
 
 ECHO = "--echo"
 """The first argument of the process at the other end of a link."""
+BARE = "--bare"
+"""The first argument of a service from which all parts of reliability are left out."""
 LINKS = ("ipc", "tcp", "tcp+curve")
+GUARDED, BARE_TCP, IPC = "tcp_with_all", "tcp_without_any", "ipc_with_all"
 PROMPT_TOKENS = 64
 BEAT_S = 0.01
 
@@ -63,7 +71,7 @@ def free_port() -> int:
 # --------------------------------------------------------------------------------------------------------------- step
 
 
-class WithoutChecksum:
+class NoChecksum:
     """In place of ``zlib`` in the framing: every checksum is 0, and right."""
 
     @staticmethod
@@ -73,19 +81,56 @@ class WithoutChecksum:
         return 0
 
 
+def no_events(*_: object) -> list[Any]:
+    """In place of a look at the clock."""
+    return []
+
+
+def nothing(*_: object) -> None:
+    """In place of bookkeeping."""
+
+
+def hold_without_bounds(
+    link: GatewayLink,
+    columns: tuple[Any, Any, Any] | None = None,
+    admitted: tuple[Any, ...] = (),
+    logprobs: tuple[Any, ...] = (),
+    finished: tuple[Any, ...] = (),
+) -> None:
+    """``GatewayLink.hold`` that counts nothing."""
+    if columns is not None and len(columns[0]):
+        link._columns.append(columns)  # noqa: SLF001 (the method without a part of it)
+    link._admitted += admitted  # noqa: SLF001
+    link._logprobs += logprobs  # noqa: SLF001
+    link._finished += finished  # noqa: SLF001
+
+
+PARTS: dict[str, tuple[tuple[object, str, object], ...]] = {
+    "checksums": ((framing, "zlib", NoChecksum),),
+    "health": (
+        (StepLink, "tick", no_events),
+        (IngressLinks, "tick", no_events),
+        (Brake, "note_answer", nothing),
+        (Pulse, "beat", nothing),
+    ),
+    "bounds": (
+        (GatewayLink, "hold", hold_without_bounds),
+        (GatewayLink, "acknowledge", nothing),
+        (ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", 1 << 62),
+        (Transport, "_start_guard", nothing),
+    ),
+}
+"""What is left out for each part of reliability: of whom, the name, and what takes its place."""
+
+
 @contextlib.contextmanager
-def without_checksum() -> Iterator[None]:
-    with mock.patch.object(framing, "zlib", WithoutChecksum):
+def without(*parts: str) -> Iterator[None]:
+    """Our own code, with these parts of it left out."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            for owner, name, substitute in PARTS[part]:
+                stack.enter_context(mock.patch.object(owner, name, substitute))
         yield
-
-
-def core_step(num_running: int, steps: int, seed: int) -> float:
-    """Schedule, encode, decode the answer, update, and write the gateway's message: median."""
-    bench = Bench(num_running, 2, seed)
-    bench.settle()
-    relax_collector()
-    times = [bench.timed_step([]) for _ in range(steps)]
-    return statistics.median(times) + statistics.median(bench.gateway_us)
 
 
 class EngineBench:
@@ -165,16 +210,13 @@ def engine_step(num_running: int, steps: int, seed: int) -> float:
 
 
 def measure_steps(num_running: int, steps: int, rounds: int, seed: int) -> dict[str, float]:
-    ways: dict[str, Callable[[], float]] = {
-        "core": lambda: core_step(num_running, steps, seed),
-        "engine": lambda: engine_step(num_running, steps, seed),
-    }
+    left_out: dict[str, tuple[str, ...]] = {"with_all_us": (), **{f"without_{part}_us": (part,) for part in PARTS}}
+    left_out["without_any_us"] = tuple(PARTS)
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, way in ways.items():
-            with without_checksum():
-                found.setdefault(f"{name}_without_checksum_us", []).append(way())
-            found.setdefault(f"{name}_us", []).append(way())
+        for name, parts in left_out.items():
+            with without(*parts):
+                found.setdefault(name, []).append(engine_step(num_running, steps, seed))
     return {name: round(min(times), 1) for name, times in found.items()}
 
 
@@ -262,18 +304,19 @@ async def chain_rate(chain: Chain, address: str, streams: int, tokens: int) -> f
 def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, rounds: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for place in range(rounds):
-        for kind in ("ipc", "tcp+curve"):
-            folder = directory / f"{kind}{step_us:g}{place}"
+        for way in (BARE_TCP, GUARDED, IPC):
+            folder = directory / f"{way}{step_us:g}{place}"
             folder.mkdir(mode=0o700)
             address = f"127.0.0.1:{free_port()}"
-            step_address, ingress_address = link_addresses(kind, folder)
-            keys = directory / "keys" if kind == "tcp+curve" else None
+            links = link_addresses("ipc" if way == IPC else "tcp", folder)
+            keys = directory / "keys" if way == GUARDED else None
+            program = (sys.executable, __file__, BARE) if way == BARE_TCP else (sys.executable, "-m", "headway")
             with running_chain(
-                address, step_us, streams, folder, links=(step_address, ingress_address), curve_keys=keys
+                address, step_us, streams, folder, links=links, curve_keys=keys, program=program
             ) as chain:
                 rate = asyncio.run(chain_rate(chain, address, streams, tokens))
-            found.setdefault(kind, []).append(rate)
-    return {f"{kind}_tokens_per_s": round(max(rates)) for kind, rates in found.items()}
+            found.setdefault(way, []).append(rate)
+    return {f"{way}_tokens_per_s": round(max(rates)) for way, rates in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -285,18 +328,18 @@ def percent(with_it: float, without: float) -> float:
 
 def report(record: dict[str, Any]) -> str:
     steps, links, chains = record["step"], record["link"], record["chain"]
-    core = f"core and message {steps['core_without_checksum_us']} us without checksum, {steps['core_us']} us with"
-    checksums = f"of it the checksums {steps['engine_checksum_percent']:+} %"
-    over_core = f"{steps['engine_over_core_percent']:+} % over the core without checksum; {checksums}"
+    parts = ", ".join(f"{part} {steps[f'{part}_percent']:+} %" for part in PARTS)
     trips = ", ".join(f"{kind} {links[f'{kind}_us']} us" for kind in LINKS)
+    without_any = f"{steps['without_any_us']} us without checksums, health and bounds"
+    percents = f"{steps['all_percent']:+} %; one by one: {parts}"
     lines = [
-        f"scheduler step, {record['running']} decodes, {core} ({steps['core_checksum_percent']:+} %)",
-        f"the same within the engine: {steps['engine_us']} us ({over_core})",
-        f"step there and answer back: {trips} (TCP with CURVE adds {links['added_us']} us)",
+        f"scheduler step, {record['running']} decodes: {steps['with_all_us']} us, {without_any} ({percents})",
+        f"step there and answer back: {trips} (CURVE adds {links['curve_us']} us to TCP)",
     ]
     lines += [
-        f"chain, {record['streams']} streams, steps of {step_us} us: IPC {chain['ipc_tokens_per_s']}, TCP with CURVE "
-        f"{chain['tcp+curve_tokens_per_s']} tokens/s ({chain['change_percent']:+} %)"
+        f"chain, {record['streams']} streams, steps of {step_us} us: TCP with all {chain[f'{GUARDED}_tokens_per_s']}, TCP "
+        f"without any {chain[f'{BARE_TCP}_tokens_per_s']} tokens/s ({chain['change_percent']:+} %); "
+        f"IPC with all {chain[f'{IPC}_tokens_per_s']}"
         for step_us, chain in chains.items()
     ]
     return "\n".join(lines)
@@ -310,14 +353,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         links = measure_links(directory, arguments.running, arguments.round_trips, arguments.rounds)
         chains = {
             f"{step_us:g}": measure_chain(directory, arguments.streams, arguments.tokens, step_us, arguments.rounds)
-            for step_us in (0.0, 5000.0)
+            for step_us in arguments.step_us
         }
-    steps["core_checksum_percent"] = percent(steps["core_us"], steps["core_without_checksum_us"])
-    steps["engine_checksum_percent"] = percent(steps["engine_us"], steps["engine_without_checksum_us"])
-    steps["engine_over_core_percent"] = percent(steps["engine_us"], steps["core_without_checksum_us"])
-    links["added_us"] = round(links["tcp+curve_us"] - links["ipc_us"], 1)
+    for part in PARTS:
+        steps[f"{part}_percent"] = percent(steps["with_all_us"], steps[f"without_{part}_us"])
+    steps["all_percent"] = percent(steps["with_all_us"], steps["without_any_us"])
+    links["curve_us"] = round(links["tcp+curve_us"] - links["tcp_us"], 1)
     for chain in chains.values():
-        chain["change_percent"] = percent(chain["tcp+curve_tokens_per_s"], chain["ipc_tokens_per_s"])
+        chain["change_percent"] = percent(chain[f"{GUARDED}_tokens_per_s"], chain[f"{BARE_TCP}_tokens_per_s"])
     return {
         **provenance(arguments.seed), "running": arguments.running, "streams": arguments.streams,
         "step": steps, "link": links, "chain": chains,
@@ -329,12 +372,16 @@ def main() -> None:
         _, _, address, keys, answer_bytes = sys.argv
         echo(address, keys, int(answer_bytes))
         return
+    if sys.argv[1:2] == [BARE]:
+        with without(*PARTS):
+            sys.exit(headway_main(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256, help="requests that decode")
     parser.add_argument("--steps", type=int, default=1000, help="steps per round")
     parser.add_argument("--round-trips", type=int, default=3000, help="steps over a link per round")
     parser.add_argument("--streams", type=int, default=64, help="streams through the chain")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each")
+    parser.add_argument("--step-us", type=float, nargs="*", default=[0.0, 5000.0], help="step times for the chain")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the record here")

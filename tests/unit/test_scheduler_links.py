@@ -23,7 +23,11 @@ from headway_scheduler.step_link import (
     StepLink,
 )
 
-NEWS = Announcement(None, ingress.STATE_SERVING, 0, 0)
+
+def news() -> Announcement:
+    return Announcement(None, ingress.STATE_SERVING, 0, 0)
+
+
 INFO = BackendInfo(
     backend="simulated",
     device="none",
@@ -243,7 +247,7 @@ class Gateway:
 
     def open(self, number: int, now: float) -> tuple[int, list[object]]:
         self.writer.begin_epoch(0)
-        events = self.links.receive(b"g", self.writer.encode(GatewayHello(5, number)), now, NEWS)
+        events = self.links.receive(b"g", self.writer.encode(GatewayHello(5, number)), now, news)
         frame = self.reader.decode(self.links.outgoing[-1][1])
         assert isinstance(frame.body, SchedulerHello)
         self.links.outgoing.clear()
@@ -266,7 +270,7 @@ def test_a_gateway_that_reconnected_under_another_peer_name_replaces_its_old_lin
     links = IngressLinks(77, submit_credits=10)
     first, _ = Gateway(links).open(0, 0.0)
     hello = ingress.gateway_frame_writer().encode(GatewayHello(5, 0))
-    events = links.receive(b"g again", hello, 0.1, NEWS)
+    events = links.receive(b"g again", hello, 0.1, news)
     assert events == [GatewayGone(first, "the gateway opened another link")]
     assert [link.peer for link in links.links()] == [b"g again"]
 
@@ -284,7 +288,7 @@ def test_a_gateway_that_does_not_acknowledge_is_sent_no_more_and_catches_up_late
     # The hello was the first frame of the link.
     assert len(links.outgoing) == MAX_UNACKNOWLEDGED_FRAMES - 1
     links.outgoing.clear()
-    links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(MAX_UNACKNOWLEDGED_FRAMES)), 1.0, NEWS)
+    links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(MAX_UNACKNOWLEDGED_FRAMES)), 1.0, news)
     links.flush()
     (message,) = [gateway.reader.decode(frame).body for _, frame in links.outgoing]
     assert isinstance(message, Tokens)
@@ -295,8 +299,8 @@ def test_a_gateway_that_does_not_acknowledge_is_sent_no_more_and_catches_up_late
 def test_a_silent_gateway_is_given_up() -> None:
     links = IngressLinks(77, submit_credits=10)
     owner, _ = Gateway(links).open(0, 0.0)
-    assert links.tick(5.0, NEWS) == []
-    (event,) = links.tick(11.0, NEWS)
+    assert links.tick(5.0, news) == []
+    (event,) = links.tick(11.0, news)
     assert isinstance(event, GatewayGone)
     assert event.owner == owner
     assert len(links) == 0
@@ -317,8 +321,8 @@ def test_a_gateway_that_heartbeats_and_takes_nothing_in_is_dropped_before_memory
             links.outgoing.clear()
             num_steps += 1
         now += 1.0
-        links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(0)), now, NEWS)
-        events = links.tick(now, NEWS)
+        links.receive(b"g", gateway.writer.encode(GatewayHeartbeat(0)), now, news)
+        events = links.tick(now, news)
     assert events == [GatewayGone(owner, f"{MAX_HELD_TOKENS} tokens unread")]
     assert num_steps < 200_000, "small steps take more memory than their tokens"
 
@@ -327,5 +331,5 @@ def test_links_are_bounded() -> None:
     links = IngressLinks(77, submit_credits=10)
     for number in range(MAX_LINKS + 5):
         writer = ingress.gateway_frame_writer()
-        links.receive(b"g%d" % number, writer.encode(GatewayHello(number, 0)), 0.0, NEWS)
+        links.receive(b"g%d" % number, writer.encode(GatewayHello(number, 0)), 0.0, news)
     assert len(links) == MAX_LINKS

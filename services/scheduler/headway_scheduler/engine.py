@@ -110,7 +110,7 @@ class SchedulerEngine:
 
     def gateway_frame(self, peer: bytes, data: bytes, now: float) -> None:
         """Take in one frame of the ingress protocol."""
-        for event in self.gateways.receive(peer, data, now, self._announcement()):
+        for event in self.gateways.receive(peer, data, now, self._announcement):
             self._on_gateway_event(event, now)
 
     def executor_unreachable(self, peer: bytes, now: float) -> None:
@@ -182,7 +182,7 @@ class SchedulerEngine:
             # Whether or not an executor is there to go on with: a time that is past would call for ``run`` without end.
             self._paused_until = float("-inf")
         self._on_step_events(self.step_link.tick(now), now)
-        for event in self.gateways.tick(now, self._announcement()):
+        for event in self.gateways.tick(now, self._announcement):
             self._on_gateway_event(event, now)
         self.send_steps(now)
         self.gateways.flush()

@@ -7,6 +7,8 @@ A link is known to the core as an *owner*, an integer that is never used again; 
 old owner is reported gone and its requests end (the gateway submits again what it still wants).
 """
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -166,8 +168,10 @@ class IngressLinks:
         """All open links, oldest first."""
         return list(self._links.values())
 
-    def receive(self, peer: bytes, data: bytes, now: float, announcement: Announcement) -> list[IngressEvent]:
-        """Take one frame in."""
+    def receive(
+        self, peer: bytes, data: bytes, now: float, announcement: Callable[[], Announcement]
+    ) -> list[IngressEvent]:
+        """Take one frame in; ``announcement`` is asked for only if the frame wants to be told."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         try:
             frame = self._reader.decode(data)
@@ -181,7 +185,7 @@ class IngressLinks:
             return []
         return self._on_numbered(link, frame, now)
 
-    def tick(self, now: float, announcement: Announcement) -> list[IngressEvent]:
+    def tick(self, now: float, announcement: Callable[[], Announcement]) -> list[IngressEvent]:
         """Send heartbeats if they are due; notice silence."""
         if now - self._last_heartbeat < HEARTBEAT_INTERVAL_S:
             return []
@@ -192,7 +196,7 @@ class IngressLinks:
                 events += self._drop(link, f"silent for {now - link.heard_at:.1f} s")
             elif link.is_overfull:
                 events += self._drop(link, f"{MAX_HELD_TOKENS} tokens unread")
-        self.announce(announcement)
+        self.announce(announcement())
         return events
 
     def announce(self, announcement: Announcement) -> None:
@@ -222,7 +226,12 @@ class IngressLinks:
                 self.outgoing.append((link.peer, frame))
 
     def _on_hello(
-        self, peer: bytes, link: GatewayLink | None, hello: GatewayHello, now: float, announcement: Announcement
+        self,
+        peer: bytes,
+        link: GatewayLink | None,
+        hello: GatewayHello,
+        now: float,
+        announcement: Callable[[], Announcement],
     ) -> list[IngressEvent]:
         events: list[IngressEvent] = []
         if link is None:
@@ -243,6 +252,7 @@ class IngressLinks:
         epoch = (self._first_epoch + owner) % (1 << 32)
         self._links[owner] = GatewayLink(peer, owner, hello, epoch, now)
         self._owner_of_peer[peer] = owner
+        news = announcement()
         self.send(
             owner,
             SchedulerHello(
@@ -250,8 +260,8 @@ class IngressLinks:
                 gateway_incarnation=hello.incarnation,
                 link=hello.link,
                 submit_credits=self._submit_credits,
-                model=announcement.model,
-                state=announcement.state,
+                model=news.model,
+                state=news.state,
             ),
         )
         return events
