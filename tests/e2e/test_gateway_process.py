@@ -232,10 +232,9 @@ async def test_a_killed_gateway_costs_the_client_nothing(start, ingress):
             assert (await stream.result()).token_ids == whole.token_ids
 
 
-@pytest.fixture
-def key_and_certificate(tmp_path):
-    """A self-signed certificate for localhost."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+def make_certificate(directory, name):
+    """A self-signed certificate for localhost, and its key."""
+    key, certificate = directory / f"{name}_key.pem", directory / f"{name}.pem"
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
          "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
@@ -243,6 +242,11 @@ def key_and_certificate(tmp_path):
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     return key, certificate
+
+
+@pytest.fixture
+def key_and_certificate(tmp_path):
+    return make_certificate(tmp_path, "served")
 
 
 async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certificate, tmp_path):
@@ -265,6 +269,36 @@ async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certific
         async with AsyncClient(f"127.0.0.1:{port}") as plain:
             with pytest.raises(UnavailableError):
                 await plain.wait_ready(0.5)
+
+
+async def test_a_certificate_that_is_renewed_serves_from_the_next_connection_on(
+    start, ingress, key_and_certificate, tmp_path
+):
+    key, certificate = key_and_certificate
+    old_authority = certificate.read_bytes()
+    port = free_port()
+    async with FakeScheduler(ingress):
+        start(
+            ingress_address=ingress,
+            grpc_address=f"127.0.0.1:{port}",
+            tls_cert_file=str(certificate),
+            tls_key_file=str(key),
+        )
+        async with AsyncClient(f"localhost:{port}", root_certificates=old_authority) as earlier:
+            await earlier.wait_ready(20)
+            # A key alone belongs to no certificate that is there: what is served stays.
+            new_key, new_certificate = make_certificate(tmp_path, "renewed")
+            new_authority = new_certificate.read_bytes()
+            new_key.replace(key)
+            async with AsyncClient(f"localhost:{port}", root_certificates=old_authority) as between:
+                await between.wait_ready(20)
+            new_certificate.replace(certificate)
+            async with AsyncClient(f"localhost:{port}", root_certificates=new_authority) as later:
+                await later.wait_ready(20)
+            async with AsyncClient(f"localhost:{port}", root_certificates=old_authority) as distrustful:
+                with pytest.raises(UnavailableError):
+                    await distrustful.wait_ready(0.5)
+            assert len((await earlier.generate("x", max_tokens=3).result()).token_ids) == 3
 
 
 async def test_a_key_that_is_not_the_certificates_exits_2(start, ingress, key_and_certificate, tmp_path):

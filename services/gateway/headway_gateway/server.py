@@ -6,7 +6,6 @@ Must not know: signals, exit codes, logging set-up (the process's affair), or wh
 
 import asyncio
 import secrets
-import ssl
 from pathlib import Path
 
 import grpc
@@ -15,6 +14,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
+from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, split_address, token_file
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
@@ -153,37 +153,12 @@ class GatewayServer:
         address = self._config.grpc_address
         try:
             if self._config.tls_cert_file:
-                return self._server.add_secure_port(address, _credentials(self._config))
+                return self._server.add_secure_port(address, CertificateFiles(self._config).credentials())
             return self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise AddressInUseError(
                 f"grpc_address: cannot listen on {address[:64]!r}; allowed: a free address"
             ) from error
-
-
-def _credentials(config: GatewayConfig) -> grpc.ServerCredentials:
-    try:
-        # gRPC itself would only say that it cannot listen.
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_cert_file, config.tls_key_file)
-    except OSError as error:
-        raise ValueError(
-            f"tls_cert_file: {config.tls_cert_file[:64]!r} cannot be used; "
-            "allowed: a PEM certificate chain whose private key is in tls_key_file"
-        ) from error
-    pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
-    if not config.tls_client_ca_file:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], _client_authorities(config.tls_client_ca_file), require_client_auth=True)
-
-
-def _client_authorities(path: str) -> bytes:
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of those who sign clients'"
-        ) from error
 
 
 def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
