@@ -4,6 +4,7 @@ Owns: the executable specification that ``headway_scheduler.core`` must equal, d
 Must not know: columns, due ticks, or any other means by which the core avoids looking at every request.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -284,6 +285,10 @@ class Specification:
         self.swap_in: list[tuple[int, int]] = []
         self.shed: list[Origin] = []
         self.alone: SpecRequest | None = None
+        self.unproven: list[tuple[SpecRequest, int]] = []
+        """Who was in lost steps, each with the tokens with which it has come as far as those would have brought it."""
+        self.window = 0
+        """How many of them may run at once."""
         self.stopped: SpecRequest | None = None
         """The last one that ended by itself."""
         self.refused: SpecRequest | None = None
@@ -385,7 +390,9 @@ class Specification:
         if self.alone is not None:
             return [], self.alone if not self.running and not self.in_flight else None
         first = self.first(now)
-        if first is None or not self.limits.prefix_aware or first.passed_over >= 16:
+        if first is not None and any(first is r for r, _ in self.unproven) and self.num_in_window >= self.window:
+            return [], None
+        if first is None or not self.limits.prefix_aware or first.passed_over >= 16 or self.unproven:
             return [], first
         queue = self.queue()
         if self.limits.order == "fair":
@@ -426,6 +433,21 @@ class Specification:
     def run_alone(self, origin: Origin | None) -> None:
         self.alone = next((r for r in self.waiting + self.running if r.origin == origin), None)
 
+    def start_slowly(self, origins: list[Origin]) -> None:
+        """Those who were in lost steps come back a few at a time: twice the square root of their number."""
+        if self.limits.batching == "static":
+            return
+        known = [r for r, _ in self.unproven]
+        more = [r for r in self.waiting + self.running if r.origin in origins]
+        goals = {id(r): len(r.tokens) + self.limits.max_steps_in_flight for r in more}
+        self.unproven = [(r, goals.get(id(r), goal)) for r, goal in self.unproven]
+        self.unproven += [(r, goals[id(r)]) for r in more if r not in known]
+        self.window = 2 * math.isqrt(len(self.unproven))
+
+    def _count_window(self) -> None:
+        self.unproven = [(r, goal) for r, goal in self.unproven if len(r.tokens) < goal]
+        self.num_in_window = sum(r.row is not None for r, _ in self.unproven)
+
     def _clear_the_way(self) -> None:
         """Who is to run alone has everybody else make way."""
         if self.alone is not None:
@@ -453,6 +475,7 @@ class Specification:
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
         self._clear_the_way()
+        self._count_window()
         if not self.running:
             self.batch_is_closed = False
         self._mind_first_tokens(now)
@@ -810,6 +833,7 @@ class Specification:
         request.confirmed = len(shared) * self.capacity.block_size  # what is swapped in is there when the step has run
         request.prompt_end = len(request.tokens)
         self.running.append(request)
+        self.num_in_window += any(request is r for r, _ in self.unproven)
         before = list(self.new_blocks)
         self._extend(request, count)
         self.new_blocks = before  # a new request carries its blocks itself
@@ -918,6 +942,7 @@ class Specification:
     def _end(self, request: SpecRequest) -> None:
         if request is self.alone:
             self.alone = None
+        self.unproven = [(r, goal) for r, goal in self.unproven if r is not request]
         num_output = len(request.tokens) - request.num_prompt_tokens
         if self.predicts and num_output:
             self.lengths.observe(request.curve, num_output, is_censored=request is not self.stopped)

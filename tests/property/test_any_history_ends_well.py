@@ -121,6 +121,10 @@ class AnyHistory(RuleBasedStateMachine):
         live = self.run.live
         self.run.core.run_alone(None if place is None else Origin(0, live[place % len(live)]))
 
+    @rule()
+    def start_slowly(self) -> None:
+        self.run.core.start_slowly(Origin(0, handle) for handle in self.run.live)
+
     @rule(milliseconds=st.sampled_from([0, 1, 40]))
     def schedule(self, milliseconds: int) -> None:
         self.run.now += milliseconds / 1e3

@@ -56,7 +56,13 @@ class Poisoned(SimulatedBackend):
 class Bench:
     """An engine, one executor at a time and one gateway, without wires; time is a number."""
 
-    def __init__(self, on_step: Callable[[list[int], StepBatch], None], limits: SchedulerLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[list[int], StepBatch], None],
+        limits: SchedulerLimits = LIMITS,
+        config: BackendConfig = CONFIG,
+    ) -> None:
+        self.config = config
         self.now = 100.0
         self.on_step = on_step
         self.engine = SchedulerEngine(limits, incarnation=5)
@@ -69,7 +75,7 @@ class Bench:
     def start_executor(self) -> None:
         self.num_executors += 1
         backend = Poisoned(self.on_step)
-        info = backend.open(CONFIG)
+        info = backend.open(self.config)
         self.peer = b"executor-%d" % self.num_executors
         link = StepLink(incarnation=self.num_executors, info=info)
         self.hash = backend.token_hash
@@ -311,3 +317,35 @@ def test_whatever_else_happens_nobody_innocent_fails_and_nothing_stays_behind(se
         else:
             bench.check_complete(sequence)
     bench.check_nothing_left()
+
+
+@pytest.mark.parametrize("num_steps_between", [0, 1, 3, 6])
+def test_two_losses_in_a_row_do_not_make_everybody_wait_for_everybody(num_steps_between: int) -> None:
+    """Nobody is to blame, and 64 requests are suspected of it: they come back in rounds, not one by one."""
+    last_steps = [10, 11 + num_steps_between]
+    known: list[int] = []
+    """Tokens of each when the second executor went."""
+    num_steps = waited = 0
+
+    def pull_the_plug(poisoned: list[int], batch: StepBatch) -> None:
+        nonlocal known, num_steps, waited
+        del poisoned, batch
+        num_steps += 1
+        core = bench.engine.core
+        assert core is not None
+        tokens = [core.num_tokens_of(request) for request in core.requests()]
+        if num_steps in last_steps:
+            known = tokens
+            raise DeviceLostError("plug")
+        if num_steps > last_steps[-1] and not waited and all(map(int.__gt__, tokens, known)):
+            waited = num_steps - last_steps[-1]
+
+    limits = msgspec.structs.replace(LIMITS, max_num_batched_tokens=1024, max_num_seqs=64)
+    bench = Bench(pull_the_plug, limits, msgspec.structs.replace(CONFIG, max_num_seqs=64, num_kv_blocks=2000))
+    for number in range(64):
+        bench.submit([number, 1, 2], max_tokens=90)
+    bench.run()
+    # One by one it would be two steps each, for all 64. Now 16 are tried so at most, and the others come in four rounds.
+    assert 0 < waited <= 2 * 16 + 4 * 4
+    for sequence in bench.sequences:
+        assert sequence.tokens == bench.hash.continuation(bench.prompt_of(sequence), 90, SamplingParams())

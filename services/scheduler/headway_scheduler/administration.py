@@ -153,6 +153,8 @@ class Administration:
             return "admission is paused"
         if core.alone is not None:
             return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
+        if core.is_starting_slowly:
+            return "an executor was lost, and those that ran on it start a few at a time"
         if core.num_running >= core.max_running:
             if core.max_running == core.limits.max_num_seqs:
                 return f"max_num_seqs = {core.max_running} requests are running"

@@ -6,7 +6,8 @@ Must not know: rows, frames, the clock, or why an executor was lost.
 
 When an executor is lost, or a step fails, any request of the steps in flight may be to blame, or none: somebody may have
 pulled a plug. So everything is tried again first. A request that is lost ``LOSSES_BEFORE_TRIAL`` times without having come
-further in between is *suspect*, and runs alone: one suspect at a time, the newest first, and nobody else meanwhile. Whoever
+further in between is *suspect*, and runs alone: one suspect at a time, the newest first, and nobody else meanwhile. So that
+this does not take long, those who were in lost steps once come back a few at a time (``core.start_window``). Whoever
 comes as far as the lost steps would have brought it is acquitted. Whoever is lost for the ``MAX_LOSSES``th time, and alone,
 is guilty. So one bad request costs ``MAX_LOSSES`` executors at most, and the others a pause.
 
@@ -82,10 +83,14 @@ class Brake:
             return guilty
         return None
 
+    def num_tokens_wanted(self, name: Name) -> int:
+        """With how many tokens, prompt and output, a suspect has come as far as the lost steps would have brought it."""
+        suspicion = self._suspicions.get(name)
+        return 0 if suspicion is None else suspicion.num_tokens + self._num_trial_tokens
+
     def is_acquitted(self, name: Name, num_tokens: int) -> bool:
         """Whether a suspect with ``num_tokens`` tokens by now has come far enough; if so it is none any more."""
-        suspicion = self._suspicions.get(name)
-        if suspicion is not None and num_tokens - suspicion.num_tokens < self._num_trial_tokens:
+        if num_tokens < self.num_tokens_wanted(name):
             return False
         self.forget(name)
         return True

@@ -141,7 +141,7 @@ class SchedulerEngine:
             if request is None:
                 continue  # its gateway has not submitted it again yet
             if not self.brake.is_acquitted(name, core.num_tokens_of(request)):
-                core.run_alone(origin)
+                core.run_alone(origin, self.brake.num_tokens_wanted(name))
                 return
             self._notice("acquitted", request_id=name.request_id, continuation=name.continuation)
         for name in self.brake.suspects:
@@ -157,6 +157,7 @@ class SchedulerEngine:
         guilty = self.brake.note_loss(
             [(self._names[origin], num) for origin, num in in_flight if origin in self._names]
         )
+        core.start_slowly(origin for origin, _ in in_flight)
         if guilty is None:
             return None
         self._notice("guilty", request_id=guilty.request_id, continuation=guilty.continuation, reason=reason)

@@ -38,7 +38,9 @@ first start, so that nobody who starts later comes before who runs, but for a ra
 
 Who is told to run alone (``Scheduler.run_alone``) is the anchor by decree: everybody else is preempted, and it starts when
 what is in flight has returned, with the whole pool, in which it fits (or it would not have been accepted). The others go on when it
-ends or is told otherwise; whoever gives the order has to see to that.
+ends or is told otherwise; whoever gives the order has to see to that. Whoever comes back after a loss and finds the window full
+(``Scheduler.start_slowly``) waits for some that run, of which the anchor is one or comes before all of them: each leaves
+the window after as many tokens as steps can be in flight, or when it ends, or makes way and runs no more.
 
 That preemption cannot eat up the work: whoever was preempted k times comes back only beside a block for each of the R
 running rows, doubled k - 1 times, or an eighth of the pool. So between two preemptions of a request at least

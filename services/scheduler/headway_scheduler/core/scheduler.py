@@ -31,10 +31,12 @@ Steps in flight:
 - Blocks enter the prefix cache when the step that filled them has returned without error.
 
 A request that may have brought the executor down can be told to ``run_alone``: everyone else makes way, and it starts when
-nothing is in flight, so that what happens next is its own doing.
+nothing is in flight, so that what happens next is its own doing. After a first loss those that ran ``start_slowly``, so
+that a second one leaves few to be tried.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +68,7 @@ from headway_scheduler.core.request import (
 )
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
+from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
 from headway_scheduler.core.step_time import StepShape, StepTimeModel
@@ -131,6 +134,8 @@ class Scheduler:
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
         self._alone: Request | None = None
+        self._num_tokens_alone = 0
+        self._start_window = StartWindow()
         self._num_arrivals = 0
         self._num_started = 0
         self._begin(capacity, epoch)
@@ -300,14 +305,34 @@ class Scheduler:
         request = self._requests.get(origin)
         return None if request is None else self._finish(request, FinishReason.ERROR, error=error)
 
-    def run_alone(self, origin: Origin | None) -> None:
-        """Let nobody but this request run until it has ended or another call says otherwise; None: everybody may again."""
+    def run_alone(self, origin: Origin | None, num_tokens: int = 0) -> None:
+        """Let nobody but this request run until it has ended or another call says otherwise; None: everybody may again.
+
+        Once steps in flight bring it to ``num_tokens`` tokens, prompt and output, no more are sent before they are back:
+        then it is probably somebody else's turn.
+        """
         self._alone = None if origin is None else self._requests.get(origin)
+        self._num_tokens_alone = num_tokens
 
     @property
     def alone(self) -> Request | None:
         """Who runs alone."""
         return self._alone
+
+    def start_slowly(self, origins: Iterable[Origin]) -> None:
+        """Steps were lost in which these ran: let few of them run at once until they have come as far as those steps would
+        have brought them. Nothing changes where a batch that runs has to end before the next: it would be a small one.
+        """
+        if not self._batching.rules(any_decoded=True).admits:
+            return
+        requests = [self._requests[origin] for origin in origins if origin in self._requests]
+        num_steps = self.limits.max_steps_in_flight
+        self._start_window.narrow((request, self.num_tokens_of(request) + num_steps) for request in requests)
+
+    @property
+    def is_starting_slowly(self) -> bool:
+        """Whether some of those who were in lost steps wait for others of them."""
+        return self._start_window.is_narrow
 
     def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
         """The live requests that are part of a step in flight, or of any, each with its number of tokens known here."""
@@ -368,11 +393,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
-        if len(self._in_flight) >= self.limits.max_steps_in_flight:
+        if len(self._in_flight) >= self.limits.max_steps_in_flight or self._has_done_its_trial():
             return None
         plan = StepPlan(self.max_num_batched_tokens, now)
-        if self._alone is not None:
-            self._clear_the_way(plan, self._alone)
+        if self._alone is not None or self._start_window.is_narrow:
+            self._mind_losses(plan)
         if self._any_decoded and not self.rows.num_live:
             self._ask_policy(any_decoded=False)
         rules = self._rules
@@ -405,6 +430,21 @@ class Scheduler:
             else:
                 self._waiting.move(request, Lane.LATE)
 
+    def _has_done_its_trial(self) -> bool:
+        """Whether the tokens that are wanted of who runs alone are all under way."""
+        if self._alone is None or self._alone.row < 0:
+            return False
+        num_coming = int(self.rows.num_computed_tokens[self._alone.row]) + 1
+        return self.num_tokens_of(self._alone) < self._num_tokens_alone <= num_coming
+
+    def _mind_losses(self, plan: StepPlan) -> None:
+        """What follows from steps that were lost: who runs alone, and how many start again at once; O(those who ran)."""
+        if self._alone is not None:
+            self._clear_the_way(plan, self._alone)
+        for request in self._start_window.unproven():
+            self._start_window.note_tokens(request, self.num_tokens_of(request))
+        self._start_window.begin_step()
+
     def _clear_the_way(self, plan: StepPlan, alone: Request) -> None:
         """Send everybody but ``alone`` back to the queue."""
         for row in self.rows.live_rows().tolist():
@@ -415,7 +455,8 @@ class Scheduler:
     def _next_to_start(self, now: float) -> Request | None:
         """Whose turn it is to start. Who is to run alone waits until nothing is left of the others, in flight included."""
         if self._alone is None:
-            return self._waiting.first(now)
+            first = self._waiting.first(now)
+            return first if first is None or self._start_window.has_place_for(first) else None
         is_free = not self._in_flight and not self.rows.num_live
         return self._alone if is_free and self._alone.row < 0 else None
 
@@ -670,7 +711,7 @@ class Scheduler:
             if request is None or (request is self._refused and self._is_soon_after_refusal()):
                 return
             passed_over: list[Request] = []
-            if self.limits.prefix_aware and self._alone is None:
+            if self.limits.prefix_aware and self._alone is None and not self._start_window.is_narrow:
                 passed_over, request = self._with_longest_prefix(request)
             budget = self._budget_left(plan)
             is_behind = before is not None and not self._waiting.goes_before(request, before)
@@ -742,6 +783,7 @@ class Scheduler:
             return False
         self._no_longer_waits(request)
         self._waiting.note_start(request)
+        self._start_window.note_start(request)
         num_blocks = -(-(start + chunk) // rows.block_size)
         table = self._behind_shared(shared, num_blocks) if len(shared) else pool.allocate(num_blocks)
         if request.start < 0:
@@ -1194,6 +1236,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         if request is self._alone:
             self._alone = None
+        self._start_window.forget(request)
         if self._order.keeps_books:
             self._waiting.forget(request)
         new = request.new
