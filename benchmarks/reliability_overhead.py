@@ -14,7 +14,7 @@ Must not know: any switch of the product that weakens it, since there is none.
   milliseconds, where it counts if it is longer than what a step hides.
 
 Times in microseconds. Every figure is the best of ``--rounds``, which take turns, because shared machines drift; each round of a
-chain is the best of several.
+chain is several. Where other work takes a core away now and then, the CPU time of a token says more than tokens per second.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import grpc.aio
@@ -290,7 +290,14 @@ def measure_links(directory: Path, num_running: int, count: int, rounds: int) ->
 # -------------------------------------------------------------------------------------------------------------- chain
 
 
-async def chain_rate(chain: Chain, address: str, streams: int, tokens: int) -> float:
+class ChainSpeed(NamedTuple):
+    """Of one run: the wall clock's and the processors' view, the client left out of the second."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
+
+
+async def chain_speeds(chain: Chain, address: str, streams: int, tokens: int) -> list[ChainSpeed]:
     async with grpc.aio.insecure_channel(address) as channel:
         await asyncio.wait_for(channel.channel_ready(), 30)
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -301,11 +308,16 @@ async def chain_rate(chain: Chain, address: str, streams: int, tokens: int) -> f
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.1)
         await throughput(stub, chain, streams, tokens // 4 + 1)
-        return max([(await throughput(stub, chain, streams, tokens))["tokens_per_s"] for _ in range(RUNS_PER_CHAIN)])
+        speeds = []
+        for _ in range(RUNS_PER_CHAIN):
+            run = await throughput(stub, chain, streams, tokens)
+            cpu_s = sum(value for name, value in run.items() if name.endswith("_cpu_s"))
+            speeds.append(ChainSpeed(run["tokens_per_s"], cpu_s / (streams * tokens) * 1e6))
+        return speeds
 
 
 def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, rounds: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[ChainSpeed]] = {}
     for place in range(rounds):
         for way in (BARE_TCP, GUARDED, IPC):
             folder = directory / f"{way}{step_us:g}{place}"
@@ -317,9 +329,13 @@ def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, ro
             with running_chain(
                 address, step_us, streams, folder, links=links, curve_keys=keys, program=program
             ) as chain:
-                rate = asyncio.run(chain_rate(chain, address, streams, tokens))
-            found.setdefault(way, []).append(rate)
-    return {f"{way}_tokens_per_s": round(max(rates)) for way, rates in found.items()}
+                speeds = asyncio.run(chain_speeds(chain, address, streams, tokens))
+            found.setdefault(way, []).extend(speeds)
+    measured: dict[str, float] = {}
+    for way, speeds in found.items():
+        measured[f"{way}_tokens_per_s"] = round(max(speed.tokens_per_s for speed in speeds))
+        measured[f"{way}_cpu_us_per_token"] = round(min(speed.cpu_us_per_token for speed in speeds), 2)
+    return measured
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -339,12 +355,15 @@ def report(record: dict[str, Any]) -> str:
         f"scheduler step, {record['running']} decodes: {steps['with_all_us']} us, {without_any} ({percents})",
         f"step there and answer back: {trips} (CURVE adds {links['curve_us']} us to TCP)",
     ]
-    lines += [
-        f"chain, {record['streams']} streams, steps of {step_us} us: TCP with all {chain[f'{GUARDED}_tokens_per_s']}, TCP "
-        f"without any {chain[f'{BARE_TCP}_tokens_per_s']} tokens/s ({chain['change_percent']:+} %); "
-        f"IPC with all {chain[f'{IPC}_tokens_per_s']}"
-        for step_us, chain in chains.items()
-    ]
+    for step_us, chain in chains.items():
+        figures = ", ".join(
+            f"{name} {chain[f'{way}_tokens_per_s']} tokens/s at {chain[f'{way}_cpu_us_per_token']} us of CPU each"
+            for way, name in ((GUARDED, "TCP with all"), (BARE_TCP, "TCP without any"), (IPC, "IPC with all"))
+        )
+        changes = f"{chain['change_percent']:+} % tokens/s, {chain['cpu_percent']:+} % CPU"
+        lines.append(
+            f"chain, {record['streams']} streams, steps of {step_us} us: {figures} ({changes} over TCP without)"
+        )
     return "\n".join(lines)
 
 
@@ -363,7 +382,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps["all_percent"] = percent(steps["with_all_us"], steps["without_any_us"])
     links["curve_us"] = round(links["tcp+curve_us"] - links["tcp_us"], 1)
     for chain in chains.values():
-        chain["change_percent"] = percent(chain[f"{GUARDED}_tokens_per_s"], chain[f"{BARE_TCP}_tokens_per_s"])
+        for name, figure in (("change_percent", "tokens_per_s"), ("cpu_percent", "cpu_us_per_token")):
+            chain[name] = percent(chain[f"{GUARDED}_{figure}"], chain[f"{BARE_TCP}_{figure}"])
     return {
         **provenance(arguments.seed), "running": arguments.running, "streams": arguments.streams,
         "step": steps, "link": links, "chain": chains,
