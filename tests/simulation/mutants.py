@@ -31,6 +31,7 @@ from headway_scheduler.core.request import FinishReason, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.swapping import Swapping
 from headway_scheduler.core.waiting_queue import KeyedQueue, Lane
+from headway_scheduler.core.waiting_room import WaitingRoom
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.step_link import ExecutorLost, StepAnswered, StepLink
@@ -236,17 +237,10 @@ def one_step_too_many_in_flight(original):
     return schedule
 
 
-@_mutant("the queue takes whatever comes", (Scheduler, "add_request"))
+@_mutant("the queue takes whatever comes", (WaitingRoom, "check"))
 def waiting_cap_ignored(original):
-    def add_request(self, new, now):
-        limits = self.limits
-        self.limits = msgspec.structs.replace(limits, max_num_waiting=1 << 30)
-        try:
-            original(self, new, now)
-        finally:
-            self.limits = limits
-
-    return add_request
+    del original
+    return lambda self, tenant, num_tokens: None
 
 
 @_mutant("who came last starts first", (KeyedQueue, "_place"))
