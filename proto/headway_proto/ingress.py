@@ -214,6 +214,93 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     retry_after_ms: int = 0
 
 
+class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of the ``count`` values of the last minute, in milliseconds; 0 where there are none."""
+
+    count: int = 0
+    p50_ms: float = 0.0
+    p90_ms: float = 0.0
+    p99_ms: float = 0.0
+
+
+class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How often requests lost their row for ``reason``; ``mode`` is recompute or swap."""
+
+    mode: str
+    reason: str
+    count: int
+
+
+class WastedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that were computed for nothing, by reason: recompute, new_epoch or surplus."""
+
+    reason: str
+    count: int
+
+
+class EndCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How many requests ended for ``reason``."""
+
+    reason: str
+    count: int
+
+
+class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What has been learned of step times; ``relative_error`` is the mean of the latest steps. Seconds, per unit."""
+
+    num_observed: int
+    num_shifts: int
+    relative_error: float
+    constant_s: float
+    row_s: float
+    token_s: float
+    token_beyond_128_s: float
+    token_beyond_256_s: float
+    context_token_s: float
+    prefill_pair_s: float
+
+
+class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Predicted less actual output tokens, as sums over ``count`` ended requests."""
+
+    count: int
+    sum_absolute: int
+    sum_signed: int
+    sum_actual: int
+
+
+class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The connected executor. ``age_s`` since it joined; ``last_step_age_s`` is -1 before its first answer."""
+
+    backend: str
+    model_name: str
+    device: str
+    dtype: str
+    age_s: float
+    last_step_us: int
+    last_step_age_s: float
+
+
+class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Which policies are in force."""
+
+    order: str
+    batching: str
+    budget: str
+    preemption: str
+
+
+class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a tenant has now and has got since it was first heard of. ``counter``: under the order ``fair``."""
+
+    tenant: str
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    counter: float | None = None
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The figures of ``GetStatus``."""
 
@@ -248,6 +335,28 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_swapped_out_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
+    uptime_s: float = 0.0
+    num_epochs: int = 0
+    num_executor_losses: int = 0
+    num_in_flight_steps: int = 0
+    max_steps_in_flight: int = 0
+    num_waiting_tokens: int = 0
+    num_budget_tokens: int = 0
+    budget_margin: float = 1.0
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    ttft: RecentPercentiles = RecentPercentiles()
+    itl: RecentPercentiles = RecentPercentiles()
+    queue: RecentPercentiles = RecentPercentiles()
+    e2e: RecentPercentiles = RecentPercentiles()
+    preemptions: tuple[PreemptionCount, ...] = ()
+    wasted_tokens: tuple[WastedTokens, ...] = ()
+    ends: tuple[EndCount, ...] = ()
+    step_time_model: StepTimeModelState | None = None
+    prediction_error: PredictionErrorState | None = None
+    executor: ExecutorState | None = None
+    policies: PolicyNames | None = None
+    tenant_services: tuple[TenantServiceState, ...] = ()
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -30,6 +30,7 @@ from headway_scheduler.ingress_link import (
     IngressLinks,
 )
 from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
+from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.step_link import (
     EpochOpened,
     ExecutorLost,
@@ -66,6 +67,7 @@ class SchedulerEngine:
         self.notices: list[Notice] = []
         self.step_link = StepLink(incarnation)
         self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
+        self.statistics = ServingStatistics()
         self.administration = Administration(self)
         self.brake = Brake(num_trial_tokens=limits.max_steps_in_flight)
         self.num_answers = 0
@@ -130,7 +132,9 @@ class SchedulerEngine:
             self._try_suspects(self.core)
         while (output := self.core.schedule(now)) is not None:
             self.step_link.send_step(output)
+            self.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
         for end in self.core.take_shed():
+            self.statistics.note_end(end, now)
             self._shed(end)
 
     def _try_suspects(self, core: Scheduler) -> None:
@@ -181,6 +185,8 @@ class SchedulerEngine:
         if now >= self._paused_until:
             # Whether or not an executor is there to go on with: a time that is past would call for ``run`` without end.
             self._paused_until = float("-inf")
+        if now >= self.statistics.next_mark_at:
+            self.statistics.keep_time(now, self.core)
         self._on_step_events(self.step_link.tick(now), now)
         for event in self.gateways.tick(now, self._announcement()):
             self._on_gateway_event(event, now)
@@ -220,6 +226,7 @@ class SchedulerEngine:
                 self._notice("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
+                self.statistics.note_executor_lost()
                 if self.core is not None:
                     self._deliver_guilty(self._judge(self.core, event.reason, None), now)
                 self.announce()
@@ -234,6 +241,7 @@ class SchedulerEngine:
         self.num_answers += 1
         self.brake.note_answer()
         self.send_steps(now)
+        self.statistics.note_answer(events, event.output.device_time_us, now)
         self._deliver(events, now)
 
     def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
@@ -282,40 +290,46 @@ class SchedulerEngine:
             self._notice("the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens)
         if changed:
             self._notice("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
+        self.statistics.note_epoch(now)
         self.announce()
 
     # ------------------------------------------------------------------------------------------------------- gateways
 
     def _on_gateway_event(self, event: IngressEvent, now: float) -> None:
         if isinstance(event, GatewayGone):
-            self._on_gateway_gone(event)
+            self._on_gateway_gone(event, now)
             return
         body = event.body
         if isinstance(body, Submit):
             self._on_submit(event.owner, body, now)
         elif isinstance(body, Abort):
-            self._on_abort(event.owner, body)
+            self._on_abort(event.owner, body, now)
         else:
             self._on_admin_call(event, body, now)
 
-    def _on_gateway_gone(self, event: GatewayGone) -> None:
+    def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
         for origin in [origin for origin in self._unjudged if origin.owner == event.owner]:
             self._forget_unjudged(origin)
         origins = [origin for origin in self._names if origin.owner == event.owner]
         self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
         for origin in origins:
             self._forget(origin)
-            if self.core is not None:
-                self.core.abort(origin)
+            self._abort_silently(origin, now)
 
-    def _on_abort(self, owner: int, abort: Abort) -> None:
+    def _on_abort(self, owner: int, abort: Abort, now: float) -> None:
         for handle in _handles(abort.handles):
             origin = Origin(owner, handle)
             self._forget_unjudged(origin)
             if origin in self._names and self.core is not None:
                 self.brake.forget(self._names[origin])
                 self._forget(origin)
-                self.core.abort(origin)
+                self._abort_silently(origin, now)
+
+    def _abort_silently(self, origin: Origin, now: float) -> None:
+        """Abort a sequence of which nobody wants to hear."""
+        end = None if self.core is None else self.core.abort(origin)
+        if end is not None:
+            self.statistics.note_end(end, now)
 
     def _forget_unjudged(self, origin: Origin) -> None:
         submit = self._unjudged.pop(origin, None)
@@ -354,6 +368,7 @@ class SchedulerEngine:
         name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
         self._names[new.origin] = name
+        self.statistics.note_arrival(new.tenant)
         return None
 
     def _new_request(self, owner: int, submit: Submit) -> NewRequestEvent:
@@ -468,6 +483,7 @@ class SchedulerEngine:
                 link.hold(columns=(events.handles[mine], events.indices[mine], events.token_ids[mine]))
 
     def _deliver_end(self, end: FinishedEvent, now: float) -> None:
+        self.statistics.note_end(end, now)
         if end.origin in self._names:
             self.brake.forget(self._names[end.origin])
         self._forget(end.origin)

@@ -11,6 +11,7 @@ import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
 
 START_BITS = 48
@@ -76,12 +77,15 @@ class Request:
         "host_blocks",
         "itl_slo_ms",
         "lane",
+        "last_token_time",
         "latest_start",
         "limit",
+        "lost_work",
         "new",
         "num_admitted_tokens",
         "num_cached_blocks",
         "num_passed_over",
+        "num_predicted_tokens",
         "num_preemptions",
         "num_queued_tokens",
         "num_swapped_tokens",
@@ -139,6 +143,12 @@ class Request:
         """Tokens known when it last took a row."""
         self.num_unreturned = 0
         """Steps in flight that will still bring a token for this request although it lost its row."""
+        self.last_token_time: float | None = None
+        """When its newest token came, known while it does not run."""
+        # Tokens that were computed when it last lost its row, and why those are lost that are not found again.
+        self.lost_work = 0, WasteReason.RECOMPUTE
+        self.num_predicted_tokens: int | None = None
+        """The output expected of it when it first ran, where outputs are predicted."""
         self.num_cached_blocks = 0
         """Leading blocks of its table that the prefix cache knows."""
         self.cache_node = 0
