@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_gateway.credentials import GENERATE, Caller, TokenFile
-from headway_proto.addresses import check_link_address, is_loopback
+from headway_proto.addresses import check_link_address, check_metrics_address, is_loopback
 
 _SHOWN_VALUE_CHARS = 64
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -85,6 +85,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
+    metrics_address: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; with several workers the ports from this one on; empty: none"
+        ),
+    ] = ""
+    metrics_token_file: Annotated[
+        str,
+        Meta(
+            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
     ] = "info"
@@ -106,6 +118,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
+        check_metrics_address(self.metrics_address, self.metrics_token_file, num_ports=self.workers)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(

@@ -83,6 +83,8 @@ class Continuation:
         self.index = index
         self.sequence = sequence
         self.is_over = False
+        self.written_at: float | None = None
+        """When its newest delta was written."""
         self._text = text
         self._num_prompt_tokens = num_prompt_tokens
         self._num_told = sequence.num_held

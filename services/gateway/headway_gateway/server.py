@@ -5,6 +5,7 @@ Must not know: signals, exit codes, logging set-up (the process's affair), or wh
 """
 
 import asyncio
+import contextlib
 import secrets
 import ssl
 from pathlib import Path
@@ -22,15 +23,19 @@ from headway_gateway.interceptors import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
     AuthenticationInterceptor,
+    CallCountingInterceptor,
     ErrorInterceptor,
 )
 from headway_gateway.link_keys import load_link_keys
+from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer, ServingLimits
+from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.tokenization import TextModel
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -62,6 +67,8 @@ class GatewayServer:
             keys=load_link_keys(Path(config.curve_keys)) if config.curve_keys else None,
         )
         self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
+        self._statistics = GatewayStatistics()
+        self._metrics: MetricsEndpoint | None = None
         self._generation = GenerationServicer(
             client=self._client,
             text_model=text_model,
@@ -72,6 +79,7 @@ class GatewayServer:
                 slow_client_s=config.slow_client_s,
                 max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
+            statistics=self._statistics,
         )
         health_service = health.aio.HealthServicer()
         self._health = HealthReporter(
@@ -104,14 +112,17 @@ class GatewayServer:
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
-            ValueError: certificate and key cannot be used.
+            ValueError: certificate and key cannot be used, or metrics not be served.
         """
         port = self._listen()
+        self._metrics = self._metrics_endpoint()
         self._client.start()
         await self._health.start()
         await self._server.start()
         host, _ = split_address(self._config.grpc_address)
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
+        if self._metrics is not None:
+            _log.info("metrics", port=self._metrics.port)
         return port
 
     def reload_tokens(self) -> None:
@@ -138,16 +149,40 @@ class GatewayServer:
         await self._health.close()
         await self._client.close()
         self._lanes.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
         _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
 
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            CallCountingInterceptor(self._statistics),
+            ErrorInterceptor(self._statistics),
+        ]
         if self._tokens is not None:
             exempt = ((HEALTH_PREFIX, self._config.open_health), (REFLECTION_PREFIX, self._config.open_reflection))
             interceptors.append(
                 AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
             )
         return interceptors
+
+    def _metrics_endpoint(self) -> MetricsEndpoint | None:
+        if not self._config.metrics_address:
+            return None
+        snapshots: Snapshots[GatewaySnapshot] = Snapshots()
+        loop = asyncio.get_running_loop()
+
+        def answer_reader() -> None:
+            if snapshots.wanted:
+                snapshots.give(take_snapshot(self._client, self._generation, self._statistics))
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended: nobody answers
+                loop.call_soon_threadsafe(answer_reader)
+
+        snapshots.wake = wake
+        return MetricsEndpoint(
+            self._config.metrics_address, self._config.metrics_token_file, lambda: families_of(snapshots.ask())
+        )
 
     def _listen(self) -> int:
         address = self._config.grpc_address

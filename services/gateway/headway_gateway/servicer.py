@@ -20,6 +20,7 @@ from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_gateway.tenant_rates import TenantRates
 from headway_gateway.tokenization import TextModel
@@ -51,6 +52,7 @@ from headway_proto.ingress import (
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
+_REASON_PREFIX = "FINISH_REASON_"
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[api.GenerateRequest, api.GenerateResponse]"
@@ -76,18 +78,27 @@ class GenerationServicer(api_grpc.GenerationServicer):
     """Serves ``headway.v1.Generation`` for one model directory and one scheduler."""
 
     def __init__(
-        self, *, client: SchedulerClient, text_model: TextModel, lanes: EncodingLanes, limits: ServingLimits
+        self,
+        *,
+        client: SchedulerClient,
+        text_model: TextModel,
+        lanes: EncodingLanes,
+        limits: ServingLimits,
+        statistics: GatewayStatistics,
     ) -> None:
         self._client = client
         self._text_model = text_model
         self._lanes = lanes
         self._prompts = PromptEncoder(text_model, lanes)
         self._limits = limits
+        self._statistics = statistics
         self._live_request_ids: set[str] = set()
-        self._num_open_streams = 0
+        self.num_open_streams = 0
+        """Generate calls that are open."""
         self._is_draining = False
         self._became_idle = Wakeup()
-        self._pace = WritePace()
+        self.pace = WritePace()
+        """How the streams keep up."""
         self._tenant_rates = TenantRates(limits.max_tenant_requests_per_s)
 
     def begin_drain(self) -> None:
@@ -96,7 +107,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def wait_until_idle(self) -> None:
         """Return when no generation is open."""
-        while self._num_open_streams:
+        while self.num_open_streams:
             await self._became_idle.wait()
 
     async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
@@ -159,23 +170,25 @@ class GenerationServicer(api_grpc.GenerationServicer):
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
         if self._is_draining:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining")
-        if self._num_open_streams >= self._limits.max_concurrent_streams:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining", reason="draining")
+        if self.num_open_streams >= self._limits.max_concurrent_streams:
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
+                f"{self.num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
                 retry_after_s=_RETRY_WHEN_FULL_S,
+                reason="too_many_streams",
             )
-        self._num_open_streams += 1
+        self.num_open_streams += 1
         try:
-            with self._pace.writing():
+            with self.pace.writing():
                 yield
         finally:
-            self._num_open_streams -= 1
-            if not self._num_open_streams:
+            self.num_open_streams -= 1
+            if not self.num_open_streams:
                 self._became_idle.ring()
 
     async def _generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:
+        arrived_at = time.monotonic()
         model = await self._serving_model(for_new_work=True)
         spec = check_request(request, model)
         if spec.request_id in self._live_request_ids:
@@ -185,13 +198,15 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._require_rate(spec.tenant)
         self._live_request_ids.add(spec.request_id)
         try:
-            prompt_ids = await self._encode_prompt(request, model)
+            prompt_ids = await self._timed_encoding(request, model)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
                 context=context,
-                pace=self._pace,
+                pace=self.pace,
+                statistics=self._statistics,
+                arrived_at=arrived_at,
                 slow_client_s=self._limits.slow_client_s,
                 spec=spec,
                 prompt_ids=prompt_ids,
@@ -211,6 +226,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 f"tenant: {shown(tenant)} begins more requests than allowed; "
                 f"allowed: {self._limits.max_tenant_requests_per_s:g} per second",
                 retry_after_s=wait_s,
+                reason="tenant_rate",
             )
 
     async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
@@ -220,12 +236,19 @@ class GenerationServicer(api_grpc.GenerationServicer):
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         if for_new_work and self._client.link.scheduler_state == STATE_DRAINING:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining")
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining", reason="draining")
         if self._text_model.vocab_size > model.vocab_size:
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE, "the gateway's tokenizer does not belong to the served model"
             )
         return model
+
+    async def _timed_encoding(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
+        began_at = time.monotonic()
+        prompt_ids = await self._encode_prompt(request, model)
+        if request.WhichOneof("prompt") != "token_ids":
+            self._statistics.encoding_s.observe(time.monotonic() - began_at)
+        return prompt_ids
 
     async def _encode_prompt(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
         kind = request.WhichOneof("prompt")
@@ -249,17 +272,21 @@ class GenerationCall:
         text_model: TextModel,
         context: GenerateContext,
         pace: WritePace,
+        statistics: GatewayStatistics,
+        arrived_at: float,
         slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
         max_tokens: int,
         end_ids: frozenset[int],
     ) -> None:
-        """``end_ids`` are the tokens that end an output."""
+        """``end_ids`` are the tokens that end an output; ``arrived_at`` is when the call came, in monotonic seconds."""
         self._client = client
         self._text_model = text_model
         self._context = context
         self._pace = pace
+        self._statistics = statistics
+        self._arrived_at = arrived_at
         self._slow_client_s = slow_client_s
         self._spec = spec
         self._num_prompt_tokens = len(prompt_ids)
@@ -309,7 +336,9 @@ class GenerationCall:
             if not patience.expired():
                 raise
             raise CallRefusedError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client has read nothing for {self._slow_client_s:g} s"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the client has read nothing for {self._slow_client_s:g} s",
+                reason="slow_client",
             ) from None
 
     async def _write_all(self, patience: asyncio.Timeout) -> None:
@@ -323,6 +352,7 @@ class GenerationCall:
                 for response in responses:
                     patience.reschedule(now() + self._slow_client_s)
                     await write(response)
+                    self._note_written(continuation, response)
             patience.reschedule(None)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
@@ -330,6 +360,17 @@ class GenerationCall:
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 await self._wakeup.wait()
+
+    def _note_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
+        if response.HasField("delta"):
+            now, before = time.monotonic(), continuation.written_at
+            continuation.written_at = now
+            gap_s = None if before is None else now - before
+            self._statistics.note_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
+        else:
+            self._statistics.ends[
+                api.FinishReason.Name(response.finished.reason).removeprefix(_REASON_PREFIX).lower(),
+            ] += 1
 
     def _continuation(self, index: int) -> Continuation:
         spec = self._spec
@@ -412,4 +453,5 @@ def _refused(rejected: Rejected) -> CallRefusedError:
         f"{rejected.field}: {message}" if rejected.field else message,
         violations=((rejected.field, message),) if rejected.field and rejected.reason == REJECT_INVALID else (),
         retry_after_s=retry_after_s,
+        reason=f"scheduler_{rejected.reason}",
     )

@@ -17,9 +17,11 @@ from typing import Protocol, TextIO, cast
 import structlog
 
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 from headway_proto.pulse import Pulse, pulse_of
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
 
 EXIT_OK = 0
@@ -38,8 +40,10 @@ def run(config: SchedulerConfig) -> int:
     """
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = _logger(config, sink)
+    snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
     try:
         config.validate()
+        endpoint = _metrics_endpoint(config, snapshots)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"headway scheduler: {error}\n")
@@ -50,8 +54,10 @@ def run(config: SchedulerConfig) -> int:
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
+    if endpoint is not None:
+        log.info("metrics", port=endpoint.port)
     try:
-        serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ))
+        serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
         transport.close()
     log.info(
@@ -61,6 +67,12 @@ def run(config: SchedulerConfig) -> int:
     )
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
+
+
+def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSnapshot]) -> MetricsEndpoint | None:
+    if not config.metrics_address:
+        return None
+    return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 
 
 class StopRequest(Protocol):
@@ -76,6 +88,7 @@ def serve(
     grace_s: float,
     log: structlog.typing.FilteringBoundLogger,
     pulse: Pulse | None = None,
+    snapshots: Snapshots[SchedulerSnapshot] | None = None,
 ) -> None:
     """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
     stop_by = float("inf")
@@ -99,14 +112,20 @@ def serve(
             engine.gateway_frame(peer, data, now)
         engine.run(now)
         _send(engine, transport, now)
-        for notice in engine.notices:
-            log.info(notice.event, **notice.details)
-        engine.notices.clear()
+        _log_notices(engine, log)
+        if snapshots is not None and snapshots.wanted:
+            snapshots.give(take_snapshot(engine, now))
         if now >= report_rejections_at:
             for rejections in transport.take_rejections():
                 report_rejections_at = now + _REJECTIONS_INTERVAL_S
                 log.warning("connections turned away", link=rejections.link, new=rejections.new, total=rejections.total)
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
+
+
+def _log_notices(engine: SchedulerEngine, log: structlog.typing.FilteringBoundLogger) -> None:
+    for notice in engine.notices:
+        log.info(notice.event, **notice.details)
+    engine.notices.clear()
 
 
 def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:
