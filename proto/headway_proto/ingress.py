@@ -139,6 +139,15 @@ class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
     state: str
 
 
+class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the scheduler is. ``kv_cache_usage``: share of the blocks in use, 0 to 1; ``max_running`` rows at most."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_running: int = 0
+    kv_cache_usage: float = 0.0
+
+
 class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
     """Heartbeat of the scheduler, and news: ``model`` is None until an executor has been seen.
 
@@ -150,6 +159,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
     state: str
     num_steps: int
     num_unfinished: int
+    load: SchedulerLoad = SchedulerLoad()
 
 
 STATE_WAITING_FOR_EXECUTOR = "waiting for executor"
@@ -179,6 +189,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A sequence ended. Times in milliseconds, counted from the sequence's arrival at the scheduler.
 
     ``stop_token_id`` is the token that ended it, -1 if none did. ``num_output_tokens`` includes tokens held at submit.
+    ``ttft_ms`` is 0 where there was no token. ``total_ms`` until its end. ``*_device_ms``: what the steps took on the device
+    between its first step, its first token and its end; all steps, whoever else was in them.
     """
 
     handle: int
@@ -189,6 +201,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ttft_ms: float = 0.0
     num_preemptions: int = 0
     error: str = ""
+    total_ms: float = 0.0
+    prefill_device_ms: float = 0.0
+    decode_device_ms: float = 0.0
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -85,6 +85,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
+    load_reports: Annotated[
+        bool,
+        Meta(
+            description="tell callers how busy this gateway and its scheduler are, so that gRPC clients balance by load: "
+            "ORCA trailers of each generation, and the out-of-band service"
+        ),
+    ] = False
     metrics_address: Annotated[
         str,
         Meta(

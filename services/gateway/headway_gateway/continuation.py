@@ -87,7 +87,8 @@ class Continuation:
         """When its newest delta was written."""
         self._text = text
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_told = sequence.num_held
+        self.num_told = sequence.num_held
+        """Tokens of the output that the client has, those that it held included."""
         self._submitted_at = time.monotonic()
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
@@ -120,7 +121,7 @@ class Continuation:
         if self.is_over:
             return responses
         sequence = self.sequence
-        first = self._num_told
+        first = self.num_told
         token_ids = sequence.tokens[first:]
         text = self._text.push(token_ids) if token_ids else ""
         stop = self._text.matched_stop
@@ -129,11 +130,11 @@ class Continuation:
         elif sequence.end is not None:
             text += self._text.finish()
             stop = self._text.matched_stop
-        self._num_told = first + len(token_ids)
+        self.num_told = first + len(token_ids)
         if token_ids or text:
             delta = api.Delta(index=self.index, text=text, token_ids=token_ids, first_token_index=first)
             if sequence.logprobs:
-                delta.logprobs.extend(self._logprobs(first, self._num_told))
+                delta.logprobs.extend(self._logprobs(first, self.num_told))
             responses.append(api.GenerateResponse(delta=delta))
         if stop is not None or sequence.end is not None:
             self.is_over = True
@@ -159,7 +160,7 @@ class Continuation:
             index=self.index,
             usage=api.Usage(
                 prompt_tokens=self._num_prompt_tokens,
-                output_tokens=self._num_told,
+                output_tokens=self.num_told,
                 cached_tokens=self.sequence.num_cached_tokens or 0,
             ),
             timings=self._timings(),
@@ -179,7 +180,7 @@ class Continuation:
 
     def _timings(self) -> api.Timings:
         """The scheduler's own figures where it told them; a stop string ends the output before it could."""
-        num_gaps = self._num_told - self.sequence.num_held - 1
+        num_gaps = self.num_told - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self._submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0
         end = self.sequence.end

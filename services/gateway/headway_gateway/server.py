@@ -14,6 +14,7 @@ import grpc
 import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
+from headway_proto.orca_pb2 import OrcaLoadReport
 
 from headway_gateway.admin import AdminServicer
 from headway_gateway.config import GatewayConfig, split_address, token_file
@@ -27,6 +28,7 @@ from headway_gateway.interceptors import (
     ErrorInterceptor,
 )
 from headway_gateway.link_keys import load_link_keys
+from headway_gateway.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
@@ -80,7 +82,9 @@ class GatewayServer:
                 max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
             statistics=self._statistics,
+            load_report=self._load_report if config.load_reports else None,
         )
+        self._load = LoadMonitor(self._client.link, self._statistics)
         health_service = health.aio.HealthServicer()
         self._health = HealthReporter(
             service=health_service,
@@ -100,6 +104,8 @@ class GatewayServer:
             AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server
         )  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
+        if config.load_reports:
+            add_load_reports(self._server, self._load_report)
         add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME))
 
     @property
@@ -117,6 +123,7 @@ class GatewayServer:
         port = self._listen()
         self._metrics = self._metrics_endpoint()
         self._client.start()
+        self._load.start()
         await self._health.start()
         await self._server.start()
         host, _ = split_address(self._config.grpc_address)
@@ -147,11 +154,15 @@ class GatewayServer:
         """End what is still open (the scheduler is told of each) and let go of everything."""
         await self._server.stop(_CANCEL_GRACE_S)
         await self._health.close()
+        await self._load.close()
         await self._client.close()
         self._lanes.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
+
+    def _load_report(self) -> OrcaLoadReport:
+        return self._load.report()
 
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         interceptors: list[grpc.aio.ServerInterceptor] = [

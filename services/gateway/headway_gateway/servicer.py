@@ -6,7 +6,7 @@ Must not know: ZeroMQ, how tokens become text, how errors are written on the wir
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 from urllib.parse import quote
@@ -17,6 +17,7 @@ import msgspec
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.load_reports import trailer_of
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
@@ -49,6 +50,7 @@ from headway_proto.ingress import (
     Rejected,
     Submit,
 )
+from headway_proto.orca_pb2 import OrcaLoadReport
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
@@ -85,7 +87,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
         lanes: EncodingLanes,
         limits: ServingLimits,
         statistics: GatewayStatistics,
+        load_report: Callable[[], OrcaLoadReport] | None = None,
     ) -> None:
+        """``load_report`` is told with the end of each generation, where there is one."""
+        self._load_report = load_report
         self._client = client
         self._text_model = text_model
         self._lanes = lanes
@@ -215,6 +220,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 | frozenset(spec.sampling.stop_token_ids),
             )
             await call.run()
+            if self._load_report is not None:
+                context.set_trailing_metadata((trailer_of(self._load_report(), **call.cost()),))
         finally:
             self._live_request_ids.discard(spec.request_id)
 
@@ -314,6 +321,13 @@ class GenerationCall:
             # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
             # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
             self._client.abort(sequences)
+
+    def cost(self) -> dict[str, float]:
+        """What it came to, in tokens."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "output_tokens": sum(continuation.num_told for continuation in self._continuations),
+        }
 
     async def _until_begun(self) -> None:
         while not any(continuation.has_begun for continuation in self._continuations):

@@ -11,7 +11,17 @@ import msgspec
 
 from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
-from headway_proto.ingress import Abort, AdminCall, Admitted, Finished, ModelInfo, Rejected, Submit, TokenLogprobs
+from headway_proto.ingress import (
+    Abort,
+    AdminCall,
+    Admitted,
+    Finished,
+    ModelInfo,
+    Rejected,
+    SchedulerLoad,
+    Submit,
+    TokenLogprobs,
+)
 from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
@@ -492,6 +502,7 @@ class SchedulerEngine:
             return
         scheduled = now if end.scheduled_time is None else end.scheduled_time
         first = end.arrival_time if end.first_token_time is None else end.first_token_time
+        prefill_device_us, decode_device_us = end.device_us
         link.hold(
             finished=(
                 Finished(
@@ -503,6 +514,9 @@ class SchedulerEngine:
                     ttft_ms=(first - end.arrival_time) * 1e3,
                     num_preemptions=end.num_preemptions,
                     error=end.error,
+                    total_ms=(now - end.arrival_time) * 1e3,
+                    prefill_device_ms=prefill_device_us / 1e3,
+                    decode_device_ms=decode_device_us / 1e3,
                 ),
             )
         )
@@ -514,7 +528,14 @@ class SchedulerEngine:
             self.administration.remember_ended(name[0])
 
     def _announcement(self) -> Announcement:
-        return Announcement(self._model_info(), self.state, self.num_answers, self.num_unfinished)
+        return Announcement(self._model_info(), self.state, self.num_answers, self.num_unfinished, self._load())
+
+    def _load(self) -> SchedulerLoad:
+        core = self.core
+        if core is None:
+            return SchedulerLoad(num_waiting=len(self._unjudged))
+        usage = 1.0 - core.pool.num_free / core.pool.num_blocks
+        return SchedulerLoad(core.num_running, core.num_waiting, core.max_running, usage)
 
     def _model_info(self) -> ModelInfo | None:
         if self.info is None or self.core is None:

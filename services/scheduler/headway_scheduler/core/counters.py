@@ -70,6 +70,8 @@ class SchedulerCounters(msgspec.Struct):
     num_prefix_hits: int = 0
     num_prefix_resumed_tokens: int = 0
     num_evicted_blocks: int = 0
+    device_us: int = 0
+    """What all steps have taken on the device, as the executor told."""
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)

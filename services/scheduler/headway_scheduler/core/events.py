@@ -45,6 +45,8 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_held_tokens: int
     tenant: str
+    device_us: tuple[int, int] = (0, 0)
+    """What the steps between its first and its first token took on the device, and those until its end; microseconds."""
     num_predicted_tokens: int | None = None
     stop_token_id: int = -1
     error: str = ""

@@ -73,6 +73,7 @@ class Request:
         "arrival_time",
         "cache_node",
         "curve",
+        "device_us_marks",
         "first_token_time",
         "host_blocks",
         "itl_slo_ms",
@@ -145,14 +146,16 @@ class Request:
         """Steps in flight that will still bring a token for this request although it lost its row."""
         self.last_token_time: float | None = None
         """When its newest token came, known while it does not run."""
+        # What all steps together had taken on the device when it first ran, and when it had its first token.
+        self.device_us_marks = 0, 0
         # Tokens that were computed when it last lost its row, and why those are lost that are not found again.
         self.lost_work = 0, WasteReason.RECOMPUTE
         self.num_predicted_tokens: int | None = None
         """The output expected of it when it first ran, where outputs are predicted."""
         self.num_cached_blocks = 0
         """Leading blocks of its table that the prefix cache knows."""
+        # The prefix-cache node of the last of them.
         self.cache_node = 0
-        """The prefix-cache node of the last of them."""
 
     @property
     def order_key(self) -> int:

@@ -922,6 +922,7 @@ class Scheduler:
                 counters.wasted_tokens[reason] += num_lost_tokens
             return
         request.scheduled_time = now
+        request.device_us_marks = counters.device_us, counters.device_us
         counters.num_prompt_tokens += new.num_prompt_tokens
         if self._predicts:
             most = request.limit - new.num_prompt_tokens
@@ -1100,6 +1101,7 @@ class Scheduler:
         if step.load is not None and not step.num_moved_blocks:
             self._observer.learn(step.load, now)
         self._observer.last_answer_time = now
+        self.counters.device_us += output.device_time_us
         if step.num_moved_blocks:
             self.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
         finished: list[FinishedEvent] = []
@@ -1185,6 +1187,7 @@ class Scheduler:
                 continue
             if chunk.completes and request.first_token_time is None:
                 request.first_token_time = now
+                request.device_us_marks = request.device_us_marks[0], self.counters.device_us
                 assert request.scheduled_time is not None
                 first_tokens.append(FirstTokenEvent(request.arrival_time, request.scheduled_time))
             elif chunk.completes and request.last_token_time is not None:
@@ -1296,7 +1299,16 @@ class Scheduler:
             num_prompt_tokens=new.num_prompt_tokens,
             num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
             tenant=new.tenant,
+            device_us=self._device_us_of(request),
             num_predicted_tokens=request.num_predicted_tokens,
             stop_token_id=stop_token_id,
             error=error,
         )
+
+    def _device_us_of(self, request: Request) -> tuple[int, int]:
+        """What steps took on the device until its first token, and from then on."""
+        if request.scheduled_time is None:
+            return 0, 0
+        start, first = request.device_us_marks
+        now = self.counters.device_us
+        return (now - start, 0) if request.first_token_time is None else (first - start, now - first)
