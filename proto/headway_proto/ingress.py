@@ -64,7 +64,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``token_ids`` (int32 column): prompt, then output the gateway already holds; the first ``num_prompt_tokens`` are
     prompt. ``max_tokens`` counts output tokens, those already held included. ``sampling.stop_token_ids`` and, unless
     ``ignore_eos``, the model's own end-of-sequence ids end the sequence; the one that did is its last token.
-    ``request_id`` is the public one; ``index`` tells the continuations of a request apart.
+    ``request_id`` is the public one; ``index`` tells the continuations of a request apart. ``traceparent`` (W3C) is empty
+    where nobody traces the request.
     """
 
     handle: int
@@ -79,6 +80,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tenant: str = ""
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
+    traceparent: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):

@@ -4,19 +4,17 @@ Owns: start, stop and exit codes. Must not know: how steps are run or how the pr
 """
 
 import ctypes
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn
 
 import msgspec
-import structlog
 import zmq
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
@@ -28,6 +26,7 @@ from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.logs import make_logger
 from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 from headway_proto.pulse import pulse_of
 from headway_proto.step import BackendInfo
@@ -56,7 +55,7 @@ def run(config: ExecutorConfig) -> int:
     if config.exit_with_parent:
         _exit_with_parent()
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
-    log = _logger(config, sink)
+    log = make_logger("executor", level=config.log_level, log_format=config.log_format, sink=sink)
     snapshots: Snapshots[ExecutorSnapshot] = Snapshots()
     try:
         config.validate()
@@ -200,18 +199,3 @@ def _facts(info: BackendInfo) -> dict[str, object]:
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
     }
-
-
-def _logger(config: ExecutorConfig, sink: LogSink) -> FilteringBoundLogger:
-    as_json = config.log_format == "json"
-    renderers: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-        if as_json
-        else [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)]
-    )
-    logger: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, sink)),
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), *renderers],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-    )
-    return logger.bind(process="executor")

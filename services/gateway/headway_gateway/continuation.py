@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from headway_gateway.detokenization import Detokenizer
 from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.stop_strings import StopMatcher
+from headway_gateway.tracing import OutputTimes
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import (
     FINISH_ABORT,
@@ -25,6 +26,7 @@ from headway_proto.ingress import (
     TokenLogprobs,
 )
 
+_REASON_PREFIX = "FINISH_REASON_"
 _REASONS = {
     FINISH_STOP: api.FINISH_REASON_STOP,
     FINISH_LENGTH: api.FINISH_REASON_LENGTH,
@@ -83,8 +85,11 @@ class Continuation:
         self.index = index
         self.sequence = sequence
         self.is_over = False
-        self.written_at: float | None = None
-        """When its newest delta was written."""
+        self.reason = ""
+        """Why it is over, in a word."""
+        self._written_at: float | None = None
+        self._first_written_at: float | None = None
+        self._ended_at: float | None = None
         self._text = text
         self._num_prompt_tokens = num_prompt_tokens
         self.num_told = sequence.num_held
@@ -138,8 +143,40 @@ class Continuation:
             responses.append(api.GenerateResponse(delta=delta))
         if stop is not None or sequence.end is not None:
             self.is_over = True
-            responses.append(api.GenerateResponse(finished=self._finished(stop)))
+            self._ended_at = self._last_token_at if stop is not None else time.monotonic()
+            finished = self._finished(stop)
+            self.reason = api.FinishReason.Name(finished.reason).removeprefix(_REASON_PREFIX).lower()
+            responses.append(api.GenerateResponse(finished=finished))
         return responses
+
+    def note_written(self, now: float) -> float | None:
+        """A delta has been written; returns the seconds since the one before, None for the first."""
+        before, self._written_at = self._written_at, now
+        if before is None:
+            self._first_written_at = now
+            return None
+        return now - before
+
+    def times(self) -> OutputTimes:
+        """How it went, for its trace: by the scheduler's own figures where it told them."""
+        end, timings = self.sequence.end, self._timings()
+        told = end if isinstance(end, Finished) else None
+        ended_at = time.monotonic() if self._ended_at is None else self._ended_at
+        seen_ms = 0.0 if self._admitted_at is None or self.refusal else (ended_at - self._submitted_at) * 1e3
+        return OutputTimes(
+            continuation=self.index,
+            submitted_at=self._submitted_at,
+            ended_at=ended_at,
+            reason=self.reason,
+            num_output_tokens=self.num_told,
+            first_written_at=self._first_written_at,
+            queue_ms=timings.queue_ms,
+            ttft_ms=timings.ttft_ms,
+            total_ms=told.total_ms if told else seen_ms,
+            prefill_device_ms=told.prefill_device_ms if told else 0.0,
+            decode_device_ms=told.decode_device_ms if told else 0.0,
+            num_preemptions=timings.preemptions,
+        )
 
     def _logprobs(self, first: int, last: int) -> Iterable[api.TokenLogprob]:
         offset = self.sequence.num_held

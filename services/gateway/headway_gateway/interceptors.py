@@ -149,6 +149,7 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, CallRefusedError):
+        _log.debug("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
         await context.abort(error.code, error.message, error.trailing_metadata())
     error_id = secrets.token_hex(8)
     _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)

@@ -14,7 +14,6 @@ import grpc
 import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
-from headway_proto.orca_pb2 import OrcaLoadReport
 
 from headway_gateway.admin import AdminServicer
 from headway_gateway.config import GatewayConfig, split_address, token_file
@@ -36,8 +35,10 @@ from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer, ServingLimits
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.tokenization import TextModel
+from headway_gateway.tracing import Tracing
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
+from headway_proto.orca_pb2 import OrcaLoadReport
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -71,6 +72,9 @@ class GatewayServer:
         self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
         self._statistics = GatewayStatistics()
         self._metrics: MetricsEndpoint | None = None
+        self._tracing: Tracing | None = None
+        if config.otel_endpoint:
+            self._tracing = Tracing(config.otel_endpoint, config.grpc_address, config.otel_sample_ratio)
         self._generation = GenerationServicer(
             client=self._client,
             text_model=text_model,
@@ -82,6 +86,7 @@ class GatewayServer:
                 max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
             statistics=self._statistics,
+            tracing=self._tracing,
             load_report=self._load_report if config.load_reports else None,
         )
         self._load = LoadMonitor(self._client.link, self._statistics)
@@ -159,6 +164,8 @@ class GatewayServer:
         self._lanes.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
 
     def _load_report(self) -> OrcaLoadReport:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import grpc
 import msgspec
+import structlog
 
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
@@ -25,6 +26,7 @@ from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_gateway.tenant_rates import TenantRates
 from headway_gateway.tokenization import TextModel
+from headway_gateway.tracing import RequestTrace, Tracing, Untraced
 from headway_gateway.validation import (
     GenerationSpec,
     chat_violations,
@@ -54,8 +56,9 @@ from headway_proto.orca_pb2 import OrcaLoadReport
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
-_REASON_PREFIX = "FINISH_REASON_"
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
+
+_log = structlog.get_logger("headway.gateway.generation")
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[api.GenerateRequest, api.GenerateResponse]"
 
@@ -87,9 +90,11 @@ class GenerationServicer(api_grpc.GenerationServicer):
         lanes: EncodingLanes,
         limits: ServingLimits,
         statistics: GatewayStatistics,
+        tracing: Tracing | None = None,
         load_report: Callable[[], OrcaLoadReport] | None = None,
     ) -> None:
         """``load_report`` is told with the end of each generation, where there is one."""
+        self._tracing = tracing
         self._load_report = load_report
         self._client = client
         self._text_model = text_model
@@ -117,14 +122,16 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
         """Stream the continuations of one prompt. See generation.proto."""
-        try:
-            async with asyncio.timeout(context.time_remaining()):
-                async with self._counted():
-                    await self._generate(request, context)
-        except TimeoutError:
-            raise CallRefusedError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
-            ) from None
+        arrived_at = time.monotonic()
+        with self._begin_trace(context, arrived_at) as trace:
+            try:
+                async with asyncio.timeout(context.time_remaining()):
+                    async with self._counted():
+                        await self._generate(request, context, trace, arrived_at)
+            except TimeoutError:
+                raise CallRefusedError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
+                ) from None
 
     async def Tokenize(  # noqa: N802
         self,
@@ -192,18 +199,26 @@ class GenerationServicer(api_grpc.GenerationServicer):
             if not self.num_open_streams:
                 self._became_idle.ring()
 
-    async def _generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:
-        arrived_at = time.monotonic()
+    def _begin_trace(self, context: GenerateContext, arrived_at: float) -> RequestTrace:
+        if self._tracing is None:
+            return Untraced()
+        return self._tracing.begin(tuple(context.invocation_metadata() or ()), arrived_at)
+
+    async def _generate(
+        self, request: api.GenerateRequest, context: GenerateContext, trace: RequestTrace, arrived_at: float
+    ) -> None:
         model = await self._serving_model(for_new_work=True)
         spec = check_request(request, model)
         if spec.request_id in self._live_request_ids:
             raise CallRefusedError(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(spec.request_id)} is the id of a live request"
             )
+        structlog.contextvars.bind_contextvars(request_id=spec.request_id)
+        trace.note_spec(spec, model.name, is_chat=request.HasField("chat"))
         self._require_rate(spec.tenant)
         self._live_request_ids.add(spec.request_id)
         try:
-            prompt_ids = await self._timed_encoding(request, model)
+            prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             call = GenerationCall(
                 client=self._client,
@@ -212,6 +227,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 pace=self.pace,
                 statistics=self._statistics,
                 arrived_at=arrived_at,
+                trace=trace,
                 slow_client_s=self._limits.slow_client_s,
                 spec=spec,
                 prompt_ids=prompt_ids,
@@ -250,11 +266,13 @@ class GenerationServicer(api_grpc.GenerationServicer):
             )
         return model
 
-    async def _timed_encoding(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
+    async def _timed_encoding(self, request: api.GenerateRequest, model: ModelInfo, trace: RequestTrace) -> list[int]:
         began_at = time.monotonic()
         prompt_ids = await self._encode_prompt(request, model)
+        ended_at = time.monotonic()
         if request.WhichOneof("prompt") != "token_ids":
-            self._statistics.encoding_s.observe(time.monotonic() - began_at)
+            self._statistics.encoding_s.observe(ended_at - began_at)
+        trace.note_prompt(len(prompt_ids), began_at, ended_at)
         return prompt_ids
 
     async def _encode_prompt(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
@@ -281,6 +299,7 @@ class GenerationCall:
         pace: WritePace,
         statistics: GatewayStatistics,
         arrived_at: float,
+        trace: RequestTrace,
         slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
@@ -294,6 +313,7 @@ class GenerationCall:
         self._pace = pace
         self._statistics = statistics
         self._arrived_at = arrived_at
+        self._trace = trace
         self._slow_client_s = slow_client_s
         self._spec = spec
         self._num_prompt_tokens = len(prompt_ids)
@@ -316,11 +336,15 @@ class GenerationCall:
             await self._context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
             await self._until_begun()
             await self._context.write(api.GenerateResponse(accepted=self._accepted()))
+            _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._spec.tenant)
             await self._stream()
         finally:
             # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
             # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
             self._client.abort(sequences)
+            self._trace.note_outputs(
+                (continuation.times() for continuation in self._continuations), self._num_cached_tokens
+            )
 
     def cost(self) -> dict[str, float]:
         """What it came to, in tokens."""
@@ -377,14 +401,22 @@ class GenerationCall:
 
     def _note_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
         if response.HasField("delta"):
-            now, before = time.monotonic(), continuation.written_at
-            continuation.written_at = now
-            gap_s = None if before is None else now - before
+            now = time.monotonic()
+            gap_s = continuation.note_written(now)
             self._statistics.note_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
+            return
+        finished, reason = response.finished, continuation.reason
+        self._statistics.ends[reason,] += 1
+        if finished.error:
+            _log.warning("generation failed", continuation=finished.index, error=finished.error)
         else:
-            self._statistics.ends[
-                api.FinishReason.Name(response.finished.reason).removeprefix(_REASON_PREFIX).lower(),
-            ] += 1
+            _log.debug(
+                "generation finished",
+                continuation=finished.index,
+                reason=reason,
+                output_tokens=finished.usage.output_tokens,
+                ttft_ms=finished.timings.ttft_ms,
+            )
 
     def _continuation(self, index: int) -> Continuation:
         spec = self._spec
@@ -402,6 +434,7 @@ class GenerationCall:
             tenant=spec.tenant,
             ttft_slo_ms=spec.ttft_slo_ms,
             itl_slo_ms=spec.itl_slo_ms,
+            traceparent=self._trace.traceparent,
         )
         sequence = LiveSequence(submission, held, self._wakeup.ring)
         text = OutputText(self._text_model.new_detokenizer(), spec.stops, spec.sampling.min_tokens)
@@ -442,12 +475,16 @@ class GenerationCall:
             return Finished(handle=handle, reason=FINISH_LENGTH, num_output_tokens=len(held))
         return None
 
-    def _accepted(self) -> api.Accepted:
+    @property
+    def _num_cached_tokens(self) -> int:
         cached = (continuation.sequence.num_cached_tokens or 0 for continuation in self._continuations)
+        return min(max(cached), self._num_prompt_tokens)
+
+    def _accepted(self) -> api.Accepted:
         return api.Accepted(
             request_id=self._spec.request_id,
             prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=min(max(cached), self._num_prompt_tokens),
+            cached_tokens=self._num_cached_tokens,
             seeds=[self._spec.sampling_of(index).seed for index in range(self._spec.num_continuations)],
         )
 

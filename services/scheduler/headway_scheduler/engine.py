@@ -29,7 +29,7 @@ from headway_scheduler.brake import MAX_LOSSES, Brake, Name
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.ingress_link import (
     Announcement,
@@ -53,6 +53,7 @@ from headway_scheduler.step_link import (
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
+MAX_TRACEPARENT_CHARACTERS = 128
 LEAST_STEP_TOKENS = 8
 """Steps are made smaller down to this before a request is blamed for what the executor's memory does not hold."""
 
@@ -62,6 +63,7 @@ class Notice(msgspec.Struct, frozen=True):
 
     event: str
     details: dict[str, str | int | float]
+    level: str = "info"
 
 
 class SchedulerEngine:
@@ -75,6 +77,8 @@ class SchedulerEngine:
         self.limits = limits
         self.incarnation = incarnation
         self.notices: list[Notice] = []
+        self.tells_requests = False
+        """Whether there is a notice, of level debug, of each request that comes and goes."""
         self.step_link = StepLink(incarnation)
         self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
         self.statistics = ServingStatistics()
@@ -95,6 +99,7 @@ class SchedulerEngine:
         self._num_unjudged_bytes = 0
         self._origin_of: dict[Name, Origin] = {}
         self._names: dict[Origin, Name] = {}
+        self._traceparents: dict[Origin, str] = {}
 
     @property
     def next_deadline(self) -> float:
@@ -358,6 +363,7 @@ class SchedulerEngine:
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
+            self._tell_refusal(submit, rejected)
             self.gateways.send(owner, rejected)
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
@@ -379,6 +385,11 @@ class SchedulerEngine:
         self._origin_of[name] = new.origin
         self._names[new.origin] = name
         self.statistics.note_arrival(new.tenant)
+        if self.tells_requests:
+            num_tokens = len(new.token_ids)
+            self._notice_request(name, submit.traceparent, "request accepted", tokens=num_tokens, tenant=new.tenant)
+        if submit.traceparent:
+            self._traceparents[new.origin] = submit.traceparent
         return None
 
     def _new_request(self, owner: int, submit: Submit) -> NewRequestEvent:
@@ -429,6 +440,7 @@ class SchedulerEngine:
         checks = (
             (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
             (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
+            (len(submit.traceparent) <= MAX_TRACEPARENT_CHARACTERS, "traceparent", submit.traceparent, "128 characters"),
             (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
             (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
             (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
@@ -494,6 +506,7 @@ class SchedulerEngine:
 
     def _deliver_end(self, end: FinishedEvent, now: float) -> None:
         self.statistics.note_end(end, now)
+        self._tell_end(end)
         if end.origin in self._names:
             self.brake.forget(self._names[end.origin])
         self._forget(end.origin)
@@ -523,6 +536,7 @@ class SchedulerEngine:
 
     def _forget(self, origin: Origin) -> None:
         name = self._names.pop(origin, None)
+        self._traceparents.pop(origin, None)
         if name is not None:
             del self._origin_of[name]
             self.administration.remember_ended(name[0])
@@ -552,8 +566,46 @@ class SchedulerEngine:
             max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
         )
 
+    def _tell_refusal(self, submit: Submit, rejected: Rejected) -> None:
+        if self.tells_requests:
+            name = Name(submit.request_id, submit.index)
+            self._notice_request(
+                name, submit.traceparent, "request refused", reason=rejected.reason, message=rejected.message
+            )
+
+    def _tell_end(self, end: FinishedEvent) -> None:
+        name = self._names.get(end.origin)
+        if name is None:
+            return
+        traceparent = self._traceparents.get(end.origin, "")
+        if end.reason is FinishReason.ERROR:
+            self._notice_request(name, traceparent, "request failed", "warning", error=end.error)
+        elif self.tells_requests:
+            self._notice_request(
+                name,
+                traceparent,
+                "request finished",
+                reason=end.reason.value,
+                output_tokens=end.num_output_tokens,
+                preemptions=end.num_preemptions,
+            )
+
+    def _notice_request(
+        self, name: Name, traceparent: str, event: str, level: str = "debug", **details: str | float
+    ) -> None:
+        ids: dict[str, str | int | float] = {"request_id": name.request_id, "continuation": name.continuation}
+        if traceparent:
+            ids["trace_id"] = trace_id_of(traceparent)
+        self.notices.append(Notice(event, {**ids, **details}, level))
+
     def _notice(self, event: str, **details: str | float) -> None:
         self.notices.append(Notice(event, dict(details)))
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The id of the trace in a W3C ``traceparent``; empty if it is none."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 else ""
 
 
 def _handles(column: bytes) -> list[int]:

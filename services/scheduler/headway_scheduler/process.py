@@ -5,18 +5,18 @@ Owns: the loop of four beats, start and stop. Must not know: how anything is dec
 
 import ctypes
 import gc
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
 from types import FrameType
-from typing import Protocol, TextIO, cast
+from typing import Protocol
 
 import structlog
 
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.logs import make_logger
 from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 from headway_proto.pulse import Pulse, pulse_of
 from headway_scheduler.config import SchedulerConfig
@@ -39,7 +39,7 @@ def run(config: SchedulerConfig) -> int:
     After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
     """
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
-    log = _logger(config, sink)
+    log = make_logger("scheduler", level=config.log_level, log_format=config.log_format, sink=sink)
     snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
     try:
         config.validate()
@@ -52,6 +52,7 @@ def run(config: SchedulerConfig) -> int:
     if config.exit_with_parent:
         _exit_with_parent()
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
+    engine.tells_requests = config.log_level == "debug"
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
     if endpoint is not None:
@@ -124,7 +125,7 @@ def serve(
 
 def _log_notices(engine: SchedulerEngine, log: structlog.typing.FilteringBoundLogger) -> None:
     for notice in engine.notices:
-        log.info(notice.event, **notice.details)
+        getattr(log, notice.level)(notice.event, **notice.details)
     engine.notices.clear()
 
 
@@ -172,17 +173,3 @@ def _exit_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it ended in between
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _logger(config: SchedulerConfig, sink: LogSink) -> structlog.typing.FilteringBoundLogger:
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if config.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=False)
-    )
-    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, sink)),
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-    )
-    return logger.bind(process="scheduler")
