@@ -24,7 +24,7 @@ class ExecutorStatistics:
         """Between the report of a step and the arrival of the next, where nothing was to be done in between."""
         self.tokens = Histogram(_COUNTS)
         self.rows = Histogram(_COUNTS)
-        self.num_moved_blocks: Counter[str] = Counter()
+        self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}
         self.failures: Counter[str] = Counter()
         self.num_epochs = 0
         self.num_row_errors = 0
