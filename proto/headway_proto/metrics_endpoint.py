@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -89,7 +89,7 @@ class MetricsEndpoint:
         host = host.removeprefix("[").removesuffix("]")
         try:
             family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
-            server_class = type("_Server", (_Server,), {"address_family": family})
+            server_class = _ServerOverIpv6 if family == socket.AF_INET6 else _Server
             self._server: WSGIServer = make_server(host, int(port), application, server_class, _Handler)
         except OSError as error:
             raise ValueError(
@@ -119,7 +119,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Bind, without asking a name server for this host's name as ``HTTPServer`` does."""
-        socket_server_bind(self)
+        TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
@@ -141,11 +141,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Nothing: readers that hang up or never ask are no news."""
 
 
-def socket_server_bind(server: _Server) -> None:
-    """What ``socketserver.TCPServer`` does to bind."""
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.socket.bind(server.server_address)
-    server.server_address = server.socket.getsockname()
+class _ServerOverIpv6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):

@@ -132,6 +132,8 @@ class GatewayServer:
         await self._health.start()
         await self._server.start()
         host, _ = split_address(self._config.grpc_address)
+        if self._tracing is not None:
+            self._tracing.server_address = f"{host}:{port}"
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
         if self._metrics is not None:
             _log.info("metrics", port=self._metrics.port)

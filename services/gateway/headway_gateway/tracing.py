@@ -137,8 +137,8 @@ class Tracing:
                 f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or any once headway[traces] is installed"
             ) from None
         _tell_in_our_log()
-        self._host, _, port = server_address.rpartition(":")
-        self._port = int(port)
+        self.server_address = server_address
+        """Where the gateway listens, HOST:PORT; to be set anew once a free port has been found."""
         self._propagator = TraceContextTextMapPropagator()
         exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT_S
@@ -159,7 +159,8 @@ class Tracing:
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
-        return _Traced(tracers, parent, arrived_at, {"server.address": self._host, "server.port": self._port})
+        host, _, port = self.server_address.rpartition(":")
+        return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
 
     def close(self) -> None:
         """Send what is left, for as long as an export may take. Blocks."""
