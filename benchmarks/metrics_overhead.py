@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from headway_gateway.statistics import GatewayStatistics
-from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
+from headway_proto.metrics_endpoint import MetricsEndpoint
+from headway_proto.snapshots import Snapshots
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.request import Origin
 from headway_scheduler.engine import SchedulerEngine

@@ -2,7 +2,7 @@
 
 Owns: the HTTP server, who may read, how many at a time. Must not know: what is told, or how a process runs.
 
-The thread that serves asks the process for a snapshot (``Snapshots``) and writes the text itself. So a scrape costs the
+The thread that serves asks the process for a snapshot (``snapshots``) and writes the text itself. So a scrape costs the
 process's own loop the copying of its figures and nothing else, and a reader that is slow or hangs costs it nothing.
 
 Loopback needs no token. Elsewhere one is required (``addresses.check_metrics_address``), as ``authorization: Bearer
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 if TYPE_CHECKING:
@@ -25,50 +25,12 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-ANSWER_TIMEOUT_S = 2.0
 SWITCH_INTERVAL_S = 0.0005
 """How long the thread that writes may keep the interpreter from the process's own loop."""
 MAX_READERS = 4
 _READER_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
 _LEAST_TOKEN_CHARACTERS = 16
-
-Snapshot = TypeVar("Snapshot")
-
-
-class Snapshots(Generic[Snapshot]):
-    """One thread asks, the process's loop answers when it next comes by."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        """Whether somebody waits: for the loop to look at."""
-        self.wake: Callable[[], None] = lambda: None
-        """Makes the loop come by; called from the thread that asks."""
-        self._asking = threading.Lock()
-        self._answered = threading.Event()
-        self._answer: Snapshot | None = None
-
-    def ask(self) -> Snapshot:
-        """A snapshot of now.
-
-        Raises:
-            TimeoutError: the loop does not come by.
-        """
-        with self._asking:
-            self._answered.clear()
-            self.wanted = True
-            self.wake()
-            if not self._answered.wait(ANSWER_TIMEOUT_S):
-                self.wanted = False
-                raise TimeoutError("the process does not answer")
-            assert self._answer is not None
-            return self._answer
-
-    def give(self, snapshot: Snapshot) -> None:
-        """Answer who waits; to be called by the loop."""
-        self.wanted = False
-        self._answer = snapshot
-        self._answered.set()
 
 
 class MetricsEndpoint:

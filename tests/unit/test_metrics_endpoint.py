@@ -13,10 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway_proto import metrics_endpoint
+from headway_proto import snapshots as snapshots_module
 from headway_proto.addresses import check_metrics_address
 from headway_proto.histogram import Histogram
 from headway_proto.metric_families import MetricFamilies
-from headway_proto.metrics_endpoint import MAX_READERS, MetricsEndpoint, Snapshots
+from headway_proto.metrics_endpoint import MAX_READERS, MetricsEndpoint
+from headway_proto.snapshots import Snapshots
 
 TOKEN = "0123456789abcdef-token"
 
@@ -150,7 +152,7 @@ def test_several_ports_must_fit():
 
 
 def test_a_process_that_does_not_come_by_is_unavailable(monkeypatch):
-    monkeypatch.setattr(metrics_endpoint, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(snapshots_module, "ANSWER_TIMEOUT_S", 0.05)
     snapshots: Snapshots[int] = Snapshots()
     with endpoint(lambda: [snapshots.ask()][1:]) as served:
         status, text = read(served)

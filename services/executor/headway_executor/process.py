@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -27,9 +27,12 @@ from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import make_logger
-from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 from headway_proto.pulse import pulse_of
+from headway_proto.snapshots import Snapshots
 from headway_proto.step import BackendInfo
+
+if TYPE_CHECKING:
+    from headway_proto.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -130,10 +133,12 @@ def _serve(
     return cycle.device_lost
 
 
-def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> MetricsEndpoint | None:
+def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
     """Listens from the start on; who reads before the model is loaded gets status 503."""
     if not config.metrics_address:
         return None
+    from headway_proto.metrics_endpoint import MetricsEndpoint
+
     return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 
 

@@ -11,18 +11,21 @@ import signal
 import sys
 import time
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import make_logger
-from headway_proto.metrics_endpoint import MetricsEndpoint, Snapshots
 from headway_proto.pulse import Pulse, pulse_of
+from headway_proto.snapshots import Snapshots
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
+
+if TYPE_CHECKING:
+    from headway_proto.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -70,9 +73,11 @@ def run(config: SchedulerConfig) -> int:
     return EXIT_OK
 
 
-def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSnapshot]) -> MetricsEndpoint | None:
+def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSnapshot]) -> "MetricsEndpoint | None":
     if not config.metrics_address:
         return None
+    from headway_proto.metrics_endpoint import MetricsEndpoint
+
     return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 
 
