@@ -13,10 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpc_tools import protoc  # type: ignore[import-untyped]
+import grpc_tools  # type: ignore[import-untyped]
+from grpc_tools import protoc
 
 PROTO_ROOT = Path(__file__).resolve().parents[1] / "proto"
 PACKAGE = "headway_proto"
+WELL_KNOWN_TYPES = Path(grpc_tools.__file__).parent / "_proto"
 
 
 def generate(destination: Path) -> list[Path]:
@@ -27,7 +29,7 @@ def generate(destination: Path) -> list[Path]:
     """
     sources = sorted((PROTO_ROOT / PACKAGE).glob("*.proto"))
     flags = [f"--{kind}_out={destination}" for kind in ("python", "pyi", "grpc_python")]
-    status = protoc.main(["protoc", f"-I{PROTO_ROOT}", *flags, *map(str, sources)])
+    status = protoc.main(["protoc", f"-I{PROTO_ROOT}", f"-I{WELL_KNOWN_TYPES}", *flags, *map(str, sources)])
     if status != 0:
         raise RuntimeError(f"protoc exited with {status}")
     return sorted(path.relative_to(destination) for path in destination.rglob("*_pb2*.py*") if path.is_file())

@@ -20,10 +20,10 @@ from packaging.version import Version
 PROJECT = "headway"
 LOCKS = Path(__file__).resolve().parents[1] / "requirements"
 SERVICE_EXTRAS = {
-    "scheduler": (),
-    "gateway": ("gateway",),
-    "executor": ("executor",),
-    "executor-cuda": ("executor", "cuda"),
+    "scheduler": ("metrics",),
+    "gateway": ("gateway", "metrics", "traces"),
+    "executor": ("executor", "metrics"),
+    "executor-cuda": ("executor", "cuda", "metrics"),
 }
 # What builds the wheel of this project, without build isolation, wherever a lock is installed.
 BUILD_REQUIREMENTS = ("hatchling", "editables")

@@ -71,3 +71,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
+
+
+def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> None:
+    """Refuse an address for metrics that cannot be used, or that strangers could read without a token.
+
+    ``num_ports`` ports are used, from the one that is given on.
+
+    Raises:
+        ValueError: one line naming the field, the value (cut at 64 characters) and what is allowed.
+    """
+    if token_file and not Path(token_file).is_file():
+        raise ValueError(f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file that exists")
+    if not address:
+        return
+    host, _, port = address.rpartition(":")
+    most = 65536 - num_ports
+    allowed = f"HOST:PORT with a port from 0 to {most}"
+    if host and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= most:
+        if token_file or is_loopback(host):
+            return
+        allowed = "a loopback address, or any address together with metrics_token_file"
+    raise ValueError(f"metrics_address: {address!r:.64} is not allowed; allowed: {allowed}")

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage", "num_swapped_out_blocks", "num_host_blocks", "num_free_host_blocks")
+    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage", "num_swapped_out_blocks", "num_host_blocks", "num_free_host_blocks", "uptime_s", "num_epochs", "num_executor_losses", "num_in_flight_steps", "max_steps_in_flight", "num_waiting_tokens", "num_budget_tokens", "budget_margin", "prompt_tokens_per_s", "output_tokens_per_s", "ttft", "itl", "queue", "e2e", "preemptions", "wasted_tokens", "ends", "step_time_model", "prediction_error", "executor", "policies", "tenant_services")
     SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,28 @@ class GetStatusResponse(_message.Message):
     NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXECUTOR_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_FLIGHT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    E2E_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_MODEL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_ERROR_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SERVICES_FIELD_NUMBER: _ClassVar[int]
     scheduler_state: str
     executor_state: str
     epoch: int
@@ -77,7 +99,149 @@ class GetStatusResponse(_message.Message):
     num_swapped_out_blocks: int
     num_host_blocks: int
     num_free_host_blocks: int
-    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ...) -> None: ...
+    uptime_s: float
+    num_epochs: int
+    num_executor_losses: int
+    num_in_flight_steps: int
+    max_steps_in_flight: int
+    num_waiting_tokens: int
+    num_budget_tokens: int
+    budget_margin: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft: RecentPercentiles
+    itl: RecentPercentiles
+    queue: RecentPercentiles
+    e2e: RecentPercentiles
+    preemptions: _containers.RepeatedCompositeFieldContainer[PreemptionCount]
+    wasted_tokens: _containers.RepeatedCompositeFieldContainer[WastedTokens]
+    ends: _containers.RepeatedCompositeFieldContainer[EndCount]
+    step_time_model: StepTimeModelState
+    prediction_error: PredictionErrorState
+    executor: ExecutorState
+    policies: PolicyNames
+    tenant_services: _containers.RepeatedCompositeFieldContainer[TenantServiceState]
+    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., num_executor_losses: _Optional[int] = ..., num_in_flight_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_budget_tokens: _Optional[int] = ..., budget_margin: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., ttft: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., itl: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., queue: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., e2e: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptionCount, _Mapping]]] = ..., wasted_tokens: _Optional[_Iterable[_Union[WastedTokens, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[EndCount, _Mapping]]] = ..., step_time_model: _Optional[_Union[StepTimeModelState, _Mapping]] = ..., prediction_error: _Optional[_Union[PredictionErrorState, _Mapping]] = ..., executor: _Optional[_Union[ExecutorState, _Mapping]] = ..., policies: _Optional[_Union[PolicyNames, _Mapping]] = ..., tenant_services: _Optional[_Iterable[_Union[TenantServiceState, _Mapping]]] = ...) -> None: ...
+
+class RecentPercentiles(_message.Message):
+    __slots__ = ("count", "p50_ms", "p90_ms", "p99_ms")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_MS_FIELD_NUMBER: _ClassVar[int]
+    P90_MS_FIELD_NUMBER: _ClassVar[int]
+    P99_MS_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    def __init__(self, count: _Optional[int] = ..., p50_ms: _Optional[float] = ..., p90_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
+
+class PreemptionCount(_message.Message):
+    __slots__ = ("mode", "reason", "count")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    reason: str
+    count: int
+    def __init__(self, mode: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class WastedTokens(_message.Message):
+    __slots__ = ("reason", "count")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class EndCount(_message.Message):
+    __slots__ = ("reason", "count")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    count: int
+    def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class StepTimeModelState(_message.Message):
+    __slots__ = ("num_observed", "num_shifts", "relative_error", "constant_s", "row_s", "token_s", "token_beyond_128_s", "token_beyond_256_s", "context_token_s", "prefill_pair_s")
+    NUM_OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHIFTS_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    CONSTANT_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BEYOND_128_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BEYOND_256_S_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    num_observed: int
+    num_shifts: int
+    relative_error: float
+    constant_s: float
+    row_s: float
+    token_s: float
+    token_beyond_128_s: float
+    token_beyond_256_s: float
+    context_token_s: float
+    prefill_pair_s: float
+    def __init__(self, num_observed: _Optional[int] = ..., num_shifts: _Optional[int] = ..., relative_error: _Optional[float] = ..., constant_s: _Optional[float] = ..., row_s: _Optional[float] = ..., token_s: _Optional[float] = ..., token_beyond_128_s: _Optional[float] = ..., token_beyond_256_s: _Optional[float] = ..., context_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ...) -> None: ...
+
+class PredictionErrorState(_message.Message):
+    __slots__ = ("count", "sum_absolute", "sum_signed", "sum_actual")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SUM_ABSOLUTE_FIELD_NUMBER: _ClassVar[int]
+    SUM_SIGNED_FIELD_NUMBER: _ClassVar[int]
+    SUM_ACTUAL_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    sum_absolute: int
+    sum_signed: int
+    sum_actual: int
+    def __init__(self, count: _Optional[int] = ..., sum_absolute: _Optional[int] = ..., sum_signed: _Optional[int] = ..., sum_actual: _Optional[int] = ...) -> None: ...
+
+class ExecutorState(_message.Message):
+    __slots__ = ("backend", "model_name", "device", "dtype", "age_s", "last_step_us", "last_step_age_s")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_US_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    model_name: str
+    device: str
+    dtype: str
+    age_s: float
+    last_step_us: int
+    last_step_age_s: float
+    def __init__(self, backend: _Optional[str] = ..., model_name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., age_s: _Optional[float] = ..., last_step_us: _Optional[int] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
+
+class PolicyNames(_message.Message):
+    __slots__ = ("order", "batching", "budget", "preemption")
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    BATCHING_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    order: str
+    batching: str
+    budget: str
+    preemption: str
+    def __init__(self, order: _Optional[str] = ..., batching: _Optional[str] = ..., budget: _Optional[str] = ..., preemption: _Optional[str] = ...) -> None: ...
+
+class TenantServiceState(_message.Message):
+    __slots__ = ("tenant", "num_running", "num_waiting", "num_prompt_tokens", "num_output_tokens", "counter")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    counter: float
+    def __init__(self, tenant: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., counter: _Optional[float] = ...) -> None: ...
 
 class TenantPrefixUse(_message.Message):
     __slots__ = ("tenant", "num_query_tokens", "num_hit_tokens")

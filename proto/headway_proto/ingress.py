@@ -64,7 +64,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``token_ids`` (int32 column): prompt, then output the gateway already holds; the first ``num_prompt_tokens`` are
     prompt. ``max_tokens`` counts output tokens, those already held included. ``sampling.stop_token_ids`` and, unless
     ``ignore_eos``, the model's own end-of-sequence ids end the sequence; the one that did is its last token.
-    ``request_id`` is the public one; ``index`` tells the continuations of a request apart.
+    ``request_id`` is the public one; ``index`` tells the continuations of a request apart. ``traceparent`` (W3C) is empty
+    where nobody traces the request.
     """
 
     handle: int
@@ -79,6 +80,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tenant: str = ""
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
+    traceparent: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +141,15 @@ class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
     state: str
 
 
+class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the scheduler is. ``kv_cache_usage``: share of the blocks in use, 0 to 1; ``max_running`` rows at most."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_running: int = 0
+    kv_cache_usage: float = 0.0
+
+
 class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
     """Heartbeat of the scheduler, and news: ``model`` is None until an executor has been seen.
 
@@ -150,6 +161,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
     state: str
     num_steps: int
     num_unfinished: int
+    load: SchedulerLoad = SchedulerLoad()
 
 
 STATE_WAITING_FOR_EXECUTOR = "waiting for executor"
@@ -179,6 +191,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A sequence ended. Times in milliseconds, counted from the sequence's arrival at the scheduler.
 
     ``stop_token_id`` is the token that ended it, -1 if none did. ``num_output_tokens`` includes tokens held at submit.
+    ``ttft_ms`` is 0 where there was no token. ``total_ms`` until its end. ``*_device_ms``: what the steps took on the device
+    between its first step, its first token and its end; all steps, whoever else was in them.
     """
 
     handle: int
@@ -189,6 +203,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ttft_ms: float = 0.0
     num_preemptions: int = 0
     error: str = ""
+    total_ms: float = 0.0
+    prefill_device_ms: float = 0.0
+    decode_device_ms: float = 0.0
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -212,6 +229,93 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     field: str = ""
     message: str = ""
     retry_after_ms: int = 0
+
+
+class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of the ``count`` values of the last minute, in milliseconds; 0 where there are none."""
+
+    count: int = 0
+    p50_ms: float = 0.0
+    p90_ms: float = 0.0
+    p99_ms: float = 0.0
+
+
+class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How often requests lost their row for ``reason``; ``mode`` is recompute or swap."""
+
+    mode: str
+    reason: str
+    count: int
+
+
+class WastedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that were computed for nothing, by reason: recompute, new_epoch or surplus."""
+
+    reason: str
+    count: int
+
+
+class EndCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How many requests ended for ``reason``."""
+
+    reason: str
+    count: int
+
+
+class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What has been learned of step times; ``relative_error`` is the mean of the latest steps. Seconds, per unit."""
+
+    num_observed: int
+    num_shifts: int
+    relative_error: float
+    constant_s: float
+    row_s: float
+    token_s: float
+    token_beyond_128_s: float
+    token_beyond_256_s: float
+    context_token_s: float
+    prefill_pair_s: float
+
+
+class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Predicted less actual output tokens, as sums over ``count`` ended requests."""
+
+    count: int
+    sum_absolute: int
+    sum_signed: int
+    sum_actual: int
+
+
+class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The connected executor. ``age_s`` since it joined; ``last_step_age_s`` is -1 before its first answer."""
+
+    backend: str
+    model_name: str
+    device: str
+    dtype: str
+    age_s: float
+    last_step_us: int
+    last_step_age_s: float
+
+
+class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Which policies are in force."""
+
+    order: str
+    batching: str
+    budget: str
+    preemption: str
+
+
+class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a tenant has now and has got since it was first heard of. ``counter``: under the order ``fair``."""
+
+    tenant: str
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    counter: float | None = None
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -248,6 +352,28 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_swapped_out_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
+    uptime_s: float = 0.0
+    num_epochs: int = 0
+    num_executor_losses: int = 0
+    num_in_flight_steps: int = 0
+    max_steps_in_flight: int = 0
+    num_waiting_tokens: int = 0
+    num_budget_tokens: int = 0
+    budget_margin: float = 1.0
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    ttft: RecentPercentiles = RecentPercentiles()
+    itl: RecentPercentiles = RecentPercentiles()
+    queue: RecentPercentiles = RecentPercentiles()
+    e2e: RecentPercentiles = RecentPercentiles()
+    preemptions: tuple[PreemptionCount, ...] = ()
+    wasted_tokens: tuple[WastedTokens, ...] = ()
+    ends: tuple[EndCount, ...] = ()
+    step_time_model: StepTimeModelState | None = None
+    prediction_error: PredictionErrorState | None = None
+    executor: ExecutorState | None = None
+    policies: PolicyNames | None = None
+    tenant_services: tuple[TenantServiceState, ...] = ()
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

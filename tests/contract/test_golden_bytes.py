@@ -53,6 +53,7 @@ TO_EXECUTOR = (step.scheduler_frame_writer, step.executor_frame_reader)
 TO_SCHEDULER = (step.executor_frame_writer, step.scheduler_frame_reader)
 TO_GATEWAY = (ingress.scheduler_frame_writer, ingress.gateway_frame_reader)
 FROM_GATEWAY = (ingress.gateway_frame_writer, ingress.scheduler_frame_reader)
+FINISHED = ingress.Finished(handle=5, reason=ingress.FINISH_STOP, num_output_tokens=1, stop_token_id=11)
 PAIR = np.array([[2], [4]], dtype=np.int32)
 
 MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], msgspec.Struct]] = [
@@ -118,7 +119,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             admitted=(ingress.Admitted(5, 16),),
             columns=encode_columns(np.array([[5], [0], [11]], dtype=np.int32)),
             logprobs=(ingress.TokenLogprobs(5, 0, -0.5, (11,), (-0.5,)),),
-            finished=(ingress.Finished(handle=5, reason=ingress.FINISH_STOP, num_output_tokens=1, stop_token_id=11),),
+            finished=(FINISHED,),
         ),
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
@@ -146,11 +147,14 @@ def test_bytes_are_the_pinned_ones() -> None:
 ADDED = {
     step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0, "max_num_batched_tokens": 0},
     step.ExecutorOutput: {"move_time_us": 0},
+    ingress.Submit: {"traceparent": ""},
+    ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
+    ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 
 
-@pytest.mark.parametrize("body", [INFO, *(body for _, body in MESSAGES if type(body) in ADDED)])
+@pytest.mark.parametrize("body", [INFO, FINISHED, *(body for _, body in MESSAGES if type(body) in ADDED)])
 def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
     added = ADDED[type(body)]
     older = msgspec.msgpack.encode(msgspec.to_builtins(body, builtin_types=(bytes,))[: -len(added)])

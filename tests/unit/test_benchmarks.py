@@ -235,3 +235,15 @@ def test_gpu_check_says_that_there_is_no_device():
     done = subprocess.run([sys.executable, str(tool)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == ("gpu-check: this host has no CUDA device that torch sees; `headway doctor` says why\n")
+
+
+def test_metrics_overhead(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--running", "4", "--steps", "10", "--turns", "2", "--pace-ms", "1")
+    run("metrics_overhead.py", *load, "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["load"], row["running"]) for row in record["rows"]] == [("decode", 4), ("churn", 4)]
+    for row in record["rows"]:
+        assert min(row[kind]["median_us"] for kind in ("without", "noted", "unread", "read")) > 0
+        assert min(row["note_us"], record["gateway_note_us"]) > 0

@@ -37,6 +37,57 @@ def test_containers_are_closed_up():
     assert published == ["127.0.0.1:50051:50051"]
 
 
+# Compose's ``!reset`` takes a key of the file before away.
+OBSERVE = yaml.safe_load((REPOSITORY / "compose.observe.yaml").read_text().replace("!reset null", "null"))
+
+
+@pytest.mark.parametrize("service", COMPOSE["services"])
+def test_observed_services_have_metrics_behind_a_token_and_a_network_that_leads_nowhere_else(service, tmp_path):
+    name = service.partition("-")[0]
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123")
+    observed = OBSERVE["services"][service]
+    environment = {
+        key: value.replace("/run/metrics/token", str(token)) for key, value in observed["environment"].items()
+    }
+    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in COMPOSE["services"][service]["command"]]
+    config = load(SERVICES[name], parser_of(name).parse(words), environment)
+    config.validate()
+    assert config.metrics_address == "0.0.0.0:9464"
+    assert config.metrics_token_file == str(token)
+    assert "metrics-token:/run/metrics:ro" in observed["volumes"]
+    assert set(COMPOSE["services"][service]["volumes"]) <= set(observed["volumes"])
+    assert set(observed["networks"]) - {"default"} == {"metrics"}
+    assert ("default" in observed["networks"]) == (name == "gateway")
+    assert OBSERVE["networks"]["metrics"] == {"internal": True}
+
+
+def test_prometheus_reads_every_process_with_the_token_and_only_grafana_is_published_on_loopback():
+    prometheus = yaml.safe_load((REPOSITORY / "observability" / "prometheus.yml").read_text())
+    (job,) = prometheus["scrape_configs"]
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": "/run/metrics/token"}
+    targets = {target for entry in job["static_configs"] for target in entry["targets"]}
+    assert targets == {f"{service}:9464" for service in SERVICES}
+    published = {name: service["ports"] for name, service in OBSERVE["services"].items() if "ports" in service}
+    assert published == {"grafana": ["127.0.0.1:3000:3000"]}
+    for name in ("prometheus", "grafana"):
+        service = OBSERVE["services"][name]
+        assert service["profiles"] == ["observe"]
+        assert service["cap_drop"] == ["ALL"]
+        sources = [volume.split(":")[0] for volume in service["volumes"]]
+        assert all((REPOSITORY / source).exists() for source in sources if source.startswith("."))
+
+
+def test_the_token_is_made_once(tmp_path):
+    script = OBSERVE["services"]["metrics-token"]["entrypoint"][2].replace("/run/headway", str(tmp_path))
+    tokens = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], check=True)
+        tokens.append((tmp_path / "token").read_text())
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0].strip()) >= 32
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_runs_its_service_as_an_ordinary_user(service):
     lines = (REPOSITORY / "services" / service / "Dockerfile").read_text().splitlines()

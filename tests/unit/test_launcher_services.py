@@ -71,6 +71,13 @@ def test_the_links_are_sockets_in_the_private_directory_and_children_end_with_th
     assert all("--exit-with-parent" in child_flags(plan, name) for name in SERVICES)
 
 
+def test_each_service_has_a_port_for_its_metrics_if_there_are_any():
+    plan = plan_of("--metrics-port", "9464")
+    for name, port in (("scheduler", 9464), ("executor", 9465), ("gateway", 9466)):
+        assert f"--metrics-address=127.0.0.1:{port}" in child_flags(plan, name)
+    assert not [flag for name in SERVICES for flag in child_flags(plan_of(), name) if flag.startswith("--metrics")]
+
+
 def test_the_demo_model_is_the_default_and_has_a_name():
     for plan in (plan_of(), plan_of("--model", "demo"), plan_of(HEADWAY_GATEWAY_MODEL="demo")):
         assert f"--model={DEMO_MODEL_DIRECTORY}" in child_flags(plan, "executor")

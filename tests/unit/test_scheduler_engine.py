@@ -14,6 +14,7 @@ from headway_proto.ingress import AdminReply, Finished, Rejected, Submit
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.engine import Notice
 from simulation.world import World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=6)
@@ -368,3 +369,39 @@ def test_a_request_goes_on_with_another_executor_only_if_that_runs_the_same_mode
     world.run_until(lambda: later.end is not None, 5)
     assert isinstance(later.end, Finished)
     assert later.end.reason == ingress.FINISH_LENGTH
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_notices_of_requests_carry_their_ids_and_come_only_if_wanted(world: World) -> None:
+    def run(handle: int) -> list[Notice]:
+        world.engine.notices.clear()
+        good = submit(
+            world, msgspec.structs.replace(GOOD, handle=handle, request_id=f"r{handle}", traceparent=TRACEPARENT)
+        )
+        bad = submit(world, msgspec.structs.replace(GOOD, handle=handle + 1, max_tokens=0))
+        world.run_until(lambda: good.end is not None and bad.end is not None, 5)
+        return world.engine.notices
+
+    assert run(1) == []
+    world.engine.tells_requests = True
+    notices = run(11)
+    assert [notice.event for notice in notices] == ["request accepted", "request refused", "request finished"]
+    assert {notice.level for notice in notices} == {"debug"}
+    accepted, refused, finished = (notice.details for notice in notices)
+    assert accepted["request_id"] == finished["request_id"] == "r11"
+    assert accepted["trace_id"] == finished["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+    assert finished["reason"] == "length"
+    assert refused["reason"] == "invalid"
+    assert "trace_id" not in refused
+
+
+def test_a_request_that_fails_is_told_of_at_any_level() -> None:
+    config = msgspec.structs.replace(CONFIG, options={**CONFIG.options, "nan_row_token": "96"})
+    world = World(LIMITS, config, num_gateways=1, seed=2)
+    bad = submit(world, msgspec.structs.replace(GOOD, request_id="b", token_ids=encode_column([1, 2, 96])))
+    world.run_until(lambda: bad.end is not None, 5)
+    (notice,) = [notice for notice in world.engine.notices if notice.event == "request failed"]
+    assert (notice.level, notice.details["request_id"]) == ("warning", "b")
+    assert notice.details["error"]

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
-from headway_proto.addresses import check_link_address
+from headway_proto.addresses import check_link_address, check_metrics_address
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -67,6 +67,15 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes"
         ),
     ] = ""
+    metrics_address: Annotated[
+        str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
+    ] = ""
+    metrics_token_file: Annotated[
+        str,
+        Meta(
+            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
     ] = "info"
@@ -82,6 +91,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
+        check_metrics_address(self.metrics_address, self.metrics_token_file)
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         for field, least, most in (

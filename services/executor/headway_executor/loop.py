@@ -18,7 +18,8 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import DeviceLostError, ExecutorBackend, StepOutOfMemoryError, StepResult
-from headway_executor.batch_state import BatchState, ImpossibleDiff
+from headway_executor.batch_state import BatchState, BlockMoves, ImpossibleDiff
+from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
 from headway_proto.pulse import Pulse
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
@@ -75,6 +76,7 @@ class StepCycle:
         self._step_timeout_s = step_timeout_s
         self._oldest_since = float("inf")
         self._pending: deque[_Pending] = deque()
+        self.statistics = ExecutorStatistics()
         self.device_lost: DeviceLostError | None = None
         """Why this process cannot go on; None while it can."""
 
@@ -120,6 +122,7 @@ class StepCycle:
                 self._state.begin_epoch()
                 # The backend still finishes them, in order and before anything of the new epoch; nobody waits for them.
                 self._pending.clear()
+                self.statistics.note_epoch()
                 self._log.info("epoch began", epoch=event.epoch)
             else:
                 self._note_loss(event)
@@ -132,8 +135,10 @@ class StepCycle:
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
         future: Future[StepResult]
+        self.statistics.note_step(output.total_num_scheduled_tokens, len(batch.rows), now)
         try:
             if moves is not None:
+                self._note_moves(moves)
                 self._backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
             result = self._backend.execute(batch)
         except Exception as error:  # noqa: BLE001 (one step must not end the process)
@@ -151,13 +156,20 @@ class StepCycle:
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
 
+    def _note_moves(self, moves: BlockMoves) -> None:
+        self.statistics.note_moves(
+            copied=moves.copies.shape[1], swapped_out=moves.swap_out.shape[1], swapped_in=moves.swap_in.shape[1]
+        )
+
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         if len(result.sampled_token_ids) != step.num_samples:
             text = f"the backend answered {len(result.sampled_token_ids)} tokens for {step.num_samples} sampling rows"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
+        self.statistics.note_result(result.device_time_us, len(result.errors), now)
         return self._link.result(epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest)
 
     def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
+        self.statistics.note_failure(type(error).__name__)
         self._log.error("step failed", epoch=epoch, step=step, exc_info=error)
         reason = f"step {step} failed: {type(error).__name__}: {error}"
         if isinstance(error, DeviceLostError):
@@ -177,12 +189,14 @@ def serve(
     should_stop: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     pulse: Pulse | None = None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Run ``cycle`` over ``channel`` until ``should_stop`` or the device is lost; sleeps whenever nothing is due."""
     while not should_stop() and cycle.device_lost is None:
         now = clock()
         if pulse is not None:
             pulse.beat(now)
+        on_turn()
         # Results come first: the scheduler may be waiting for one to decide the next step.
         _send_all(channel, cycle.tick(now))
         while (frame := channel.receive()) is not None:

@@ -4,31 +4,35 @@ Owns: start, stop and exit codes. Must not know: how steps are run or how the pr
 """
 
 import ctypes
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
-import structlog
 import zmq
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
 from headway_executor.channel import SchedulerChannel
 from headway_executor.config import ExecutorConfig
 from headway_executor.loop import StepCycle, serve
+from headway_executor.metrics import ExecutorSnapshot, families_of, take_snapshot
 from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.logs import make_logger
 from headway_proto.pulse import pulse_of
+from headway_proto.snapshots import Snapshots
 from headway_proto.step import BackendInfo
+
+if TYPE_CHECKING:
+    from headway_proto.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -54,9 +58,11 @@ def run(config: ExecutorConfig) -> int:
     if config.exit_with_parent:
         _exit_with_parent()
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
-    log = _logger(config, sink)
+    log = make_logger("executor", level=config.log_level, log_format=config.log_format, sink=sink)
+    snapshots: Snapshots[ExecutorSnapshot] = Snapshots()
     try:
         config.validate()
+        endpoint = _metrics_endpoint(config, snapshots)
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
         progress = _OpeningProgress(log)
@@ -67,9 +73,12 @@ def run(config: ExecutorConfig) -> int:
     except (BackendConfigError, ValueError, zmq.ZMQError) as error:
         return _refuse(error, EXIT_BAD_CONFIGURATION)
     log.info("executor ready", step_address=config.step_address, **_facts(info))
+    if endpoint is not None:
+        log.info("metrics", port=endpoint.port)
     link = StepLink(incarnation=secrets.randbits(62), info=info)
+    snapshots.wake = channel.wake
     try:
-        device_lost = _serve(config, link, BatchState(info), backend, channel, log)
+        device_lost = _serve(config, link, info, backend, channel, log, snapshots)
         if device_lost is not None:
             channel.close(linger_s=_LAST_FRAMES_S)
             log.critical("the device is lost; the process ends", reason=str(device_lost))
@@ -93,23 +102,44 @@ def _create_backend(name: str) -> ExecutorBackend:
 def _serve(
     config: ExecutorConfig,
     link: StepLink,
-    state: BatchState,
+    info: BackendInfo,
     backend: ExecutorBackend,
     channel: SchedulerChannel,
     log: FilteringBoundLogger,
+    snapshots: Snapshots[ExecutorSnapshot],
 ) -> DeviceLostError | None:
     """Serve until told to stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
     cycle = StepCycle(
         link=link,
-        state=state,
+        state=BatchState(info),
         backend=backend,
         log=log,
         wake=channel.wake,
         step_timeout_s=config.step_timeout_s or float("inf"),
     )
-    serve(cycle, channel, should_stop=lambda: stop.requested, pulse=pulse_of(os.environ))
+
+    def answer_reader() -> None:
+        if snapshots.wanted:
+            snapshots.give(take_snapshot(info, cycle.statistics))
+
+    serve(
+        cycle,
+        channel,
+        should_stop=lambda: stop.requested,
+        pulse=pulse_of(os.environ),
+        on_turn=answer_reader,
+    )
     return cycle.device_lost
+
+
+def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
+    """Listens from the start on; who reads before the model is loaded gets status 503."""
+    if not config.metrics_address:
+        return None
+    from headway_proto.metrics_endpoint import MetricsEndpoint
+
+    return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 
 
 class _OpeningProgress:
@@ -174,18 +204,3 @@ def _facts(info: BackendInfo) -> dict[str, object]:
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
     }
-
-
-def _logger(config: ExecutorConfig, sink: LogSink) -> FilteringBoundLogger:
-    as_json = config.log_format == "json"
-    renderers: list[Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-        if as_json
-        else [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)]
-    )
-    logger: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, sink)),
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), *renderers],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-    )
-    return logger.bind(process="executor")

@@ -7,6 +7,7 @@ Must not know: how the scheduler answers them.
 from typing import Any, TypeAlias
 
 import grpc
+import msgspec
 
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
@@ -15,7 +16,7 @@ from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
-from headway_proto.ingress import AdminReply, PinnedPrefix, PrefixToPin, SequenceState, Status, TenantPrefixUse
+from headway_proto.ingress import AdminReply, PinnedPrefix, PrefixToPin, SequenceState, TenantPrefixUse
 
 _ANSWER_TIMEOUT_S = 5.0
 _NOT_FOUND = "not found"
@@ -36,8 +37,7 @@ class AdminServicer(api_grpc.AdminServicer):
         status = reply.status
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
-        figures = {field: getattr(status, field) for field in Status.__struct_fields__}
-        return api.GetStatusResponse(**figures, tenants=map(_tenant_use, reply.tenants))
+        return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
         """Every live sequence; the continuations of one request share its id."""
@@ -135,6 +135,17 @@ class AdminServicer(api_grpc.AdminServicer):
 def _timeout_s(context: Context) -> float:
     remaining_s = context.time_remaining()
     return _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+
+
+def _fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """What a message whose fields have the same names is made from, nested ones included."""
+    return {name: _as_field(getattr(struct, name)) for name in struct.__struct_fields__}
+
+
+def _as_field(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _fields(value)
+    return [_as_field(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def _tenant_use(use: TenantPrefixUse) -> api.TenantPrefixUse:

@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from headway_gateway.credentials import GENERATE, Caller, TokenFile
-from headway_proto.addresses import check_link_address, is_loopback
+from headway_proto.addresses import check_link_address, check_metrics_address, is_loopback
 
 _SHOWN_VALUE_CHARS = 64
+_OTLP_ENDPOINT = re.compile(r"https?://[^/\s@]+:[0-9]{1,5}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -85,6 +86,32 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
+    load_reports: Annotated[
+        bool,
+        Meta(
+            description="tell callers how busy this gateway and its scheduler are, so that gRPC clients balance by load: "
+            "ORCA trailers of each generation, and the out-of-band service"
+        ),
+    ] = False
+    otel_endpoint: Annotated[
+        str,
+        Meta(description="OTLP receiver (gRPC) to send traces to: http://HOST:PORT or https://HOST:PORT; empty: none"),
+    ] = ""
+    otel_sample_ratio: Annotated[
+        float, Meta(description="share of requests that are traced, where traceparent does not say; 0 to 1")
+    ] = 1.0
+    metrics_address: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; with several workers the ports from this one on; empty: none"
+        ),
+    ] = ""
+    metrics_token_file: Annotated[
+        str,
+        Meta(
+            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
     ] = "info"
@@ -106,6 +133,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
+        _check_tracing(self)
+        check_metrics_address(self.metrics_address, self.metrics_token_file, num_ports=self.workers)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
@@ -169,6 +198,13 @@ def _require_positive(config: GatewayConfig) -> None:
     rate = config.max_tenant_requests_per_s
     if rate != 0.0 and not 0.001 <= rate <= 1e6:
         raise ValueError(_refusal("max_tenant_requests_per_s", rate, "0, or 0.001 to 1000000"))
+
+
+def _check_tracing(config: GatewayConfig) -> None:
+    if config.otel_endpoint and not _OTLP_ENDPOINT.fullmatch(config.otel_endpoint):
+        raise ValueError(_refusal("otel_endpoint", config.otel_endpoint, "http://HOST:PORT or https://HOST:PORT"))
+    if not 0.0 <= config.otel_sample_ratio <= 1.0:
+        raise ValueError(_refusal("otel_sample_ratio", config.otel_sample_ratio, "0 to 1"))
 
 
 def _check_files(config: GatewayConfig) -> None:

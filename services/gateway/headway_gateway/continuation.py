@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from headway_gateway.detokenization import Detokenizer
 from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.stop_strings import StopMatcher
+from headway_gateway.tracing import OutputTimes
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import (
     FINISH_ABORT,
@@ -25,6 +26,7 @@ from headway_proto.ingress import (
     TokenLogprobs,
 )
 
+_REASON_PREFIX = "FINISH_REASON_"
 _REASONS = {
     FINISH_STOP: api.FINISH_REASON_STOP,
     FINISH_LENGTH: api.FINISH_REASON_LENGTH,
@@ -83,9 +85,15 @@ class Continuation:
         self.index = index
         self.sequence = sequence
         self.is_over = False
+        self.reason = ""
+        """Why it is over, in a word."""
+        self._written_at: float | None = None
+        self._first_written_at: float | None = None
+        self._ended_at: float | None = None
         self._text = text
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_told = sequence.num_held
+        self.num_told = sequence.num_held
+        """Tokens of the output that the client has, those that it held included."""
         self._submitted_at = time.monotonic()
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
@@ -118,7 +126,7 @@ class Continuation:
         if self.is_over:
             return responses
         sequence = self.sequence
-        first = self._num_told
+        first = self.num_told
         token_ids = sequence.tokens[first:]
         text = self._text.push(token_ids) if token_ids else ""
         stop = self._text.matched_stop
@@ -127,16 +135,48 @@ class Continuation:
         elif sequence.end is not None:
             text += self._text.finish()
             stop = self._text.matched_stop
-        self._num_told = first + len(token_ids)
+        self.num_told = first + len(token_ids)
         if token_ids or text:
             delta = api.Delta(index=self.index, text=text, token_ids=token_ids, first_token_index=first)
             if sequence.logprobs:
-                delta.logprobs.extend(self._logprobs(first, self._num_told))
+                delta.logprobs.extend(self._logprobs(first, self.num_told))
             responses.append(api.GenerateResponse(delta=delta))
         if stop is not None or sequence.end is not None:
             self.is_over = True
-            responses.append(api.GenerateResponse(finished=self._finished(stop)))
+            self._ended_at = self._last_token_at if stop is not None else time.monotonic()
+            finished = self._finished(stop)
+            self.reason = api.FinishReason.Name(finished.reason).removeprefix(_REASON_PREFIX).lower()
+            responses.append(api.GenerateResponse(finished=finished))
         return responses
+
+    def note_written(self, now: float) -> float | None:
+        """A delta has been written; returns the seconds since the one before, None for the first."""
+        before, self._written_at = self._written_at, now
+        if before is None:
+            self._first_written_at = now
+            return None
+        return now - before
+
+    def times(self) -> OutputTimes:
+        """How it went, for its trace: by the scheduler's own figures where it told them."""
+        end, timings = self.sequence.end, self._timings()
+        told = end if isinstance(end, Finished) else None
+        ended_at = time.monotonic() if self._ended_at is None else self._ended_at
+        seen_ms = 0.0 if self._admitted_at is None or self.refusal else (ended_at - self._submitted_at) * 1e3
+        return OutputTimes(
+            continuation=self.index,
+            submitted_at=self._submitted_at,
+            ended_at=ended_at,
+            reason=self.reason,
+            num_output_tokens=self.num_told,
+            first_written_at=self._first_written_at,
+            queue_ms=timings.queue_ms,
+            ttft_ms=timings.ttft_ms,
+            total_ms=told.total_ms if told else seen_ms,
+            prefill_device_ms=told.prefill_device_ms if told else 0.0,
+            decode_device_ms=told.decode_device_ms if told else 0.0,
+            num_preemptions=timings.preemptions,
+        )
 
     def _logprobs(self, first: int, last: int) -> Iterable[api.TokenLogprob]:
         offset = self.sequence.num_held
@@ -157,7 +197,7 @@ class Continuation:
             index=self.index,
             usage=api.Usage(
                 prompt_tokens=self._num_prompt_tokens,
-                output_tokens=self._num_told,
+                output_tokens=self.num_told,
                 cached_tokens=self.sequence.num_cached_tokens or 0,
             ),
             timings=self._timings(),
@@ -177,7 +217,7 @@ class Continuation:
 
     def _timings(self) -> api.Timings:
         """The scheduler's own figures where it told them; a stop string ends the output before it could."""
-        num_gaps = self._num_told - self.sequence.num_held - 1
+        num_gaps = self.num_told - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self._submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0
         end = self.sequence.end

@@ -31,6 +31,7 @@ from headway_proto.ingress import (
     PrefixToPin,
     Rejected,
     SchedulerHello,
+    SchedulerLoad,
     SchedulerStatus,
     Submit,
     TokenLogprobs,
@@ -156,6 +157,7 @@ class IngressLink:
         self.submit_credits = 0
         self.num_steps = 0
         self.num_unfinished = 0
+        self.load = SchedulerLoad()
         self.status_version = 0
         self.frames_version = 0
         self.silence_version = 0
@@ -333,6 +335,7 @@ class IngressLink:
         elif isinstance(body, SchedulerStatus):
             self.num_steps = body.num_steps
             self.num_unfinished = body.num_unfinished
+            self.load = body.load
             self._note_status(body.model, body.state)
         elif isinstance(body, Rejected):
             self._take_in_rejection(body, now)

@@ -5,6 +5,7 @@ unexpected error by an id, never by its text.
 Must not know: what the calls do, or where tokens come from.
 """
 
+import asyncio
 import inspect
 import secrets
 import time
@@ -16,6 +17,7 @@ import grpc
 import structlog
 
 from headway_gateway.credentials import ADMIN, GENERATE, Caller, TokenTable
+from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -25,6 +27,7 @@ ROLE_OF_SERVICE = {"/headway.v1.Generation/": GENERATE, "/headway.v1.Admin/": AD
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARACTERS = 4096
 _TELL_INTERVAL_S = 5.0
+_STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -36,8 +39,11 @@ _log = structlog.get_logger("headway.gateway.calls")
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls whose handler raises: as told by ``CallRefusedError``, else as INTERNAL with an id that is logged.
 
-    Cancellation passes through untouched. Must be the first interceptor.
+    Cancellation passes through untouched. Must be the first interceptor but for the one that counts calls.
     """
+
+    def __init__(self, statistics: GatewayStatistics) -> None:
+        self._statistics = statistics
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -49,9 +55,32 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
 
         async def on_error(error: Exception, context: Context) -> NoReturn:
+            if isinstance(error, CallRefusedError):
+                self._statistics.refusals[error.reason,] += 1
             await _end_call(error, context, method)
 
         return _with_errors_told(handler, on_error)
+
+
+class CallCountingInterceptor(grpc.aio.ServerInterceptor):
+    """Counts calls by method and the status that they end with, and refusals by reason. Must come before all others."""
+
+    def __init__(self, statistics: GatewayStatistics) -> None:
+        self._statistics = statistics
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method.removeprefix("/")
+
+        def note_end(code: str) -> None:
+            self._statistics.calls[method, code] += 1
+
+        return _with_end_noted(handler, note_end)
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
@@ -120,6 +149,7 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, CallRefusedError):
+        _log.debug("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
         await context.abort(error.code, error.message, error.trailing_metadata())
     error_id = secrets.token_hex(8)
     _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
@@ -150,6 +180,43 @@ def _with_errors_told(handler: Handler, on_error: Callable[[Exception, Context],
             await on_error(error, context)
 
     return _rebuilt(handler, call, deserialize)
+
+
+def _with_end_noted(handler: Handler, note_end: Callable[[str], None]) -> Handler:
+    behaviour = _behaviour(handler)
+
+    def note(context: Context, error: BaseException | None) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            note_end(grpc.StatusCode.CANCELLED.name)
+        else:
+            note_end(_STATUS_NAMES.get(context.code() or 0, "UNKNOWN"))  # type: ignore[call-overload]
+
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            error: BaseException | None = None
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                note(context, error)
+
+        return _rebuilt(handler, stream)
+
+    async def call(request: Any, context: Context) -> Any:
+        error: BaseException | None = None
+        try:
+            return await behaviour(request, context)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            note(context, error)
+
+    return _rebuilt(handler, call)
 
 
 class _Unreadable:

@@ -31,6 +31,11 @@ class WritePace:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
+    def lateness_s(self) -> float:
+        """How late the loop runs its timers, smoothed; 0 while nobody writes."""
+        return self._lateness_s if self._num_writers else 0.0
+
+    @property
     def pause_s(self) -> float:
         """How long to let tokens gather after a write; 0 for not at all."""
         pause_s = self._lateness_s * _PAUSE_PER_LATENESS

@@ -10,13 +10,11 @@ tokenizer files that cannot be used. Each failure is one line on standard error.
 import asyncio
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import TextIO, cast
 
 import structlog
 
@@ -25,6 +23,7 @@ from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.logs import configure
 from headway_proto.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
 
 EXIT_OK = 0
@@ -40,7 +39,7 @@ _log = structlog.get_logger("headway.gateway")
 def run(config: GatewayConfig) -> int:
     """Run a gateway until it is told to stop; return the exit code."""
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
-    _configure_logging(config, sink)
+    configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
         config.validate()
         # gRPC's polling thread and the tokenising ones hand over to the event loop many times per request; waiting up to
@@ -52,6 +51,7 @@ def run(config: GatewayConfig) -> int:
         sink.drain(_LOG_DRAIN_S)
         return code
     except (ValueError, AddressInUseError) as error:
+        sink.drain(_LOG_DRAIN_S)  # what is told is to be the last line
         _tell(error)
         return EXIT_CONFIGURATION
     except TokenizerFilesError as error:
@@ -129,25 +129,6 @@ def _end_with_parent() -> bool:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     return os.getppid() == parent
-
-
-def _configure_logging(config: GatewayConfig, sink: LogSink) -> None:
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if config.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.log_level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, sink)),
-        cache_logger_on_first_use=True,
-    )
 
 
 def _tell(error: Exception) -> None:

@@ -5,6 +5,7 @@ Must not know: signals, exit codes, logging set-up (the process's affair), or wh
 """
 
 import asyncio
+import contextlib
 import secrets
 from pathlib import Path
 
@@ -22,15 +23,23 @@ from headway_gateway.interceptors import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
     AuthenticationInterceptor,
+    CallCountingInterceptor,
     ErrorInterceptor,
 )
 from headway_gateway.link_keys import load_link_keys
+from headway_gateway.load_reports import LoadMonitor, add_load_reports
+from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer, ServingLimits
+from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.tokenization import TextModel
+from headway_gateway.tracing import Tracing
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from headway_proto.metrics_endpoint import MetricsEndpoint
+from headway_proto.orca_pb2 import OrcaLoadReport
+from headway_proto.snapshots import Snapshots
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -62,6 +71,11 @@ class GatewayServer:
             keys=load_link_keys(Path(config.curve_keys)) if config.curve_keys else None,
         )
         self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
+        self._statistics = GatewayStatistics()
+        self._metrics: MetricsEndpoint | None = None
+        self._tracing: Tracing | None = None
+        if config.otel_endpoint:
+            self._tracing = Tracing(config.otel_endpoint, config.grpc_address, config.otel_sample_ratio)
         self._generation = GenerationServicer(
             client=self._client,
             text_model=text_model,
@@ -72,7 +86,11 @@ class GatewayServer:
                 slow_client_s=config.slow_client_s,
                 max_tenant_requests_per_s=config.max_tenant_requests_per_s,
             ),
+            statistics=self._statistics,
+            tracing=self._tracing,
+            load_report=self._load_report if config.load_reports else None,
         )
+        self._load = LoadMonitor(self._client.link, self._statistics)
         health_service = health.aio.HealthServicer()
         self._health = HealthReporter(
             service=health_service,
@@ -92,6 +110,8 @@ class GatewayServer:
             AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server
         )  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
+        if config.load_reports:
+            add_load_reports(self._server, self._load_report)
         add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME))
 
     @property
@@ -104,14 +124,20 @@ class GatewayServer:
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
-            ValueError: certificate and key cannot be used.
+            ValueError: certificate and key cannot be used, or metrics not be served.
         """
         port = self._listen()
+        self._metrics = self._metrics_endpoint()
         self._client.start()
+        self._load.start()
         await self._health.start()
         await self._server.start()
         host, _ = split_address(self._config.grpc_address)
+        if self._tracing is not None:
+            self._tracing.server_address = f"{host}:{port}"
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
+        if self._metrics is not None:
+            _log.info("metrics", port=self._metrics.port)
         return port
 
     def reload_tokens(self) -> None:
@@ -136,18 +162,48 @@ class GatewayServer:
         """End what is still open (the scheduler is told of each) and let go of everything."""
         await self._server.stop(_CANCEL_GRACE_S)
         await self._health.close()
+        await self._load.close()
         await self._client.close()
         self._lanes.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         _log.info("stopped", **msgspec.structs.asdict(self._client.link.counters))
 
+    def _load_report(self) -> OrcaLoadReport:
+        return self._load.report()
+
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            CallCountingInterceptor(self._statistics),
+            ErrorInterceptor(self._statistics),
+        ]
         if self._tokens is not None:
             exempt = ((HEALTH_PREFIX, self._config.open_health), (REFLECTION_PREFIX, self._config.open_reflection))
             interceptors.append(
                 AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
             )
         return interceptors
+
+    def _metrics_endpoint(self) -> MetricsEndpoint | None:
+        if not self._config.metrics_address:
+            return None
+        snapshots: Snapshots[GatewaySnapshot] = Snapshots()
+        loop = asyncio.get_running_loop()
+
+        def answer_reader() -> None:
+            if snapshots.wanted:
+                snapshots.give(take_snapshot(self._client, self._generation, self._statistics))
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended: nobody answers
+                loop.call_soon_threadsafe(answer_reader)
+
+        snapshots.wake = wake
+        return MetricsEndpoint(
+            self._config.metrics_address, self._config.metrics_token_file, lambda: families_of(snapshots.ask())
+        )
 
     def _listen(self) -> int:
         address = self._config.grpc_address

@@ -6,23 +6,27 @@ Must not know: ZeroMQ, how tokens become text, how errors are written on the wir
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 from urllib.parse import quote
 
 import grpc
 import msgspec
+import structlog
 
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.load_reports import trailer_of
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_gateway.tenant_rates import TenantRates
 from headway_gateway.tokenization import TextModel
+from headway_gateway.tracing import RequestTrace, Tracing, Untraced
 from headway_gateway.validation import (
     GenerationSpec,
     chat_violations,
@@ -48,10 +52,13 @@ from headway_proto.ingress import (
     Rejected,
     Submit,
 )
+from headway_proto.orca_pb2 import OrcaLoadReport
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
+
+_log = structlog.get_logger("headway.gateway.generation")
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[api.GenerateRequest, api.GenerateResponse]"
 
@@ -76,18 +83,32 @@ class GenerationServicer(api_grpc.GenerationServicer):
     """Serves ``headway.v1.Generation`` for one model directory and one scheduler."""
 
     def __init__(
-        self, *, client: SchedulerClient, text_model: TextModel, lanes: EncodingLanes, limits: ServingLimits
+        self,
+        *,
+        client: SchedulerClient,
+        text_model: TextModel,
+        lanes: EncodingLanes,
+        limits: ServingLimits,
+        statistics: GatewayStatistics,
+        tracing: Tracing | None = None,
+        load_report: Callable[[], OrcaLoadReport] | None = None,
     ) -> None:
+        """``load_report`` is told with the end of each generation, where there is one."""
+        self._tracing = tracing
+        self._load_report = load_report
         self._client = client
         self._text_model = text_model
         self._lanes = lanes
         self._prompts = PromptEncoder(text_model, lanes)
         self._limits = limits
+        self._statistics = statistics
         self._live_request_ids: set[str] = set()
-        self._num_open_streams = 0
+        self.num_open_streams = 0
+        """Generate calls that are open."""
         self._is_draining = False
         self._became_idle = Wakeup()
-        self._pace = WritePace()
+        self.pace = WritePace()
+        """How the streams keep up."""
         self._tenant_rates = TenantRates(limits.max_tenant_requests_per_s)
 
     def begin_drain(self) -> None:
@@ -96,19 +117,21 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def wait_until_idle(self) -> None:
         """Return when no generation is open."""
-        while self._num_open_streams:
+        while self.num_open_streams:
             await self._became_idle.wait()
 
     async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
         """Stream the continuations of one prompt. See generation.proto."""
-        try:
-            async with asyncio.timeout(context.time_remaining()):
-                async with self._counted():
-                    await self._generate(request, context)
-        except TimeoutError:
-            raise CallRefusedError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
-            ) from None
+        arrived_at = time.monotonic()
+        with self._begin_trace(context, arrived_at) as trace:
+            try:
+                async with asyncio.timeout(context.time_remaining()):
+                    async with self._counted():
+                        await self._generate(request, context, trace, arrived_at)
+            except TimeoutError:
+                raise CallRefusedError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
+                ) from None
 
     async def Tokenize(  # noqa: N802
         self,
@@ -159,39 +182,52 @@ class GenerationServicer(api_grpc.GenerationServicer):
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
         if self._is_draining:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining")
-        if self._num_open_streams >= self._limits.max_concurrent_streams:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining", reason="draining")
+        if self.num_open_streams >= self._limits.max_concurrent_streams:
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
+                f"{self.num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
                 retry_after_s=_RETRY_WHEN_FULL_S,
+                reason="too_many_streams",
             )
-        self._num_open_streams += 1
+        self.num_open_streams += 1
         try:
-            with self._pace.writing():
+            with self.pace.writing():
                 yield
         finally:
-            self._num_open_streams -= 1
-            if not self._num_open_streams:
+            self.num_open_streams -= 1
+            if not self.num_open_streams:
                 self._became_idle.ring()
 
-    async def _generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:
+    def _begin_trace(self, context: GenerateContext, arrived_at: float) -> RequestTrace:
+        if self._tracing is None:
+            return Untraced()
+        return self._tracing.begin(tuple(context.invocation_metadata() or ()), arrived_at)
+
+    async def _generate(
+        self, request: api.GenerateRequest, context: GenerateContext, trace: RequestTrace, arrived_at: float
+    ) -> None:
         model = await self._serving_model(for_new_work=True)
         spec = check_request(request, model)
         if spec.request_id in self._live_request_ids:
             raise CallRefusedError(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(spec.request_id)} is the id of a live request"
             )
+        structlog.contextvars.bind_contextvars(request_id=spec.request_id)
+        trace.note_spec(spec, model.name, is_chat=request.HasField("chat"))
         self._require_rate(spec.tenant)
         self._live_request_ids.add(spec.request_id)
         try:
-            prompt_ids = await self._encode_prompt(request, model)
+            prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
                 context=context,
-                pace=self._pace,
+                pace=self.pace,
+                statistics=self._statistics,
+                arrived_at=arrived_at,
+                trace=trace,
                 slow_client_s=self._limits.slow_client_s,
                 spec=spec,
                 prompt_ids=prompt_ids,
@@ -200,6 +236,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 | frozenset(spec.sampling.stop_token_ids),
             )
             await call.run()
+            if self._load_report is not None:
+                context.set_trailing_metadata((trailer_of(self._load_report(), **call.cost()),))
         finally:
             self._live_request_ids.discard(spec.request_id)
 
@@ -211,6 +249,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 f"tenant: {shown(tenant)} begins more requests than allowed; "
                 f"allowed: {self._limits.max_tenant_requests_per_s:g} per second",
                 retry_after_s=wait_s,
+                reason="tenant_rate",
             )
 
     async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
@@ -220,12 +259,21 @@ class GenerationServicer(api_grpc.GenerationServicer):
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         if for_new_work and self._client.link.scheduler_state == STATE_DRAINING:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining")
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining", reason="draining")
         if self._text_model.vocab_size > model.vocab_size:
             raise CallRefusedError(
                 grpc.StatusCode.UNAVAILABLE, "the gateway's tokenizer does not belong to the served model"
             )
         return model
+
+    async def _timed_encoding(self, request: api.GenerateRequest, model: ModelInfo, trace: RequestTrace) -> list[int]:
+        began_at = time.monotonic()
+        prompt_ids = await self._encode_prompt(request, model)
+        ended_at = time.monotonic()
+        if request.WhichOneof("prompt") != "token_ids":
+            self._statistics.encoding_s.observe(ended_at - began_at)
+        trace.note_prompt(len(prompt_ids), began_at, ended_at)
+        return prompt_ids
 
     async def _encode_prompt(self, request: api.GenerateRequest, model: ModelInfo) -> list[int]:
         kind = request.WhichOneof("prompt")
@@ -249,17 +297,23 @@ class GenerationCall:
         text_model: TextModel,
         context: GenerateContext,
         pace: WritePace,
+        statistics: GatewayStatistics,
+        arrived_at: float,
+        trace: RequestTrace,
         slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
         max_tokens: int,
         end_ids: frozenset[int],
     ) -> None:
-        """``end_ids`` are the tokens that end an output."""
+        """``end_ids`` are the tokens that end an output; ``arrived_at`` is when the call came, in monotonic seconds."""
         self._client = client
         self._text_model = text_model
         self._context = context
         self._pace = pace
+        self._statistics = statistics
+        self._arrived_at = arrived_at
+        self._trace = trace
         self._slow_client_s = slow_client_s
         self._spec = spec
         self._num_prompt_tokens = len(prompt_ids)
@@ -282,11 +336,22 @@ class GenerationCall:
             await self._context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
             await self._until_begun()
             await self._context.write(api.GenerateResponse(accepted=self._accepted()))
+            _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._spec.tenant)
             await self._stream()
         finally:
             # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
             # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
             self._client.abort(sequences)
+            self._trace.note_outputs(
+                (continuation.times() for continuation in self._continuations), self._num_cached_tokens
+            )
+
+    def cost(self) -> dict[str, float]:
+        """What it came to, in tokens."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "output_tokens": sum(continuation.num_told for continuation in self._continuations),
+        }
 
     async def _until_begun(self) -> None:
         while not any(continuation.has_begun for continuation in self._continuations):
@@ -309,7 +374,9 @@ class GenerationCall:
             if not patience.expired():
                 raise
             raise CallRefusedError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the client has read nothing for {self._slow_client_s:g} s"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the client has read nothing for {self._slow_client_s:g} s",
+                reason="slow_client",
             ) from None
 
     async def _write_all(self, patience: asyncio.Timeout) -> None:
@@ -323,6 +390,7 @@ class GenerationCall:
                 for response in responses:
                     patience.reschedule(now() + self._slow_client_s)
                     await write(response)
+                    self._note_written(continuation, response)
             patience.reschedule(None)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
@@ -330,6 +398,25 @@ class GenerationCall:
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 await self._wakeup.wait()
+
+    def _note_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
+        if response.HasField("delta"):
+            now = time.monotonic()
+            gap_s = continuation.note_written(now)
+            self._statistics.note_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
+            return
+        finished, reason = response.finished, continuation.reason
+        self._statistics.ends[reason,] += 1
+        if finished.error:
+            _log.warning("generation failed", continuation=finished.index, error=finished.error)
+        else:
+            _log.debug(
+                "generation finished",
+                continuation=finished.index,
+                reason=reason,
+                output_tokens=finished.usage.output_tokens,
+                ttft_ms=finished.timings.ttft_ms,
+            )
 
     def _continuation(self, index: int) -> Continuation:
         spec = self._spec
@@ -347,6 +434,7 @@ class GenerationCall:
             tenant=spec.tenant,
             ttft_slo_ms=spec.ttft_slo_ms,
             itl_slo_ms=spec.itl_slo_ms,
+            traceparent=self._trace.traceparent,
         )
         sequence = LiveSequence(submission, held, self._wakeup.ring)
         text = OutputText(self._text_model.new_detokenizer(), spec.stops, spec.sampling.min_tokens)
@@ -387,12 +475,16 @@ class GenerationCall:
             return Finished(handle=handle, reason=FINISH_LENGTH, num_output_tokens=len(held))
         return None
 
-    def _accepted(self) -> api.Accepted:
+    @property
+    def _num_cached_tokens(self) -> int:
         cached = (continuation.sequence.num_cached_tokens or 0 for continuation in self._continuations)
+        return min(max(cached), self._num_prompt_tokens)
+
+    def _accepted(self) -> api.Accepted:
         return api.Accepted(
             request_id=self._spec.request_id,
             prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=min(max(cached), self._num_prompt_tokens),
+            cached_tokens=self._num_cached_tokens,
             seeds=[self._spec.sampling_of(index).seed for index in range(self._spec.num_continuations)],
         )
 
@@ -412,4 +504,5 @@ def _refused(rejected: Rejected) -> CallRefusedError:
         f"{rejected.field}: {message}" if rejected.field else message,
         violations=((rejected.field, message),) if rejected.field and rejected.reason == REJECT_INVALID else (),
         retry_after_s=retry_after_s,
+        reason=f"scheduler_{rejected.reason}",
     )

@@ -19,6 +19,7 @@ class CallRefusedError(Exception):
     """Ends a call with ``code`` and ``message``.
 
     ``violations`` are (field, description) pairs for a ``BadRequest``; ``retry_after_s`` becomes a ``RetryInfo``.
+    ``reason`` is what it counts as for operators, if the code does not say it.
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class CallRefusedError(Exception):
         *,
         violations: Iterable[tuple[str, str]] = (),
         retry_after_s: float | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+        self.reason = reason or code.name.lower()
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The status details as gRPC trailing metadata; empty if there are none."""

@@ -51,7 +51,10 @@ class WorkerGroup:
             exit_with_parent=True,
         )
         _log.info("starting workers", address=worker_config.grpc_address, workers=self._config.workers)
-        keepers = [asyncio.create_task(self._keep_one(worker_config)) for _ in range(self._config.workers)]
+        keepers = [
+            asyncio.create_task(self._keep_one(_with_own_metrics(worker_config, number)))
+            for number in range(self._config.workers)
+        ]
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([stopping, *keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +134,14 @@ class WorkerGroup:
         for process in self._processes:
             if process.returncode is None:
                 process.send_signal(number)
+
+
+def _with_own_metrics(config: GatewayConfig, number: int) -> GatewayConfig:
+    """The configuration of worker ``number``: its metrics are so many ports above the first worker's."""
+    host, _, port = config.metrics_address.rpartition(":")
+    if not host or port == "0":
+        return config
+    return msgspec.structs.replace(config, metrics_address=f"{host}:{int(port) + number}")
 
 
 async def _all_done(tasks: list[asyncio.Task[int]]) -> None:

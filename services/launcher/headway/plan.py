@@ -18,13 +18,15 @@ import msgspec
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
 from headway.health import Target, client_certificate
 from headway.serve_config import DEMO_MODEL, ServeConfig
-from headway.services import SERVE, SERVICES, serve_settings, sources_in_file, with_model_directory
+from headway.services import SERVE, SERVICES, Service, serve_settings, sources_in_file, with_model_directory
 from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
 from headway.supervision import RestartPolicy
 from headway_gateway.config import GatewayConfig
 
 START_ORDER = ("executor", "scheduler", "gateway")
 STOP_ORDER = ("gateway", "scheduler", "executor")
+METRICS_ORDER = ("scheduler", "executor", "gateway")
+"""Whose metrics are at ``metrics_port``, and whose at the ports after it."""
 STOP_GRACE_S = 5.0
 _NOTHING = Given("", "")
 
@@ -61,7 +63,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     # The token file may hold digests only, so serve has a token of its own, of which the gateway sees the digest.
     probe_token = secrets.token_urlsafe(32)
     for service in SERVICES.values():
-        settled = _settled(service.settings, directory)
+        settled = _settled(service, directory, serve.metrics_port)
         from_environment = given_by_environment(environment, service.name, service.settings)
         layers = (settled, given, from_environment, files[service.name], presets)
         values = with_model_directory(merged(layers))
@@ -110,13 +112,15 @@ def _check_model_directory(given: Layer) -> None:
         )
 
 
-def _settled(settings: Mapping[str, object], directory: Path) -> Layer:
-    values = {
+def _settled(service: Service, directory: Path, metrics_port: int) -> Layer:
+    values: dict[str, str | bool] = {
         "ingress_address": f"ipc://{directory}/ingress",
         "step_address": f"ipc://{directory}/step",
         "exit_with_parent": True,
     }
-    return {name: Given(value, "the launcher") for name, value in values.items() if name in settings}
+    if metrics_port:
+        values["metrics_address"] = f"127.0.0.1:{metrics_port + METRICS_ORDER.index(service.name)}"
+    return {name: Given(value, "the launcher") for name, value in values.items() if name in service.settings}
 
 
 def _command(name: str, config: msgspec.Struct) -> list[str]:

@@ -28,6 +28,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=86400, description="seconds without a sign of life after which a process is replaced; 0: never"),
     ] = 15.0
 
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65000,
+            description="loopback port for Prometheus to read the scheduler's metrics, the next for the executor's, those "
+            "after it for the gateway's, one a worker; 0: none",
+        ),
+    ] = 0
     probe_cert_file: Annotated[
         str,
         Meta(

@@ -36,7 +36,15 @@ _LOG_DRAIN_S = 0.5
 
 # What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
 SETTLED_BY_SERVE = frozenset(
-    {"ingress_address", "step_address", "curve_keys", "exit_with_parent", "reuse_port", "launcher_token_digest"}
+    {
+        "ingress_address",
+        "step_address",
+        "curve_keys",
+        "exit_with_parent",
+        "reuse_port",
+        "launcher_token_digest",
+        "metrics_address",
+    }
 )
 
 

@@ -6,21 +6,35 @@ Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headway_proto.columns import INT32, decode_column
+from headway_proto.histogram import Histogram
 from headway_proto.ingress import (
     AdminCall,
     AdminReply,
+    EndCount,
+    ExecutorState,
     PinnedPrefix,
+    PolicyNames,
+    PredictionErrorState,
+    PreemptionCount,
     PrefixToPin,
+    RecentPercentiles,
     SequenceState,
     Status,
+    StepTimeModelState,
     TenantPrefixUse,
+    TenantServiceState,
+    WastedTokens,
 )
+from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.pinned_prefixes import PinRefused
 from headway_scheduler.core.prefix_cache import PINNED, REUSED
-from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.request import Request
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.serving_statistics import Rates, ServingStatistics, TenantService
 
 if TYPE_CHECKING:
     from headway_scheduler.engine import SchedulerEngine
@@ -67,11 +81,12 @@ class Administration:
 
     def status(self, now: float) -> Status:
         """The figures of this moment."""
-        engine, core = self._engine, self._engine.core
+        engine, core, statistics = self._engine, self._engine.core, self._engine.statistics
+        statistics.keep_time(now, core)
         limits = engine.limits if core is None else core.limits
-        waiting = [] if core is None else core.requests()
         counters = None if core is None else core.counters
         worth = None if core is None else core.cache.num_worth()
+        rates = Rates(0.0, 0.0) if core is None else statistics.rates(core, now)
         return Status(
             scheduler_state=engine.state,
             executor_state=engine.step_link.executor_state(now),
@@ -79,7 +94,7 @@ class Administration:
             step=0 if core is None else core.next_step,
             num_running=0 if core is None else core.num_running,
             num_waiting=0 if core is None else core.num_waiting,
-            num_preempted=sum(request.status is RequestStatus.PREEMPTED for request in waiting),
+            num_preempted=0 if core is None else core.num_preempted,
             num_total_blocks=0 if core is None else core.pool.num_blocks,
             num_free_blocks=0 if core is None else core.pool.num_free,
             num_cached_blocks=0 if core is None else core.cache.num_cached,
@@ -104,6 +119,45 @@ class Administration:
             num_swapped_out_blocks=counters.num_swapped_out_blocks if counters else 0,
             num_host_blocks=0 if core is None else core.swapping.num_host_blocks,
             num_free_host_blocks=0 if core is None else core.swapping.num_free_host_blocks,
+            uptime_s=0.0 if statistics.started_at is None else now - statistics.started_at,
+            num_epochs=statistics.num_epochs,
+            num_executor_losses=statistics.num_executor_losses,
+            num_in_flight_steps=0 if core is None else core.num_in_flight,
+            max_steps_in_flight=limits.max_steps_in_flight,
+            num_waiting_tokens=0 if core is None else core.num_waiting_tokens,
+            num_budget_tokens=0 if core is None else core.budget_in_force,
+            budget_margin=1.0 if core is None else core.budget_margin,
+            prompt_tokens_per_s=rates.prompt_tokens_per_s,
+            output_tokens_per_s=rates.output_tokens_per_s,
+            ttft=_percentiles(statistics.first_token_s),
+            itl=_percentiles(statistics.gap_s),
+            queue=_percentiles(statistics.queue_s),
+            e2e=_percentiles(statistics.request_s),
+            preemptions=_preemptions(counters),
+            wasted_tokens=_wasted_tokens(counters),
+            ends=_ends(statistics),
+            step_time_model=None if core is None else _step_time_model(core),
+            prediction_error=_prediction_error(statistics),
+            executor=self._executor(now),
+            policies=PolicyNames(
+                order=limits.order, batching=limits.batching, budget=limits.budget, preemption=limits.preemption
+            ),
+            tenant_services=() if core is None else _tenant_services(statistics.tenant_services(core)),
+        )
+
+    def _executor(self, now: float) -> ExecutorState | None:
+        info, statistics = self._engine.info, self._engine.statistics
+        if info is None or statistics.executor_since is None:
+            return None
+        last = statistics.last_answer_at
+        return ExecutorState(
+            backend=info.backend,
+            model_name=info.model_name,
+            device=info.device,
+            dtype=info.dtype,
+            age_s=now - statistics.executor_since,
+            last_step_us=statistics.last_device_time_us,
+            last_step_age_s=-1.0 if last is None else now - last,
         )
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
@@ -206,6 +260,42 @@ class Administration:
         except PinRefused as refusal:
             return AdminReply(call_id=call.call_id, error=str(refusal))
         return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
+
+
+def _percentiles(histogram: Histogram) -> RecentPercentiles:
+    recent = histogram.recent()
+    return RecentPercentiles(
+        count=recent.num_values, p50_ms=recent.p50 * 1e3, p90_ms=recent.p90 * 1e3, p99_ms=recent.p99 * 1e3
+    )
+
+
+def _preemptions(counters: SchedulerCounters | None) -> tuple[PreemptionCount, ...]:
+    found = [] if counters is None else sorted(counters.preemptions.items())
+    return tuple(PreemptionCount(mode=kind.mode, reason=kind.reason, count=count) for kind, count in found)
+
+
+def _wasted_tokens(counters: SchedulerCounters | None) -> tuple[WastedTokens, ...]:
+    found = [] if counters is None else sorted(counters.wasted_tokens.items())
+    return tuple(WastedTokens(reason=reason, count=count) for reason, count in found)
+
+
+def _ends(statistics: ServingStatistics) -> tuple[EndCount, ...]:
+    found = sorted((reason.value, count) for reason, count in statistics.ends.items())
+    return tuple(EndCount(reason=reason, count=count) for reason, count in found)
+
+
+def _step_time_model(core: Scheduler) -> StepTimeModelState | None:
+    figures = core.step_time_figures
+    return None if figures is None else StepTimeModelState(**figures._asdict())
+
+
+def _prediction_error(statistics: ServingStatistics) -> PredictionErrorState | None:
+    error = statistics.prediction_error
+    return PredictionErrorState(**msgspec.structs.asdict(error)) if error.count else None
+
+
+def _tenant_services(services: list[TenantService]) -> tuple[TenantServiceState, ...]:
+    return tuple(TenantServiceState(**service._asdict()) for service in services)
 
 
 def _wrong_with(prefix: PrefixToPin) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from headway_proto.addresses import check_link_address
+from headway_proto.addresses import check_link_address, check_metrics_address
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
@@ -112,6 +112,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     grace_s: Annotated[float, Meta(description="seconds that running requests get to finish after SIGTERM")] = 10.0
+    metrics_address: Annotated[
+        str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
+    ] = ""
+    metrics_token_file: Annotated[
+        str,
+        Meta(
+            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
     ] = "info"
@@ -148,6 +157,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field}: {getattr(self, field)} is not allowed; allowed: 0 or more seconds")
         for field in ("step_address", "ingress_address"):
             check_link_address(field, getattr(self, field), has_keys=bool(self.curve_keys), least_port=0)
+        check_metrics_address(self.metrics_address, self.metrics_token_file)
         if self.curve_keys and not (Path(self.curve_keys) / "scheduler.key_secret").is_file():
             raise ValueError(
                 f"curve_keys: {self.curve_keys!r:.64} is not allowed; allowed: a directory with scheduler.key_secret"

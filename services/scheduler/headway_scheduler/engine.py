@@ -11,7 +11,17 @@ import msgspec
 
 from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
-from headway_proto.ingress import Abort, AdminCall, Admitted, Finished, ModelInfo, Rejected, Submit, TokenLogprobs
+from headway_proto.ingress import (
+    Abort,
+    AdminCall,
+    Admitted,
+    Finished,
+    ModelInfo,
+    Rejected,
+    SchedulerLoad,
+    Submit,
+    TokenLogprobs,
+)
 from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
@@ -19,7 +29,7 @@ from headway_scheduler.brake import MAX_LOSSES, Brake, Name
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.ingress_link import (
     Announcement,
@@ -30,6 +40,7 @@ from headway_scheduler.ingress_link import (
     IngressLinks,
 )
 from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
+from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.step_link import (
     EpochOpened,
     ExecutorLost,
@@ -42,6 +53,7 @@ from headway_scheduler.step_link import (
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
+MAX_TRACEPARENT_CHARACTERS = 128
 LEAST_STEP_TOKENS = 8
 """Steps are made smaller down to this before a request is blamed for what the executor's memory does not hold."""
 
@@ -51,6 +63,7 @@ class Notice(msgspec.Struct, frozen=True):
 
     event: str
     details: dict[str, str | int | float]
+    level: str = "info"
 
 
 class SchedulerEngine:
@@ -64,8 +77,11 @@ class SchedulerEngine:
         self.limits = limits
         self.incarnation = incarnation
         self.notices: list[Notice] = []
+        self.tells_requests = False
+        """Whether there is a notice, of level debug, of each request that comes and goes."""
         self.step_link = StepLink(incarnation)
         self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
+        self.statistics = ServingStatistics()
         self.administration = Administration(self)
         self.brake = Brake(num_trial_tokens=limits.max_steps_in_flight)
         self.num_answers = 0
@@ -83,6 +99,7 @@ class SchedulerEngine:
         self._num_unjudged_bytes = 0
         self._origin_of: dict[Name, Origin] = {}
         self._names: dict[Origin, Name] = {}
+        self._traceparents: dict[Origin, str] = {}
 
     @property
     def next_deadline(self) -> float:
@@ -130,7 +147,9 @@ class SchedulerEngine:
             self._try_suspects(self.core)
         while (output := self.core.schedule(now)) is not None:
             self.step_link.send_step(output)
+            self.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
         for end in self.core.take_shed():
+            self.statistics.note_end(end, now)
             self._shed(end)
 
     def _try_suspects(self, core: Scheduler) -> None:
@@ -182,6 +201,8 @@ class SchedulerEngine:
         if now >= self._paused_until:
             # Whether or not an executor is there to go on with: a time that is past would call for ``run`` without end.
             self._paused_until = float("-inf")
+        if now >= self.statistics.next_mark_at:
+            self.statistics.keep_time(now, self.core)
         self._on_step_events(self.step_link.tick(now), now)
         for event in self.gateways.tick(now, self._announcement):
             self._on_gateway_event(event, now)
@@ -221,6 +242,7 @@ class SchedulerEngine:
                 self._notice("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
+                self.statistics.note_executor_lost()
                 if self.core is not None:
                     self._deliver_guilty(self._judge(self.core, event.reason, None), now)
                 self.announce()
@@ -235,6 +257,7 @@ class SchedulerEngine:
         self.num_answers += 1
         self.brake.note_answer()
         self.send_steps(now)
+        self.statistics.note_answer(events, event.output.device_time_us, now)
         self._deliver(events, now)
 
     def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
@@ -283,40 +306,46 @@ class SchedulerEngine:
             self._notice("the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens)
         if changed:
             self._notice("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
+        self.statistics.note_epoch(now)
         self.announce()
 
     # ------------------------------------------------------------------------------------------------------- gateways
 
     def _on_gateway_event(self, event: IngressEvent, now: float) -> None:
         if isinstance(event, GatewayGone):
-            self._on_gateway_gone(event)
+            self._on_gateway_gone(event, now)
             return
         body = event.body
         if isinstance(body, Submit):
             self._on_submit(event.owner, body, now)
         elif isinstance(body, Abort):
-            self._on_abort(event.owner, body)
+            self._on_abort(event.owner, body, now)
         else:
             self._on_admin_call(event, body, now)
 
-    def _on_gateway_gone(self, event: GatewayGone) -> None:
+    def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
         for origin in [origin for origin in self._unjudged if origin.owner == event.owner]:
             self._forget_unjudged(origin)
         origins = [origin for origin in self._names if origin.owner == event.owner]
         self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
         for origin in origins:
             self._forget(origin)
-            if self.core is not None:
-                self.core.abort(origin)
+            self._abort_silently(origin, now)
 
-    def _on_abort(self, owner: int, abort: Abort) -> None:
+    def _on_abort(self, owner: int, abort: Abort, now: float) -> None:
         for handle in _handles(abort.handles):
             origin = Origin(owner, handle)
             self._forget_unjudged(origin)
             if origin in self._names and self.core is not None:
                 self.brake.forget(self._names[origin])
                 self._forget(origin)
-                self.core.abort(origin)
+                self._abort_silently(origin, now)
+
+    def _abort_silently(self, origin: Origin, now: float) -> None:
+        """Abort a sequence of which nobody wants to hear."""
+        end = None if self.core is None else self.core.abort(origin)
+        if end is not None:
+            self.statistics.note_end(end, now)
 
     def _forget_unjudged(self, origin: Origin) -> None:
         submit = self._unjudged.pop(origin, None)
@@ -335,6 +364,7 @@ class SchedulerEngine:
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
+            self._tell_refusal(submit, rejected)
             self.gateways.send(owner, rejected)
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
@@ -355,6 +385,12 @@ class SchedulerEngine:
         name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
         self._names[new.origin] = name
+        self.statistics.note_arrival(new.tenant)
+        if self.tells_requests:
+            num_tokens = len(new.token_ids)
+            self._notice_request(name, submit.traceparent, "request accepted", tokens=num_tokens, tenant=new.tenant)
+        if submit.traceparent:
+            self._traceparents[new.origin] = submit.traceparent
         return None
 
     def _new_request(self, owner: int, submit: Submit) -> NewRequestEvent:
@@ -405,6 +441,7 @@ class SchedulerEngine:
         checks = (
             (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
             (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
+            (len(submit.traceparent) <= MAX_TRACEPARENT_CHARACTERS, "traceparent", submit.traceparent, "128 characters"),
             (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
             (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
             (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
@@ -469,6 +506,8 @@ class SchedulerEngine:
                 link.hold(columns=(events.handles[mine], events.indices[mine], events.token_ids[mine]))
 
     def _deliver_end(self, end: FinishedEvent, now: float) -> None:
+        self.statistics.note_end(end, now)
+        self._tell_end(end)
         if end.origin in self._names:
             self.brake.forget(self._names[end.origin])
         self._forget(end.origin)
@@ -477,6 +516,7 @@ class SchedulerEngine:
             return
         scheduled = now if end.scheduled_time is None else end.scheduled_time
         first = end.arrival_time if end.first_token_time is None else end.first_token_time
+        prefill_device_us, decode_device_us = end.device_us
         link.hold(
             finished=(
                 Finished(
@@ -488,18 +528,29 @@ class SchedulerEngine:
                     ttft_ms=(first - end.arrival_time) * 1e3,
                     num_preemptions=end.num_preemptions,
                     error=end.error,
+                    total_ms=(now - end.arrival_time) * 1e3,
+                    prefill_device_ms=prefill_device_us / 1e3,
+                    decode_device_ms=decode_device_us / 1e3,
                 ),
             )
         )
 
     def _forget(self, origin: Origin) -> None:
         name = self._names.pop(origin, None)
+        self._traceparents.pop(origin, None)
         if name is not None:
             del self._origin_of[name]
             self.administration.remember_ended(name[0])
 
     def _announcement(self) -> Announcement:
-        return Announcement(self._model_info(), self.state, self.num_answers, self.num_unfinished)
+        return Announcement(self._model_info(), self.state, self.num_answers, self.num_unfinished, self._load())
+
+    def _load(self) -> SchedulerLoad:
+        core = self.core
+        if core is None:
+            return SchedulerLoad(num_waiting=len(self._unjudged))
+        usage = 1.0 - core.pool.num_free / core.pool.num_blocks
+        return SchedulerLoad(core.num_running, core.num_waiting, core.max_running, usage)
 
     def _model_info(self) -> ModelInfo | None:
         if self.info is None or self.core is None:
@@ -516,8 +567,46 @@ class SchedulerEngine:
             max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
         )
 
+    def _tell_refusal(self, submit: Submit, rejected: Rejected) -> None:
+        if self.tells_requests:
+            name = Name(submit.request_id, submit.index)
+            self._notice_request(
+                name, submit.traceparent, "request refused", reason=rejected.reason, message=rejected.message
+            )
+
+    def _tell_end(self, end: FinishedEvent) -> None:
+        name = self._names.get(end.origin)
+        if name is None:
+            return
+        traceparent = self._traceparents.get(end.origin, "")
+        if end.reason is FinishReason.ERROR:
+            self._notice_request(name, traceparent, "request failed", "warning", error=end.error)
+        elif self.tells_requests:
+            self._notice_request(
+                name,
+                traceparent,
+                "request finished",
+                reason=end.reason.value,
+                output_tokens=end.num_output_tokens,
+                preemptions=end.num_preemptions,
+            )
+
+    def _notice_request(
+        self, name: Name, traceparent: str, event: str, level: str = "debug", **details: str | float
+    ) -> None:
+        ids: dict[str, str | int | float] = {"request_id": name.request_id, "continuation": name.continuation}
+        if traceparent:
+            ids["trace_id"] = trace_id_of(traceparent)
+        self.notices.append(Notice(event, {**ids, **details}, level))
+
     def _notice(self, event: str, **details: str | float) -> None:
         self.notices.append(Notice(event, dict(details)))
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The id of the trace in a W3C ``traceparent``; empty if it is none."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 else ""
 
 
 def _handles(column: bytes) -> list[int]:

@@ -25,6 +25,7 @@ from headway_proto.ingress import (
     GatewayHello,
     ModelInfo,
     SchedulerHello,
+    SchedulerLoad,
     SchedulerStatus,
     Submit,
     TokenLogprobs,
@@ -67,6 +68,7 @@ class Announcement(msgspec.Struct, frozen=True):
     state: str
     num_steps: int
     num_unfinished: int
+    load: SchedulerLoad = SchedulerLoad()
 
 
 class GatewayLink:
@@ -202,7 +204,11 @@ class IngressLinks:
     def announce(self, announcement: Announcement) -> None:
         """Tell every gateway the news."""
         status = SchedulerStatus(
-            announcement.model, announcement.state, announcement.num_steps, announcement.num_unfinished
+            announcement.model,
+            announcement.state,
+            announcement.num_steps,
+            announcement.num_unfinished,
+            announcement.load,
         )
         for link in self.links():
             self.send(link.owner, status)

@@ -5,22 +5,27 @@ Owns: the loop of four beats, start and stop. Must not know: how anything is dec
 
 import ctypes
 import gc
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
 from types import FrameType
-from typing import Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from headway_proto.log_sink import LogSink, notice_of
+from headway_proto.logs import make_logger
 from headway_proto.pulse import Pulse, pulse_of
+from headway_proto.snapshots import Snapshots
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
+
+if TYPE_CHECKING:
+    from headway_proto.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -37,9 +42,11 @@ def run(config: SchedulerConfig) -> int:
     After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
     """
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
-    log = _logger(config, sink)
+    log = make_logger("scheduler", level=config.log_level, log_format=config.log_format, sink=sink)
+    snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
     try:
         config.validate()
+        endpoint = _metrics_endpoint(config, snapshots)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"headway scheduler: {error}\n")
@@ -48,10 +55,13 @@ def run(config: SchedulerConfig) -> int:
     if config.exit_with_parent:
         _exit_with_parent()
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
+    engine.tells_requests = config.log_level == "debug"
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
+    if endpoint is not None:
+        log.info("metrics", port=endpoint.port)
     try:
-        serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ))
+        serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
         transport.close()
     log.info(
@@ -61,6 +71,14 @@ def run(config: SchedulerConfig) -> int:
     )
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
+
+
+def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSnapshot]) -> "MetricsEndpoint | None":
+    if not config.metrics_address:
+        return None
+    from headway_proto.metrics_endpoint import MetricsEndpoint
+
+    return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 
 
 class StopRequest(Protocol):
@@ -76,6 +94,7 @@ def serve(
     grace_s: float,
     log: structlog.typing.FilteringBoundLogger,
     pulse: Pulse | None = None,
+    snapshots: Snapshots[SchedulerSnapshot] | None = None,
 ) -> None:
     """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
     stop_by = float("inf")
@@ -99,14 +118,20 @@ def serve(
             engine.gateway_frame(peer, data, now)
         engine.run(now)
         _send(engine, transport, now)
-        for notice in engine.notices:
-            log.info(notice.event, **notice.details)
-        engine.notices.clear()
+        _log_notices(engine, log)
+        if snapshots is not None and snapshots.wanted:
+            snapshots.give(take_snapshot(engine, now))
         if now >= report_rejections_at:
             for rejections in transport.take_rejections():
                 report_rejections_at = now + _REJECTIONS_INTERVAL_S
                 log.warning("connections turned away", link=rejections.link, new=rejections.new, total=rejections.total)
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
+
+
+def _log_notices(engine: SchedulerEngine, log: structlog.typing.FilteringBoundLogger) -> None:
+    for notice in engine.notices:
+        getattr(log, notice.level)(notice.event, **notice.details)
+    engine.notices.clear()
 
 
 def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:
@@ -153,17 +178,3 @@ def _exit_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it ended in between
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _logger(config: SchedulerConfig, sink: LogSink) -> structlog.typing.FilteringBoundLogger:
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if config.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=False)
-    )
-    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, sink)),
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-    )
-    return logger.bind(process="scheduler")

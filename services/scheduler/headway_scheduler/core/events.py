@@ -11,14 +11,29 @@ from headway_scheduler.core.request import FinishReason, Origin
 
 
 class AdmittedEvent(msgspec.Struct, frozen=True):
-    """A request runs for the first time."""
+    """A request runs for the first time. Times in seconds."""
 
     origin: Origin
     num_cached_tokens: int
+    num_prompt_tokens: int
+    tenant: str
+    arrival_time: float
+    scheduled_time: float
+
+
+class FirstTokenEvent(msgspec.Struct, frozen=True):
+    """A request has its first token. Times in seconds."""
+
+    arrival_time: float
+    scheduled_time: float
 
 
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one."""
+    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one.
+
+    ``num_output_tokens`` includes ``num_held_tokens``, which came with it. ``num_predicted_tokens``: the output that was
+    expected of it when it first ran; None where nothing was.
+    """
 
     origin: Origin
     reason: FinishReason
@@ -27,6 +42,12 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_time: float | None
     first_token_time: float | None
     num_preemptions: int
+    num_prompt_tokens: int
+    num_held_tokens: int
+    tenant: str
+    device_us: tuple[int, int] = (0, 0)
+    """What the steps between its first and its first token took on the device, and those until its end; microseconds."""
+    num_predicted_tokens: int | None = None
     stop_token_id: int = -1
     error: str = ""
 
@@ -40,7 +61,10 @@ class LogprobsEvent(msgspec.Struct, frozen=True):
 
 
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token."""
+    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
+
+    ``resumed_gaps_s``: for each request that goes on after it had lost its row, the seconds since its token before.
+    """
 
     admitted: tuple[AdmittedEvent, ...] = ()
     owners: Int32Array = EMPTY_COLUMN
@@ -49,3 +73,5 @@ class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Int32Array = EMPTY_COLUMN
     logprobs: tuple[LogprobsEvent, ...] = ()
     finished: tuple[FinishedEvent, ...] = ()
+    first_tokens: tuple[FirstTokenEvent, ...] = ()
+    resumed_gaps_s: tuple[float, ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
 
 START_BITS = 48
@@ -72,16 +73,20 @@ class Request:
         "arrival_time",
         "cache_node",
         "curve",
+        "device_us_marks",
         "first_token_time",
         "host_blocks",
         "itl_slo_ms",
         "lane",
+        "last_token_time",
         "latest_start",
         "limit",
+        "lost_work",
         "new",
         "num_admitted_tokens",
         "num_cached_blocks",
         "num_passed_over",
+        "num_predicted_tokens",
         "num_preemptions",
         "num_queued_tokens",
         "num_swapped_tokens",
@@ -139,10 +144,18 @@ class Request:
         """Tokens known when it last took a row."""
         self.num_unreturned = 0
         """Steps in flight that will still bring a token for this request although it lost its row."""
+        self.last_token_time: float | None = None
+        """When its newest token came, known while it does not run."""
+        # What all steps together had taken on the device when it first ran, and when it had its first token.
+        self.device_us_marks = 0, 0
+        # Tokens that were computed when it last lost its row, and why those are lost that are not found again.
+        self.lost_work = 0, WasteReason.RECOMPUTE
+        self.num_predicted_tokens: int | None = None
+        """The output expected of it when it first ran, where outputs are predicted."""
         self.num_cached_blocks = 0
         """Leading blocks of its table that the prefix cache knows."""
+        # The prefix-cache node of the last of them.
         self.cache_node = 0
-        """The prefix-cache node of the last of them."""
 
     @property
     def order_key(self) -> int:

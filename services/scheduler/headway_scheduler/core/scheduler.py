@@ -45,9 +45,21 @@ from headway_proto.columns import Int32Array, decode_column, encode_column
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.counters import SchedulerCounters
+from headway_scheduler.core.counters import (
+    Preemption,
+    PreemptionMode,
+    PreemptionReason,
+    SchedulerCounters,
+    WasteReason,
+)
 from headway_scheduler.core.door import RequestRejected, check_request, limit_of
-from headway_scheduler.core.events import AdmittedEvent, FinishedEvent, LogprobsEvent, StepEvents
+from headway_scheduler.core.events import (
+    AdmittedEvent,
+    FinishedEvent,
+    FirstTokenEvent,
+    LogprobsEvent,
+    StepEvents,
+)
 from headway_scheduler.core.fair_queue import burst_tokens_of
 from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -71,7 +83,7 @@ from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.step_time import StepShape, StepTimeFigures, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.swapping import Swapping
 from headway_scheduler.core.token_budget import TOKEN_BUDGETS
@@ -143,6 +155,8 @@ class Scheduler:
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
         self.max_num_batched_tokens = capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
+        self.budget_in_force = self.max_num_batched_tokens
+        """Tokens that the newest step with prompts might have had, decodes included."""
         # More requests than tokens in the budget could not all decode in one step.
         self._max_rows_per_step = min(self.limits.max_num_seqs, self.max_num_batched_tokens)
         num_batches = 1 if self._batching.overlaps_own_steps else self.limits.max_steps_in_flight
@@ -193,6 +207,30 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests waiting or running."""
         return len(self._requests)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that wait because they lost their row."""
+        return self._num_preempted
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of all requests that wait."""
+        return self._room.num_tokens
+
+    @property
+    def step_time_figures(self) -> StepTimeFigures | None:
+        """The model of step times; None while it has learned nothing."""
+        return self._step_times.figures
+
+    @property
+    def budget_margin(self) -> float:
+        """What predicted step times are multiplied by before they are held to an objective."""
+        return self._budget.margin
+
+    def service_counter_of(self, tenant: str) -> float | None:
+        """The service that a tenant has had in the order's books, weighted; None under an order that keeps none."""
+        return self._waiting.counter_of(tenant) if self._order.keeps_books else None
 
     def requests(self) -> list[Request]:
         """All live requests by arrival, for operators; O(n log n)."""
@@ -366,7 +404,7 @@ class Scheduler:
         admitted = tuple(self._admitted)
         for row in self.rows.live_rows().tolist():
             request = self.rows.request_in(row)
-            request.token_ids = self.rows.tokens_of(row)
+            self._keep_tokens(request, WasteReason.NEW_EPOCH)
             self.rows.give_back(row)
             request.status = RequestStatus.PREEMPTED
             self._wait(request)
@@ -379,6 +417,7 @@ class Scheduler:
             request.num_cached_blocks = 0
             request.host_blocks = NO_BLOCKS
             request.num_swapped_tokens = 0
+            request.lost_work = request.lost_work[0], WasteReason.NEW_EPOCH
             request.limit = limit_of(request.new, capacity)
             largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
             if not same_model:
@@ -449,7 +488,7 @@ class Scheduler:
         """Send everybody but ``alone`` back to the queue."""
         for row in self.rows.live_rows().tolist():
             if self.rows.request_in(row) is not alone:
-                self._preempt(plan, row)
+                self._preempt(plan, row, PreemptionReason.RUN_ALONE)
         plan.short_of_blocks = False
 
     def _next_to_start(self, now: float) -> Request | None:
@@ -532,6 +571,7 @@ class Scheduler:
     def _bound_prompts(self, plan: StepPlan) -> None:
         """Let the budget say how many prompt tokens may run beside the decodes."""
         rows, decoding = self.rows, self._decoding_shape()
+        self.budget_in_force = plan.budget
         if not decoding.num_rows:
             return
         under_way = self._prompts_under_way()
@@ -547,6 +587,7 @@ class Scheduler:
             is_urgent=first is not None and first.lane == Lane.URGENT,
         )
         plan.budget = min(plan.budget, decoding.num_rows + num_prompt_tokens)
+        self.budget_in_force = plan.budget
 
     def _objective_s(self) -> float | None:
         """The tightest inter-token objective of those that run."""
@@ -625,7 +666,7 @@ class Scheduler:
             victim = choose_victim(self.rows, self.pool, row, plan.rows_in_prompt())
             if victim is None:
                 return False
-            self._preempt(plan, victim)
+            self._preempt(plan, victim, PreemptionReason.NO_BLOCK)
             if victim == row:
                 return False
         return True
@@ -811,7 +852,7 @@ class Scheduler:
             )
         )
         self._advance_prompt(plan, request, start + chunk, chunk)
-        self._note_admission(request, num_tokens, shared, plan.now)
+        self._note_admission(request, start, shared, plan.now)
         books.note_start(request, start + chunk, len(table))
         return True
 
@@ -870,9 +911,10 @@ class Scheduler:
         if num_blocks <= 0 and not needs_row:
             return False
         victims = self._victims_for(plan, request, num_blocks)
+        reason = PreemptionReason.HIGHER_CLASS if self._order.ranks_classes else PreemptionReason.LATE_FIRST_TOKEN
         for row in victims:
             victim = self.rows.request_in(row)
-            self._preempt(plan, row, for_class=True)
+            self._preempt(plan, row, reason)
             if not self._order.ranks_classes:
                 # Or it would come back first and take what it has just made room for.
                 self._waiting.move(victim, Lane.NORMAL)
@@ -909,16 +951,29 @@ class Scheduler:
         scope = request.new.tenant if self._caches_by_tenant else ""
         return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, scope)
 
-    def _note_admission(self, request: Request, num_tokens: int, shared: BlockIndices, now: float) -> None:
-        counters = self.counters
-        num_cached_tokens = len(shared) * self.rows.block_size
+    def _note_admission(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
+        """A request has a row; its tokens from ``start`` on are to be computed."""
+        counters, new = self.counters, request.new
+        num_tokens, num_cached_tokens = len(request.token_ids), len(shared) * self.rows.block_size
         if request.scheduled_time is not None:
             # It finds mostly what it computed itself, which tells nothing about how often others will.
             counters.num_prefix_resumed_tokens += num_cached_tokens
+            num_once_computed, reason = request.lost_work
+            num_lost_tokens = min(num_once_computed, num_tokens) - start
+            if num_lost_tokens > 0:
+                counters.wasted_tokens[reason] += num_lost_tokens
             return
         request.scheduled_time = now
-        counters.num_prompt_tokens += request.new.num_prompt_tokens
-        self._admitted.append(AdmittedEvent(request.new.origin, num_cached_tokens))
+        request.device_us_marks = counters.device_us, counters.device_us
+        counters.num_prompt_tokens += new.num_prompt_tokens
+        if self._predicts:
+            most = request.limit - new.num_prompt_tokens
+            request.num_predicted_tokens = self._lengths.predicted_output(
+                request.curve, num_tokens - new.num_prompt_tokens, most
+            )
+        self._admitted.append(
+            AdmittedEvent(new.origin, num_cached_tokens, new.num_prompt_tokens, new.tenant, request.arrival_time, now)
+        )
         counters.num_prefix_queries += 1
         counters.num_prefix_query_tokens += num_tokens
         if len(shared):
@@ -944,25 +999,35 @@ class Scheduler:
         self.rows.due_tick[row] = NEVER
         self._decoding_changed = True
 
-    def _preempt(self, plan: StepPlan, row: int, *, for_class: bool = False) -> None:
+    def _preempt(self, plan: StepPlan, row: int, reason: PreemptionReason) -> None:
         """Take a row's blocks away; the request returns to its place in the queue and goes on later.
 
-        ``for_class``: for one of a higher class. Who has made way ``MAX_WAYS_MADE`` times does so no more.
+        Who has made way for another ``MAX_WAYS_MADE`` times does so no more.
         """
         request = self.rows.request_in(row)
-        request.token_ids = self.rows.tokens_of(row)
+        self._keep_tokens(request, WasteReason.RECOMPUTE)
         self._swap_out(request, row)
         self._release_row(row, owed_tokens=True)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        if for_class:
+        if reason.is_for_another:
             request.num_ways_made += 1
             if request.num_ways_made >= MAX_WAYS_MADE:
                 request.rank = HEAD_RANK
+        mode = PreemptionMode.SWAP if request.num_swapped_tokens else PreemptionMode.RECOMPUTE
         self.counters.num_preemptions += 1
+        self.counters.preemptions[Preemption(mode, reason)] += 1
         self._wait(request)
         plan.drop_row(row)
         plan.short_of_blocks = True
+
+    def _keep_tokens(self, request: Request, reason: WasteReason) -> None:
+        """Copy what a request needs to know beyond its row; what it has computed may be lost for this ``reason``."""
+        rows, row = self.rows, request.row
+        request.token_ids = rows.tokens_of(row)
+        request.lost_work = int(rows.num_computed_tokens[row]), reason
+        if len(request.token_ids) > request.num_admitted_tokens:
+            request.last_token_time = self._observer.last_answer_time
 
     def _swap_out(self, request: Request, row: int) -> None:
         """Let the next step copy what is computed to the host, if that is better than computing it again."""
@@ -984,9 +1049,12 @@ class Scheduler:
         fence = self._fence_of(row)
         for step in self._in_flight:
             if row not in step.leavers:
-                owes = owed_tokens and step.samples(row)
-                step.leavers[row] = request if owes else None
-                request.num_unreturned += owes
+                samples = step.samples(row)
+                step.leavers[row] = request if samples and owed_tokens else None
+                if samples and owed_tokens:
+                    request.num_unreturned += 1
+                elif samples:
+                    self.counters.wasted_tokens[WasteReason.SURPLUS] += 1
         self.pool.release(rows.blocks_of(row), fence)
         if request.itl_slo_ms:
             self._tightest.change(request.itl_slo_ms, -1)
@@ -1075,12 +1143,15 @@ class Scheduler:
         if step.load is not None and not step.num_moved_blocks:
             self._observer.learn(step.load, now)
         self._observer.last_answer_time = now
+        self.counters.device_us += output.device_time_us
         if step.num_moved_blocks:
             self.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
         finished: list[FinishedEvent] = []
+        first_tokens: list[FirstTokenEvent] = []
+        resumed_gaps_s: list[float] = []
         failed = {error.row: error.message for error in output.errors}
         if step.chunks:
-            self._confirm_chunks(step, failed, now)
+            self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
         logprobs = self._logprobs(step, output) if output.logprobs else ()
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
@@ -1105,6 +1176,8 @@ class Scheduler:
             token_ids=columns.token_ids,
             logprobs=logprobs,
             finished=tuple(finished),
+            first_tokens=tuple(first_tokens),
+            resumed_gaps_s=tuple(resumed_gaps_s),
         )
 
     def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, NDArray[np.bool_]]:
@@ -1142,13 +1215,25 @@ class Scheduler:
             if place.start == place.stop:
                 raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
 
-    def _confirm_chunks(self, step: InFlightStep, failed: dict[int, str], now: float) -> None:
+    def _confirm_chunks(
+        self,
+        step: InFlightStep,
+        failed: dict[int, str],
+        now: float,
+        first_tokens: list[FirstTokenEvent],
+        resumed_gaps_s: list[float],
+    ) -> None:
         for chunk in step.chunks:
             request = chunk.request
-            if chunk.row in failed:
+            if chunk.row in failed or request.status is RequestStatus.FINISHED:
                 continue
             if chunk.completes and request.first_token_time is None:
                 request.first_token_time = now
+                request.device_us_marks = request.device_us_marks[0], self.counters.device_us
+                assert request.scheduled_time is not None
+                first_tokens.append(FirstTokenEvent(request.arrival_time, request.scheduled_time))
+            elif chunk.completes and request.last_token_time is not None:
+                resumed_gaps_s.append(now - request.last_token_time)
             if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.stay:
                 self._cache_blocks(request, chunk.row, chunk.num_computed_tokens)
 
@@ -1204,6 +1289,7 @@ class Scheduler:
     ) -> TokenColumns:
         for request, token_id in late:
             request.append_token(token_id)
+            request.last_token_time = self._observer.last_answer_time
             if self._order.keeps_books:
                 place = self._waiting.place_of_tenant(request)
                 self._waiting.charge_output(np.arange(place + 1) == place)
@@ -1253,6 +1339,19 @@ class Scheduler:
             scheduled_time=request.scheduled_time,
             first_token_time=request.first_token_time,
             num_preemptions=request.num_preemptions,
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
+            tenant=new.tenant,
+            device_us=self._device_us_of(request),
+            num_predicted_tokens=request.num_predicted_tokens,
             stop_token_id=stop_token_id,
             error=error,
         )
+
+    def _device_us_of(self, request: Request) -> tuple[int, int]:
+        """What steps took on the device until its first token, and from then on."""
+        if request.scheduled_time is None:
+            return 0, 0
+        start, first = request.device_us_marks
+        now = self.counters.device_us
+        return (now - start, 0) if request.first_token_time is None else (first - start, now - first)

@@ -66,6 +66,8 @@ _LARGEST_NOISE = 0.50
 """With more, a model that is wrong altogether would take its own errors for noise and never count them."""
 _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
+_ERROR_GAIN = 0.03
+"""Of the mean error that operators are told."""
 _MEAN_TO_DEVIATION = 1.2533
 """The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
 _LARGEST_ERROR = 9.0
@@ -134,6 +136,23 @@ def _diagonal(variance: float) -> list[_Row]:
     return rows
 
 
+class StepTimeFigures(NamedTuple):
+    """A model at one moment, for operators. Seconds: of any step, and per row, token, token beyond each knee, token of
+    context and pair of prefill attention. ``relative_error``: mean of abs(actual / predicted - 1) over the latest steps.
+    """
+
+    num_observed: int
+    num_shifts: int
+    relative_error: float
+    constant_s: float
+    row_s: float
+    token_s: float
+    token_beyond_128_s: float
+    token_beyond_256_s: float
+    context_token_s: float
+    prefill_pair_s: float
+
+
 class StepTimeModel:
     """The model of one device. ``observe`` each step that ran, in order; ``predict_s`` any step.
 
@@ -142,6 +161,7 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.num_shifts = 0
+        self._relative_error = 0.0
         self._num_observed = 0
         self._knows_prefill = False
         self._coefficients: _Row = (0.0,) * _NUM_FEATURES
@@ -150,6 +170,25 @@ class StepTimeModel:
         self._prior_variance = _PRIOR_VARIANCE
         self._noise = _FIRST_NOISE
         self._run = 0  # of clipped residuals: how many in a row, with their sign
+
+    @property
+    def figures(self) -> StepTimeFigures | None:
+        """What has been learned; None until ``predict_s`` answers."""
+        if self._num_observed <= WARM_UP_STEPS:
+            return None
+        constant, row, token, beyond_first, beyond_second, context, pair = self._coefficients
+        return StepTimeFigures(
+            num_observed=self._num_observed,
+            num_shifts=self.num_shifts,
+            relative_error=self._relative_error,
+            constant_s=constant,
+            row_s=row * _ROWS_UNIT,
+            token_s=token * _TOKENS_UNIT,
+            token_beyond_128_s=beyond_first * _TOKENS_UNIT,
+            token_beyond_256_s=beyond_second * _TOKENS_UNIT,
+            context_token_s=context * _CONTEXT_UNIT,
+            prefill_pair_s=pair * _PAIRS_UNIT,
+        )
 
     def predict_s(self, shape: StepShape) -> float | None:
         """Seconds that a step of this shape will take; None until one after the ``WARM_UP_STEPS`` has been observed."""
@@ -199,6 +238,7 @@ class StepTimeModel:
         if features[6]:
             self._knows_prefill = True
         predicted_s = max(sum(map(mul, self._coefficients, features)), _SHORTEST_S)
+        self._relative_error += _ERROR_GAIN * (abs(duration_s / predicted_s - 1.0) - self._relative_error)
         # Relative to the prediction; less so where it is far too long, or its own size would make the evidence count less.
         unit_s = min(predicted_s, max(2.0 * duration_s, predicted_s / 8.0))
         inverse = 1.0 / unit_s

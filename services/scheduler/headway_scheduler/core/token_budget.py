@@ -42,6 +42,9 @@ class TokenBudget(Protocol):
     ``objective_s``: the tightest inter-token objective among the rows that decode, seconds; None if nobody has one.
     """
 
+    @property
+    def margin(self) -> float: ...  # noqa: D102 - what predictions are multiplied by before they are held to an objective
+
     def prompt_tokens(
         self,
         *,
@@ -70,6 +73,8 @@ class TokenBudget(Protocol):
 
 class FixedBudget:
     """``max_num_batched_tokens`` less the decodes, whatever it costs."""
+
+    margin = 1.0
 
     def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -143,6 +148,11 @@ class SloBudget:
         self._tail = TailRatio()
         self._largest_learned = 0
         """Tokens of the largest step that the model has learned from and that kept its objective."""
+
+    @property
+    def margin(self) -> float:
+        """The 99th percentile of actual over predicted time."""
+        return self._tail.value
 
     def prompt_tokens(
         self,

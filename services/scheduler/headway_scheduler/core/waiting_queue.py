@@ -105,6 +105,9 @@ class WaitingQueue(Protocol):
     def place_of_tenant(self, request: Request) -> int:
         """The place of a live request's tenant in the books that ``charge_output`` keeps."""
 
+    def counter_of(self, tenant: str) -> float:
+        """The service that a tenant has had by those books, in weighted tokens."""
+
     def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Output tokens have come, shape ``[n]`` by place of the tenant."""
 
@@ -220,6 +223,11 @@ class KeyedQueue:
         """No books are kept."""
         del request
         return 0
+
+    def counter_of(self, tenant: str) -> float:
+        """No books are kept."""
+        del tenant
+        return 0.0
 
     def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Nothing: no books are kept."""

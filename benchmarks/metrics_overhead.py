@@ -1,0 +1,248 @@
+"""What it costs the scheduler's step to keep the figures that operators are told, and to tell them.
+
+Owns: the measurement, by turns in one run, of the same steps without the statistics, with them, and while they are read.
+Must not know: how the figures are made or told.
+
+N requests decode; a step is the core's, with the real frames (as ``scheduler_step.py`` measures it), followed by what the
+engine tells ``ServingStatistics``, or by nothing. In a second part, in which each step comes after a pause such as an
+executor would take, another process reads the metrics over HTTP ``SCRAPES_PER_S`` times a second in every other turn, some
+fifty times as often as Prometheus would: the loop copies the figures and shares the interpreter with the thread that writes
+them out. In ``churn`` rows 2% of the requests end in every step and as many arrive, which is when there is more to note.
+Turns alternate, so that both kinds see the same machine; medians are those of the quickest turn, p99 is over all. The
+notes are timed by themselves as well, in blocks of a thousand calls, since a step's own scatter is larger than what they
+cost. ``gateway`` is what a gateway notes of one delta that it writes. Times in microseconds.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from headway_gateway.statistics import GatewayStatistics
+from headway_proto.metrics_endpoint import MetricsEndpoint
+from headway_proto.snapshots import Snapshots
+from headway_scheduler.core.events import StepEvents
+from headway_scheduler.core.request import Origin
+from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
+from headway_scheduler.process import relax_collector
+from headway_scheduler.serving_statistics import ServingStatistics
+from provenance import provenance
+from scheduler_step import STEP_S, Bench, num_leaving
+
+CALLS_PER_BLOCK = 1000
+NUM_BLOCKS = 20
+SCRAPES_PER_S = 10
+READ_FOR_EVER = f"""
+import sys, time, urllib.request
+while True:
+    try:
+        urllib.request.urlopen(sys.argv[1], timeout=10).read()
+    except OSError:
+        pass
+    time.sleep({1 / SCRAPES_PER_S})
+"""
+
+
+class NotedBench(Bench):
+    """A bench whose steps are noted while ``noted`` is there, and which answers who reads the metrics."""
+
+    def __init__(self, num_running: int, seed: int) -> None:
+        super().__init__(num_running, 2, seed)
+        self.noted: ServingStatistics | None = None
+        self.engine = SchedulerEngine(self.core.limits, incarnation=1)
+        self.engine.core = self.core
+        self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
+
+    def update(self, frame: bytes) -> StepEvents:
+        """Take one answer in, and note it."""
+        events = super().update(frame)
+        if self.noted is not None:
+            note(self.noted, self, events, self.now)
+            if self.snapshots.wanted:
+                self.snapshots.give(take_snapshot(self.engine, self.now))
+        return events
+
+
+class Reader:
+    """Another process that reads the metrics again and again, while it is not held."""
+
+    def __init__(self, port: int) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", READ_FOR_EVER, f"http://127.0.0.1:{port}/metrics"])
+        self.hold()
+
+    def hold(self) -> None:
+        """Read no more for now."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Read again."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) -> None:
+    """What the engine does for the figures in each step."""
+    kept.step_tokens.observe(bench.num_running)
+    kept.note_answer(events, 0, now)
+    if now >= kept.next_mark_at:
+        kept.keep_time(now, bench.core)
+
+
+def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool) -> dict[str, Any]:
+    """Steps without and with notes by turns; then noted steps with pauses, read and not."""
+    bench = NotedBench(num_running, arguments.seed)
+    bench.settle()
+    relax_collector()
+    bench.engine.statistics.note_epoch(bench.now)
+    load = Load(bench, arguments.steps, has_churn=has_churn)
+    noting = by_turns(load, None, ("without", "noted"), arguments.turns, 0.0)
+    endpoint = MetricsEndpoint("127.0.0.1:0", "", lambda: families_of(bench.snapshots.ask()))
+    reader = Reader(endpoint.port)
+    try:
+        reading = by_turns(load, reader, ("unread", "read"), arguments.turns, arguments.pace_ms)
+    finally:
+        reader.close()
+        endpoint.close()
+    return {
+        **noting,
+        **reading,
+        "ratio": round(noting["noted"]["median_us"] / noting["without"]["median_us"], 4),
+        "note_us": round(note_us(num_running), 3),
+    }
+
+
+def by_turns(
+    load: "Load", reader: Reader | None, kinds: tuple[str, str], turns: int, pace_ms: float
+) -> dict[str, dict[str, float]]:
+    """Figures of both kinds of turn."""
+    times: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for turn in range(len(kinds) * turns):
+        kind = kinds[turn % len(kinds)]
+        if reader is not None and kind == "read":
+            reader.go_on()
+        times[kind].append(load.turn(is_noted=kind != "without", pace_ms=pace_ms))
+        if reader is not None:
+            reader.hold()
+    return {kind: _figures(times[kind]) for kind in kinds}
+
+
+class Load:
+    """Turns of ``steps`` steps; with churn the oldest rows end before each and as many requests arrive."""
+
+    def __init__(self, bench: NotedBench, steps: int, *, has_churn: bool) -> None:
+        self._bench = bench
+        self._steps = steps
+        self._num_leaving = num_leaving(bench.num_running) if has_churn else 0
+        self._origins = deque(request.new.origin for request in bench.core.requests())
+
+    def turn(self, *, is_noted: bool, pace_ms: float) -> list[float]:
+        """Microseconds for each step, with a pause before it."""
+        self._bench.noted = self._bench.engine.statistics if is_noted else None
+        times = []
+        for _ in range(self._steps):
+            if pace_ms:
+                time.sleep(pace_ms / 1e3)
+            times.append(self._step())
+        return times
+
+    def _step(self) -> float:
+        bench = self._bench
+        ending = [bench.core.abort(self._origins.popleft()) for _ in range(self._num_leaving)]
+        self._origins.extend(Origin(1, bench.num_arrived + place) for place in range(self._num_leaving))
+        arrivals = [bench.new_request(max_tokens=2000) for _ in range(self._num_leaving)]
+        start = time.perf_counter_ns()
+        if bench.noted is not None:
+            for end in ending:
+                assert end is not None
+                bench.noted.note_end(end, bench.now)
+        return (time.perf_counter_ns() - start) / 1e3 + bench.timed_step(arrivals)
+
+
+def _figures(turns: list[list[float]]) -> dict[str, float]:
+    everything = sorted(time_us for turn in turns for time_us in turn)
+    return {
+        "median_us": round(min(statistics.median(turn) for turn in turns), 2),
+        "mean_us": round(statistics.fmean(everything), 2),
+        "p99_us": round(everything[int(len(everything) * 0.99)], 2),
+    }
+
+
+def note_us(num_running: int) -> float:
+    """Microseconds for what is noted of one step in which N rows decode: the quickest block of calls."""
+    bench = Bench(num_running, 2, 0)
+    bench.settle()
+    frame = bench.schedule()
+    assert frame is not None
+    bench.in_flight.append(bench.answer())
+    events = bench.update(bench.in_flight.popleft())
+    kept, now = ServingStatistics(), bench.now
+    blocks = []
+    for _ in range(NUM_BLOCKS):
+        start = time.perf_counter_ns()
+        for _ in range(CALLS_PER_BLOCK):
+            now += STEP_S
+            note(kept, bench, events, now)
+        blocks.append((time.perf_counter_ns() - start) / 1e3 / CALLS_PER_BLOCK)
+    return min(blocks)
+
+
+def gateway_note_us() -> float:
+    """Microseconds for what a gateway notes of one delta: the quickest block of calls."""
+    kept = GatewayStatistics()
+    blocks = []
+    for _ in range(NUM_BLOCKS):
+        start = time.perf_counter_ns()
+        for _ in range(CALLS_PER_BLOCK):
+            kept.note_delta(1, 0.01, 1.0)
+        blocks.append((time.perf_counter_ns() - start) / 1e3 / CALLS_PER_BLOCK)
+    return min(blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", default="32,256,1024", help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=50, help="steps per turn; all turns together at most 1900")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each kind")
+    parser.add_argument("--pace-ms", type=float, default=3.0, help="pause before each step, as for an executor")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    print(
+        f"{'load':<8}{'running':>8}{'step us':>9}{'noted':>9}{'ratio':>8}{'notes':>8}{'unread p99':>12}{'read p99':>10}"
+    )
+    rows = []
+    for has_churn in (False, True):
+        for size in map(int, arguments.running.split(",")):
+            row = measured(size, arguments, has_churn=has_churn)
+            load = "churn" if has_churn else "decode"
+            rows.append({"load": load, "running": size, **row})
+            print(
+                f"{load:<8}{size:>8}{row['without']['median_us']:>9}{row['noted']['median_us']:>9}{row['ratio']:>8}"
+                f"{row['note_us']:>8}{row['unread']['p99_us']:>12}{row['read']['p99_us']:>10}"
+            )
+    gateway_us = round(gateway_note_us(), 3)
+    print(f"gateway: {gateway_us} us a delta")
+    if arguments.output:
+        record = {
+            **provenance(arguments.seed),
+            "steps": arguments.steps,
+            "turns": arguments.turns,
+            "rows": rows,
+            "gateway_note_us": gateway_us,
+        }
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The executor's figures for Prometheus.
+
+Owns: the names. Must not know: how the figures come about, HTTP, or when somebody asks.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from headway_executor.statistics import ExecutorStatistics
+from headway_proto.histogram import HistogramSnapshot
+from headway_proto.step import BackendInfo
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+
+class ExecutorSnapshot(NamedTuple):
+    """A copy of everything that is told, to be looked at by another thread."""
+
+    info: BackendInfo
+    histograms: dict[str, HistogramSnapshot]
+    moved_blocks: dict[str, int]
+    failures: dict[str, int]
+    num_epochs: int
+    num_row_errors: int
+    num_pending: int
+
+
+_HISTOGRAMS = {
+    "step_device_seconds": ("device_s", "Time of a step on the device."),
+    "step_wait_seconds": (
+        "idle_s",
+        "From the end of a step to the arrival of the next, with nothing to do in between.",
+    ),
+    "step_tokens": ("tokens", "Tokens in a step."),
+    "step_rows": ("rows", "Rows that run in a step."),
+}
+
+
+def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> ExecutorSnapshot:
+    """Copy the figures of this moment."""
+    return ExecutorSnapshot(
+        info=info,
+        histograms={name: getattr(statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
+        moved_blocks=dict(statistics.num_moved_blocks),
+        failures=dict(statistics.failures),
+        num_epochs=statistics.num_epochs,
+        num_row_errors=statistics.num_row_errors,
+        num_pending=statistics.num_pending,
+    )
+
+
+def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
+    """What Prometheus is told."""
+    from headway_proto.metric_families import MetricFamilies
+
+    info = snapshot.info
+    families = MetricFamilies(model_name=info.model_name)
+    facts: tuple[str, ...] = (info.backend, info.device, info.dtype, info.model_fingerprint)
+    families.gauge(
+        "headway_executor_info", "What runs here.", {facts: 1.0}, *("backend", "device", "dtype", "fingerprint")
+    )
+    families.gauge("headway_executor_kv_blocks", "Blocks of the KV pool.", info.num_blocks)
+    families.gauge("headway_executor_host_blocks", "Blocks in main memory.", info.num_host_blocks)
+    families.gauge("headway_executor_kv_block_tokens", "Tokens that a block holds.", info.block_size)
+    families.gauge("headway_executor_max_rows", "Rows that may be live.", info.max_num_rows)
+    families.gauge(
+        "headway_executor_steps_pending", "Steps given to the backend and not reported.", snapshot.num_pending
+    )
+    families.counter(
+        "headway_executor_moved_blocks",
+        "Blocks that were moved.",
+        {(kind,): count for kind, count in snapshot.moved_blocks.items()},
+        "kind",
+    )
+    families.counter(
+        "headway_executor_step_failures",
+        "Steps that failed as a whole.",
+        {(kind,): count for kind, count in snapshot.failures.items()},
+        "error",
+    )
+    families.counter("headway_executor_row_errors", "Rows that could not be run.", snapshot.num_row_errors)
+    families.counter("headway_executor_epochs", "Epochs that have begun.", snapshot.num_epochs)
+    for name, told in snapshot.histograms.items():
+        families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], told)
+    return families.families

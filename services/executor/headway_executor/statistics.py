@@ -1,0 +1,65 @@
+"""What the executor's steps look like: how many, how large, how long, and how long it waited between them.
+
+Owns: these figures. Must not know: who reads them, or the clock.
+"""
+
+from collections import Counter
+
+from headway_proto.histogram import Histogram
+
+_STEP_S = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0),
+)
+_COUNTS = (1.0, *(float(1 << power) for power in range(1, 15)))
+
+
+class ExecutorStatistics:
+    """Call ``note_*`` as things happen; times in seconds, monotonic."""
+
+    def __init__(self) -> None:
+        self.device_s = Histogram(_STEP_S)
+        """Of each step, as the backend has measured it."""
+        self.idle_s = Histogram(_STEP_S)
+        """Between the report of a step and the arrival of the next, where nothing was to be done in between."""
+        self.tokens = Histogram(_COUNTS)
+        self.rows = Histogram(_COUNTS)
+        self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}
+        self.failures: Counter[str] = Counter()
+        self.num_epochs = 0
+        self.num_row_errors = 0
+        self.num_pending = 0
+        self._idle_since: float | None = None
+
+    def note_step(self, num_tokens: int, num_rows: int, now: float) -> None:
+        """A step is given to the backend."""
+        self.tokens.observe(num_tokens)
+        self.rows.observe(num_rows)
+        self.num_pending += 1
+        if self._idle_since is not None:
+            self.idle_s.observe(now - self._idle_since)
+            self._idle_since = None
+
+    def note_moves(self, *, copied: int, swapped_out: int, swapped_in: int) -> None:
+        """The backend moves so many blocks before a step."""
+        self.num_moved_blocks["copy"] += copied
+        self.num_moved_blocks["swap_out"] += swapped_out
+        self.num_moved_blocks["swap_in"] += swapped_in
+
+    def note_result(self, device_time_us: int, num_errors: int, now: float) -> None:
+        """A step is done."""
+        self.device_s.observe(device_time_us / 1e6)
+        self.num_row_errors += num_errors
+        self.num_pending -= 1
+        if not self.num_pending:
+            self._idle_since = now
+
+    def note_failure(self, kind: str) -> None:
+        """A step failed as a whole; ``kind`` is the name of its error."""
+        self.failures[kind] += 1
+
+    def note_epoch(self) -> None:
+        """An epoch has begun: what was to be done is not waited for any more."""
+        self.num_epochs += 1
+        self.num_pending = 0
+        self._idle_since = None

@@ -1,0 +1,325 @@
+"""OpenTelemetry traces of requests, from the caller's ``traceparent`` to the executor.
+
+Owns: the spans of a request, their attributes (GenAI semantic conventions), and where they are sent.
+Must not know: how requests are served; with tracing off, OpenTelemetry need not even be installed.
+
+All spans are made here. The scheduler and the executor need no OpenTelemetry: the scheduler tells with a request's end how
+long it waited, when its first token came, and what its steps took on the device, and the gateway makes their spans from
+that, each under the name of its own service. A request's spans::
+
+    chat MODEL                       gateway    from the call's arrival to the end of its stream
+      tokenize                       gateway    until the prompt was tokens, the wait for a thread included
+      schedule                       scheduler  one a continuation: from its arrival there to its end
+        queue                        scheduler  until it first ran
+        prefill                      executor   from its first step to its first token
+        decode                       executor   from its first token to its end
+
+The scheduler's times are durations; they are laid so that their end is when the gateway heard of it. An export that fails
+or hangs is the affair of a thread of its own, and spans beyond what its queue holds are dropped.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+import grpc
+import structlog
+
+from headway_gateway.statuses import CallRefusedError
+from headway_gateway.validation import GenerationSpec
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_EXPORT_TIMEOUT_S = 2.0
+_SERVER_FAULTS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""What a server's span counts as its error, by the conventions for gRPC."""
+
+_log = structlog.get_logger("headway.gateway.traces")
+
+
+class OutputTimes(NamedTuple):
+    """One continuation as it went. Times in monotonic seconds; the scheduler's own durations in milliseconds."""
+
+    continuation: int
+    submitted_at: float
+    ended_at: float
+    reason: str
+    num_output_tokens: int
+    first_written_at: float | None
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    prefill_device_ms: float = 0.0
+    decode_device_ms: float = 0.0
+    num_preemptions: int = 0
+
+
+class RequestTrace(Protocol):
+    """The trace of one call, open while it is a context; what ends that ends the trace."""
+
+    @property
+    def traceparent(self) -> str:
+        """For those who work on the request; empty where nobody traces it."""
+
+    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
+        """What is asked for."""
+
+    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+        """The prompt is tokens, in monotonic seconds."""
+
+    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+        """How the continuations went, ended or not."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class Untraced:
+    """No trace."""
+
+    traceparent = ""
+
+    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
+        """Nothing."""
+
+    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+        """Nothing."""
+
+    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
+
+class Tracing:
+    """Traces the requests of one gateway to an OTLP receiver.
+
+    Args:
+        endpoint: http://HOST:PORT, or https://HOST:PORT.
+        server_address: HOST:PORT of the gateway itself.
+        sample_ratio: of requests whose caller does not say; who says is heeded.
+
+    Raises:
+        ValueError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, server_address: str, sample_ratio: float) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ValueError(
+                f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or any once headway[traces] is installed"
+            ) from None
+        _tell_in_our_log()
+        self.server_address = server_address
+        """Where the gateway listens, HOST:PORT; to be set anew once a free port has been found."""
+        self._propagator = TraceContextTextMapPropagator()
+        exporter = OTLPSpanExporter(
+            endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT_S
+        )
+        self._processor = BatchSpanProcessor(exporter)
+        self._providers: dict[str, TracerProvider] = {}
+        for service in ("gateway", "scheduler", "executor"):
+            provider = TracerProvider(
+                sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+                resource=Resource.create({"service.name": f"headway-{service}"}),
+                shutdown_on_exit=False,
+            )
+            provider.add_span_processor(self._processor)
+            self._providers[service] = provider
+
+    def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
+        """The trace of a call that came with this metadata, at ``arrived_at`` in monotonic seconds."""
+        carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        parent = self._propagator.extract(carrier)
+        tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
+        host, _, port = self.server_address.rpartition(":")
+        return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
+
+    def close(self) -> None:
+        """Send what is left, for as long as an export may take. Blocks."""
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
+
+
+class _Traced:
+    def __init__(self, tracers: "dict[str, Tracer]", parent: Any, arrived_at: float, server: dict[str, Any]) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._clock = _WallClock()
+        self._tracers = tracers
+        self._root = tracers["gateway"].start_span(
+            "generate",
+            context=parent,
+            kind=SpanKind.SERVER,
+            start_time=self._clock.ns(arrived_at),
+            attributes={
+                "rpc.system": "grpc",
+                "rpc.service": "headway.v1.Generation",
+                "rpc.method": "Generate",
+                "gen_ai.provider.name": "headway",
+                "gen_ai.request.stream": True,
+                **server,
+            },
+        )
+        self._context = set_span_in_context(self._root)
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier, self._context)
+        self.traceparent = carrier.get("traceparent", "")
+
+    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
+        operation, sampling = "chat" if is_chat else "text_completion", spec.sampling
+        self._root.update_name(f"{operation} {model_name}")
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": model_name,
+            "gen_ai.response.model": model_name,
+            "gen_ai.response.id": spec.request_id,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.choice.count": spec.num_continuations,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "headway.priority": spec.priority,
+        }
+        if spec.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = spec.max_tokens
+        if spec.tenant:
+            attributes["headway.tenant"] = spec.tenant
+        self._root.set_attributes(attributes)
+
+    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+        self._root.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
+        self._span("gateway", "tokenize", self._context, began_at, ended_at, {})
+
+    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+        outputs = list(outputs)
+        self._root.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": sum(output.num_output_tokens for output in outputs),
+                "gen_ai.usage.cache_read.input_tokens": num_cached_tokens,
+                "gen_ai.response.finish_reasons": [output.reason for output in outputs if output.reason],
+            }
+        )
+        first = min(
+            (output.first_written_at for output in outputs if output.first_written_at is not None), default=None
+        )
+        if first is not None:
+            self._root.add_event("first_token", timestamp=self._clock.ns(first))
+        for output in outputs:
+            if output.total_ms:
+                self._note_schedule(output)
+
+    def __enter__(self) -> Self:
+        context = self._root.get_span_context()
+        structlog.contextvars.bind_contextvars(trace_id=f"{context.trace_id:032x}", span_id=f"{context.span_id:016x}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        code = _status_of(error)
+        self._root.set_attribute("rpc.grpc.status_code", code.value[0])
+        if code is not grpc.StatusCode.OK:
+            self._root.set_attribute("error.type", code.name)
+        if code in _SERVER_FAULTS:
+            self._root.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, CallRefusedError) else ""))
+        self._root.end()
+
+    def _note_schedule(self, output: OutputTimes) -> None:
+        """The spans of one continuation beyond the gateway."""
+        from opentelemetry.trace import set_span_in_context
+
+        ended_at = output.ended_at
+        arrived_at = max(output.submitted_at, ended_at - output.total_ms / 1e3)
+        started_at = min(arrived_at + output.queue_ms / 1e3, ended_at)
+        first_at = min(arrived_at + output.ttft_ms / 1e3, ended_at) if output.ttft_ms else ended_at
+        attributes = {
+            "headway.continuation": output.continuation,
+            "headway.preemptions": output.num_preemptions,
+            "gen_ai.usage.output_tokens": output.num_output_tokens,
+        }
+        span = self._begun("scheduler", "schedule", self._context, arrived_at, attributes)
+        within = set_span_in_context(span)
+        self._span("scheduler", "queue", within, arrived_at, started_at, {})
+        prefill = {"headway.device_ms": output.prefill_device_ms}
+        self._span("executor", "prefill", within, started_at, first_at, prefill)
+        if output.ttft_ms and ended_at > first_at:
+            decode = {"headway.device_ms": output.decode_device_ms}
+            self._span("executor", "decode", within, first_at, ended_at, decode)
+        span.end(self._clock.ns(ended_at))
+
+    def _begun(self, service: str, name: str, parent: Any, began_at: float, attributes: dict[str, Any]) -> "Span":
+        return self._tracers[service].start_span(
+            name, context=parent, start_time=self._clock.ns(began_at), attributes=attributes
+        )
+
+    def _span(
+        self, service: str, name: str, parent: Any, began_at: float, ended_at: float, attributes: dict[str, Any]
+    ) -> None:
+        self._begun(service, name, parent, began_at, attributes).end(self._clock.ns(ended_at))
+
+
+class _ToStructlog(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _log.warning("traces", message=record.getMessage())
+
+
+class _WallClock:
+    """The wall clock at moments of the monotonic one: what spans are told in, and nothing else.
+
+    One for each trace, so that a clock that is set meanwhile tears no trace apart.
+    """
+
+    def __init__(self) -> None:
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def ns(self, monotonic_s: float) -> int:
+        """Nanoseconds since 1970."""
+        return self._offset_ns + round(monotonic_s * 1e9)
+
+
+def _status_of(error: BaseException | None) -> grpc.StatusCode:
+    if error is None:
+        return grpc.StatusCode.OK
+    if isinstance(error, CallRefusedError):
+        return error.code
+    # Anything else that is no error of ours is the caller's leaving.
+    return grpc.StatusCode.INTERNAL if isinstance(error, Exception) else grpc.StatusCode.CANCELLED
+
+
+def _tell_in_our_log() -> None:
+    """OpenTelemetry's warnings, such as of a receiver that is down, become lines like all others."""
+    logger = logging.getLogger("opentelemetry")
+    if not any(isinstance(handler, _ToStructlog) for handler in logger.handlers):
+        logger.addHandler(_ToStructlog())
+        logger.propagate = False

@@ -1,0 +1,188 @@
+"""The scheduler's figures for Prometheus: names and units as vLLM's dashboards expect them, prefixed ``headway_``.
+
+Owns: the names. Must not know: how the figures come about, HTTP, or when somebody asks.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from headway_proto.histogram import HistogramSnapshot
+from headway_proto.ingress import Status
+from headway_scheduler.core.counters import PreemptionMode, PreemptionReason, WasteReason
+from headway_scheduler.core.request import FinishReason
+from headway_scheduler.engine import SchedulerEngine
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from headway_proto.metric_families import MetricFamilies
+
+
+class SchedulerSnapshot(NamedTuple):
+    """A copy of everything that is told, to be looked at by another thread."""
+
+    status: Status
+    histograms: dict[str, HistogramSnapshot]
+    block_size: int
+
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("first_token_s", "From a request's arrival at the scheduler to its first token."),
+    "inter_token_latency_seconds": ("gap_s", "Gaps between the tokens of a request."),
+    "request_time_per_output_token_seconds": ("time_per_output_token_s", "Mean gap between the tokens of a request."),
+    "e2e_request_latency_seconds": ("request_s", "From a request's arrival to its end."),
+    "request_queue_time_seconds": ("queue_s", "From a request's arrival until it first runs."),
+    "request_prefill_time_seconds": ("prefill_s", "From a request's first step to its first token."),
+    "request_decode_time_seconds": ("decode_s", "From a request's first token to its end."),
+    "request_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have ended."),
+    "request_generation_tokens": ("output_tokens", "Output tokens of requests that have ended."),
+    "iteration_tokens_total": ("step_tokens", "Tokens in a step."),
+    "output_prediction_relative_error": (
+        "prediction_ratio",
+        "Size of the error of a predicted output over the output.",
+    ),
+}
+
+# Told as 0 from the start on: rates of a series that comes to be with its first event miss that event.
+_NO_PREEMPTIONS = {(mode.value, reason.value): 0 for mode in PreemptionMode for reason in PreemptionReason}
+_NO_WASTE = {(reason.value,): 0 for reason in WasteReason}
+_NO_ENDS = {(reason.value,): 0 for reason in FinishReason}
+
+
+def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
+    """Copy the figures of this moment."""
+    return SchedulerSnapshot(
+        status=engine.administration.status(now),
+        histograms={name: getattr(engine.statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
+        block_size=0 if engine.info is None else engine.info.block_size,
+    )
+
+
+def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
+    """What Prometheus is told."""
+    from headway_proto.metric_families import MetricFamilies
+
+    status = snapshot.status
+    families = MetricFamilies(model_name="" if status.executor is None else status.executor.model_name)
+    _queues(families, status)
+    _memory(families, status, snapshot.block_size)
+    _work(families, status)
+    _step_times(families, status)
+    _executor(families, status)
+    _tenants(families, status)
+    for name, told in snapshot.histograms.items():
+        families.histogram(f"headway_{name}", _HISTOGRAMS[name][1], told)
+    return families.families
+
+
+def _queues(families: "MetricFamilies", status: Status) -> None:
+    families.gauge("headway_num_requests_running", "Requests with a row.", status.num_running)
+    families.gauge("headway_num_requests_waiting", "Requests without a row.", status.num_waiting)
+    families.gauge("headway_num_requests_preempted", "Of the waiting, those that have run.", status.num_preempted)
+    families.gauge("headway_num_waiting_tokens", "Tokens of requests that wait.", status.num_waiting_tokens)
+    families.gauge("headway_num_gateways", "Gateways that are connected.", status.num_gateways)
+
+
+def _memory(families: "MetricFamilies", status: Status, block_size: int) -> None:
+    used = status.num_total_blocks - status.num_free_blocks
+    share = used / status.num_total_blocks if status.num_total_blocks else 0.0
+    families.gauge("headway_kv_cache_usage_perc", "Share of the KV blocks that are in use, 0 to 1.", share)
+    families.gauge("headway_kv_blocks", "KV blocks of the executor.", status.num_total_blocks)
+    families.gauge("headway_kv_cached_blocks", "KV blocks that the prefix cache knows.", status.num_cached_blocks)
+    families.gauge("headway_kv_block_tokens", "Tokens that a KV block holds.", block_size)
+    families.gauge("headway_host_blocks", "KV blocks on the host.", status.num_host_blocks)
+    families.gauge("headway_host_free_blocks", "KV blocks on the host that are free.", status.num_free_host_blocks)
+    families.counter("headway_evicted_blocks", "Cached blocks that were given up.", status.num_evicted_blocks)
+    families.counter("headway_swapped_out_blocks", "Blocks copied to the host.", status.num_swapped_out_blocks)
+    families.counter(
+        "headway_prefix_cache_queries", "Tokens looked for in the prefix cache.", status.num_prefix_query_tokens
+    )
+    families.counter("headway_prefix_cache_hits", "Tokens found in the prefix cache.", status.num_prefix_hit_tokens)
+
+
+def _work(families: "MetricFamilies", status: Status) -> None:
+    families.counter("headway_steps", "Steps sent to the executor.", status.num_steps)
+    families.counter("headway_prompt_tokens", "Prompt tokens of requests that have started.", status.num_prompt_tokens)
+    families.counter("headway_generation_tokens", "Output tokens.", status.num_output_tokens)
+    families.counter("headway_num_preemptions", "Preemptions.", status.num_preemptions)
+    families.counter(
+        "headway_preemptions",
+        "Preemptions, by what became of the work and by why.",
+        {**_NO_PREEMPTIONS, **{(entry.mode, entry.reason): entry.count for entry in status.preemptions}},
+        *("mode", "reason"),
+    )
+    families.counter(
+        "headway_wasted_tokens",
+        "Tokens that were computed for nothing.",
+        {**_NO_WASTE, **{(entry.reason,): entry.count for entry in status.wasted_tokens}},
+        "reason",
+    )
+    families.counter(
+        "headway_request_success",
+        "Requests that have ended.",
+        {**_NO_ENDS, **{(entry.reason,): entry.count for entry in status.ends}},
+        "finished_reason",
+    )
+    error = status.prediction_error
+    families.counter(
+        "headway_output_predictions", "Ended requests whose output was predicted.", error.count if error else 0
+    )
+    families.gauge(
+        "headway_output_prediction_bias_tokens",
+        "Mean of predicted less actual output tokens.",
+        error.sum_signed / error.count if error else 0.0,
+    )
+
+
+def _step_times(families: "MetricFamilies", status: Status) -> None:
+    families.gauge("headway_step_token_budget", "Tokens that the newest step might have had.", status.num_budget_tokens)
+    families.gauge("headway_max_step_tokens", "Tokens that any step may have.", status.max_num_batched_tokens)
+    families.gauge("headway_step_budget_margin", "Predicted step times are multiplied by it.", status.budget_margin)
+    families.gauge("headway_steps_in_flight", "Steps sent and not yet answered.", status.num_in_flight_steps)
+    model = status.step_time_model
+    terms = {} if model is None else {
+        ("constant",): model.constant_s,
+        ("row",): model.row_s,
+        ("token",): model.token_s,
+        ("token_beyond_128",): model.token_beyond_128_s,
+        ("token_beyond_256",): model.token_beyond_256_s,
+        ("context_token",): model.context_token_s,
+        ("prefill_pair",): model.prefill_pair_s,
+    }  # fmt: skip
+    families.gauge(
+        "headway_step_time_model_seconds", "What the model of step times has learned, per unit.", terms, "term"
+    )
+    families.gauge(
+        "headway_step_time_model_relative_error",
+        "Mean size of the model's error over the time, lately.",
+        0.0 if model is None else model.relative_error,
+    )
+    families.counter(
+        "headway_step_time_model_shifts",
+        "Times that the device was found to have changed its speed.",
+        0 if model is None else model.num_shifts,
+    )
+
+
+def _executor(families: "MetricFamilies", status: Status) -> None:
+    families.gauge("headway_executor_up", "Whether an executor is there.", float(status.executor is not None))
+    families.counter("headway_executor_losses", "Times that the executor was lost.", status.num_executor_losses)
+    families.counter("headway_epochs", "Times that an executor began with nothing.", status.num_epochs)
+
+
+def _tenants(families: "MetricFamilies", status: Status) -> None:
+    services = {(service.tenant,): service for service in status.tenant_services}
+    for name, description, field in (
+        ("headway_tenant_requests_running", "Requests of a tenant with a row.", "num_running"),
+        ("headway_tenant_requests_waiting", "Requests of a tenant without a row.", "num_waiting"),
+    ):
+        values = {label: float(getattr(service, field)) for label, service in services.items()}
+        families.gauge(name, description, values, "tenant")
+    for name, description, field in (
+        ("headway_tenant_prompt_tokens", "Prompt tokens of a tenant that have started.", "num_prompt_tokens"),
+        ("headway_tenant_generation_tokens", "Output tokens of a tenant.", "num_output_tokens"),
+    ):
+        values = {label: float(getattr(service, field)) for label, service in services.items()}
+        families.counter(name, description, values, "tenant")
+    counters = {label: service.counter for label, service in services.items() if service.counter is not None}
+    families.gauge("headway_tenant_service", "A tenant's counter under the order fair, weighted.", counters, "tenant")

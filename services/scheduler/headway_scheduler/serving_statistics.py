@@ -1,0 +1,262 @@
+"""What serving looks like from the scheduler: latencies, rates, and what each tenant has got.
+
+Owns: these figures, kept up to date from what each step has changed. Must not know: who reads them, or the clock.
+
+A step in which nothing but decodes happened costs one observation, whatever the batch: all rows that decoded in it had
+the same gap since the step before. A request that starts, or goes on after it had lost its row, brings its own gap. (Rows
+that sat out a step for want of a block, or for a prompt that ran alone, had a longer one; it is counted as that of the
+others.)
+"""
+
+from collections import Counter, OrderedDict, deque
+from typing import NamedTuple
+
+import msgspec
+
+from headway_proto.histogram import Histogram, fine_durations
+from headway_scheduler.core.events import FinishedEvent, StepEvents
+from headway_scheduler.core.request import FinishReason
+from headway_scheduler.core.scheduler import Scheduler
+
+MARK_INTERVAL_S = 5.0
+NUM_MARKS = 12
+"""Percentiles are of the last minute, give or take an interval."""
+RATE_MARKS = 2
+"""Rates are of the last five to ten seconds."""
+MAX_TENANTS = 64
+"""How many tenants are told apart; the one not heard of for longest is forgotten for a new one."""
+
+# Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+_REQUEST_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = (1.0, *(float(1 << power) for power in range(3, 15)))
+_PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class TenantTokens(msgspec.Struct):
+    """Tokens of one tenant's requests: prompts that have started, outputs that have ended."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class TenantService(NamedTuple):
+    """What one tenant has now and has got. ``counter`` is its place under the order ``fair``, None under others."""
+
+    tenant: str
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    counter: float | None
+
+
+class PredictionError(msgspec.Struct):
+    """Predicted less actual output tokens of ``count`` ended requests: sums of its size, of itself, of what was actual."""
+
+    count: int = 0
+    sum_absolute: int = 0
+    sum_signed: int = 0
+    sum_actual: int = 0
+
+
+class Rates(NamedTuple):
+    """Tokens per second, lately. Prompts count when they start."""
+
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
+class _Totals(NamedTuple):
+    time: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class ServingStatistics:
+    """Call ``note_*`` as things happen; times in seconds, monotonic."""
+
+    def __init__(self) -> None:
+        fine = fine_durations()
+        self.first_token_s = Histogram(_FIRST_TOKEN_S, fine, NUM_MARKS)
+        self.gap_s = Histogram(_GAP_S, fine, NUM_MARKS)
+        self.queue_s = Histogram(_REQUEST_S, fine, NUM_MARKS)
+        self.prefill_s = Histogram(_REQUEST_S)
+        self.decode_s = Histogram(_REQUEST_S)
+        self.request_s = Histogram(_REQUEST_S, fine, NUM_MARKS)
+        self.time_per_output_token_s = Histogram(_GAP_S)
+        self.prompt_tokens = Histogram(_REQUEST_TOKENS)
+        self.output_tokens = Histogram(_REQUEST_TOKENS)
+        self.step_tokens = Histogram(_STEP_TOKENS)
+        """To be told of each step that is sent."""
+        self.prediction_ratio = Histogram(_PREDICTION_RATIO)
+        """Size of the error of a predicted output over the actual output."""
+        self._with_recent = (self.first_token_s, self.gap_s, self.queue_s, self.request_s)
+        self.ends: Counter[FinishReason] = Counter()
+        self.prediction_error = PredictionError()
+        self.started_at: float | None = None
+        self.executor_since: float | None = None
+        self.last_answer_at: float | None = None
+        self.last_device_time_us = 0
+        self.num_epochs = 0
+        self.num_executor_losses = 0
+        self.tenants: OrderedDict[str, TenantTokens] = OrderedDict()
+        """Those that requests named, the one heard of last at the end."""
+        self._decoded_at = 0.0
+        self._starters: list[tuple[float, int]] = []
+        """When how many rows got a token without decoding, since the last answer in which some decoded."""
+        self.next_mark_at = 0.0
+        """When ``keep_time`` has something to do."""
+        self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
+
+    def note_arrival(self, tenant: str) -> None:
+        """A request has been taken."""
+        if tenant:
+            self._tokens_of(tenant)
+
+    def note_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
+        """A step has returned and brought ``events``."""
+        num_starters = len(events.first_tokens) + len(events.resumed_gaps_s)
+        num_decoded = len(events.token_ids) - num_starters
+        if num_decoded > 0:
+            if self._starters:
+                num_decoded = self._note_first_gaps(num_decoded, now)
+            self.gap_s.observe(now - self._decoded_at, num_decoded)
+            self._decoded_at = now
+        if num_starters:
+            self._note_starters(events, now)
+        if events.admitted:
+            self._note_admissions(events)
+        self.last_answer_at = now
+        self.last_device_time_us = device_time_us
+
+    def note_end(self, end: FinishedEvent, now: float) -> None:
+        """A request has ended, however it did."""
+        self.ends[end.reason] += 1
+        num_new_tokens = end.num_output_tokens - end.num_held_tokens
+        if end.tenant:
+            self._tokens_of(end.tenant).num_output_tokens += num_new_tokens
+        if end.reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+            return
+        self.request_s.observe(now - end.arrival_time)
+        self.prompt_tokens.observe(end.num_prompt_tokens)
+        self.output_tokens.observe(end.num_output_tokens)
+        if end.first_token_time is not None and end.scheduled_time is not None:
+            decode_s = now - end.first_token_time
+            self.prefill_s.observe(end.first_token_time - end.scheduled_time)
+            self.decode_s.observe(decode_s)
+            if num_new_tokens > 1:
+                self.time_per_output_token_s.observe(decode_s / (num_new_tokens - 1))
+        if end.num_predicted_tokens is not None and end.num_output_tokens:
+            self._note_prediction(end.num_predicted_tokens, end.num_output_tokens)
+
+    def note_epoch(self, now: float) -> None:
+        """An executor that knows nothing is ready."""
+        self.num_epochs += 1
+        if self.executor_since is None:
+            self.executor_since = now
+        self._starters.clear()
+
+    def note_executor_lost(self) -> None:
+        """There is no executor any more."""
+        self.num_executor_losses += 1
+        self.executor_since = None
+
+    def keep_time(self, now: float, core: Scheduler | None) -> None:
+        """Let what is recent move on; to be called now and then, and before figures are read."""
+        if self.started_at is None:
+            self.started_at = now
+        if now < self.next_mark_at:
+            return
+        self.next_mark_at = now + MARK_INTERVAL_S
+        for histogram in self._with_recent:
+            histogram.mark()
+        self._totals.append(_Totals(now, 0, 0) if core is None else _totals(core, now))
+
+    def rates(self, core: Scheduler, now: float) -> Rates:
+        """Of the last seconds."""
+        if not self._totals or now <= self._totals[0].time:
+            return Rates(0.0, 0.0)
+        before, after = self._totals[0], _totals(core, now)
+        elapsed_s = now - before.time
+        return Rates(
+            (after.num_prompt_tokens - before.num_prompt_tokens) / elapsed_s,
+            (after.num_output_tokens - before.num_output_tokens) / elapsed_s,
+        )
+
+    def tenant_services(self, core: Scheduler) -> list[TenantService]:
+        """Per tenant; O(live requests) where requests name tenants at all."""
+        if not self.tenants:
+            return []
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        num_new_tokens: Counter[str] = Counter()
+        for request in core.requests():
+            new = request.new
+            (running if request.row >= 0 else waiting)[new.tenant] += 1
+            num_new_tokens[new.tenant] += core.num_tokens_of(request) - len(new.token_ids)
+        return [
+            TenantService(
+                tenant=name,
+                num_running=running[name],
+                num_waiting=waiting[name],
+                num_prompt_tokens=tokens.num_prompt_tokens,
+                num_output_tokens=tokens.num_output_tokens + num_new_tokens[name],
+                counter=core.service_counter_of(name),
+            )
+            for name, tokens in self.tenants.items()
+        ]
+
+    def _note_first_gaps(self, num_decoded: int, now: float) -> int:
+        """Those that started since a row last decoded; returns how many others decode."""
+        for since, count in self._starters:
+            num_of_these = min(count, num_decoded)
+            self.gap_s.observe(now - since, num_of_these)
+            num_decoded -= num_of_these
+        self._starters.clear()
+        return num_decoded
+
+    def _note_starters(self, events: StepEvents, now: float) -> None:
+        for first in events.first_tokens:
+            self.first_token_s.observe(now - first.arrival_time)
+        for gap_s in events.resumed_gaps_s:
+            self.gap_s.observe(gap_s)
+        self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
+
+    def _note_admissions(self, events: StepEvents) -> None:
+        for admitted in events.admitted:
+            self.queue_s.observe(admitted.scheduled_time - admitted.arrival_time)
+            if admitted.tenant:
+                self._tokens_of(admitted.tenant).num_prompt_tokens += admitted.num_prompt_tokens
+
+    def _note_prediction(self, predicted: int, actual: int) -> None:
+        error = self.prediction_error
+        error.count += 1
+        error.sum_absolute += abs(predicted - actual)
+        error.sum_signed += predicted - actual
+        error.sum_actual += actual
+        self.prediction_ratio.observe(abs(predicted - actual) / actual)
+
+    def _tokens_of(self, tenant: str) -> TenantTokens:
+        tokens = self.tenants.get(tenant)
+        if tokens is None:
+            if len(self.tenants) == MAX_TENANTS:
+                self.tenants.popitem(last=False)
+            tokens = self.tenants[tenant] = TenantTokens()
+        self.tenants.move_to_end(tenant)
+        return tokens
+
+
+def _totals(core: Scheduler, now: float) -> _Totals:
+    return _Totals(now, core.counters.num_prompt_tokens, core.counters.num_output_tokens)
