@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.simulate.workload import PlannedRequest
+from headway.workload.requests import PlannedRequest
 
 REJECTED_PAUSE_S = 1.0
 """How long a user whose request was refused waits before the next."""
