@@ -4,6 +4,7 @@ Owns: drawing it all before the run, as a pure function of the options. Must not
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 
@@ -54,8 +55,18 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def arrivals(self) -> Arrivals:
         """A fresh source of the requests."""
         if self.times_s is None:
-            return ClosedArrivals(self.requests, self.options.users, self.options.think_s)
+            return ClosedArrivals(self.requests, self.options.users, self.options.think_s, self.options.ramp_s)
         return OpenArrivals(self.requests, self.times_s)
+
+    def share(self, index: int, count: int) -> Self:
+        """The part of one of ``count`` that send this load together: every ``count``-th request, and such users."""
+        users = len(range(index, self.options.users, count))
+        return msgspec.structs.replace(
+            self,
+            options=msgspec.structs.replace(self.options, users=users) if self.times_s is None else self.options,
+            requests=self.requests[index::count],
+            times_s=None if self.times_s is None else self.times_s[index::count],
+        )
 
 
 def make_load(options: LoadOptions, context_length: int) -> Load:

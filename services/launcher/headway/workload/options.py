@@ -21,6 +21,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "closed"
     users: Annotated[int, Meta(ge=1, le=1 << 20, description="users of closed arrivals")] = 32
     think_s: Annotated[float, Meta(ge=0, le=1e6, description="pause of a user after an answer, in seconds")] = 0.0
+    ramp_s: Annotated[float, Meta(ge=0, le=1e6, description="users of closed arrivals start over this time")] = 0.0
     rate: Annotated[float, Meta(gt=0, le=1e6, description="requests per second of poisson and gamma arrivals")] = 1.0
     variation: Annotated[
         float,
