@@ -32,7 +32,7 @@ from headway.bench.targets import make_target
 from headway.configuration import Given, Layer, add_flags, build, given_by_flags
 from headway.output_files import check_output_files, check_pictures, write_output
 from headway.progress import ProgressLine
-from headway.settings import ConfigurationError, settings_of
+from headway.settings import ConfigurationError, settings_of, shown
 from headway.workload.load import Load, make_load
 
 FAILED_EXIT_CODE = 1
@@ -49,8 +49,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=(LOAD, CAPACITY),
         default=LOAD,
+        metavar=f"{{{LOAD},{CAPACITY}}}",
         help="load: send one, and tell how it went (default); capacity: search the highest rate at which --attainment of "
         "the requests keep --ttft-slo-ms and --itl-slo-ms",
     )
@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     given = given_by_flags(arguments, settings_of(BenchOptions))
     session = _load_session
+    if arguments.what not in {LOAD, CAPACITY}:
+        raise ConfigurationError(f"{shown(arguments.what)} is not allowed; allowed: {LOAD}, {CAPACITY}")
     if arguments.what == CAPACITY:
         given, session = _for_capacity(given), _capacity_session
     options = build(BenchOptions, given, BenchOptions.validate)
@@ -128,9 +130,9 @@ async def _capacity_session(options: BenchOptions, target: Target, info: TargetI
     search = Search(options.rate, options.most_rate, options.tolerance)
 
     async def look(rate: float, number: int) -> Look:
-        at_rate = _at_rate(options, rate, number)
-        load = make_load(at_rate, info.context_length)
-        measurement = await _measured(at_rate, target, info, load, f"requests at {rate:.2f}/s")
+        tried = at_rate(options, rate, number)
+        load = make_load(tried, info.context_length)
+        measurement = await _measured(tried, target, info, load, f"requests at {rate:.2f}/s")
         totals = measurement.totals()
         return Look(
             num_requests=totals.num_requests,
@@ -150,7 +152,7 @@ async def _capacity_session(options: BenchOptions, target: Target, info: TargetI
     return 0 if search.met is not None else FAILED_EXIT_CODE
 
 
-def _at_rate(options: BenchOptions, rate: float, look: int) -> BenchOptions:
+def at_rate(options: BenchOptions, rate: float, look: int) -> BenchOptions:
     """A load of its own for each look at each rate, the first tenth of it warm-up."""
     num_measured = max(options.probe_requests, round(rate * options.probe_s))
     num_warm_up = max(options.warmup_requests, num_measured // _WARM_UP_SHARE)

@@ -196,7 +196,8 @@ class OpenAITarget:
             if self._model:  # Not every server lists what it has.
                 return _Model(id=self._model)
             raise TargetError(f"/models answers HTTP {status} and names no model; name one with --model")
-        return next((model for model in models if model.id == self._model), _Model(id=self._model or models[0].id))
+        wanted = self._model or models[0].id
+        return next((model for model in models if model.id == wanted), _Model(id=wanted))
 
     async def _calibrate(self) -> tuple[float, str]:
         """Return how many tokens a word takes, and how answers are counted."""
