@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from headway.__main__ import main
-from headway.bench import command
+from headway.bench import command, session
 from headway.bench.options import BenchOptions
 
 
@@ -29,7 +29,7 @@ from headway.bench.options import BenchOptions
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(flags, message, capsys, monkeypatch):
-    monkeypatch.setattr(command, "make_target", _target_that_opens(command.make_target))
+    monkeypatch.setattr(session, "make_target", _target_that_opens(session.make_target))
     try:
         code = main(["bench", *flags])
     except SystemExit as exit_of_parser:

@@ -88,8 +88,12 @@ ORDERINGS = (
 
 
 def findings(figures: Mapping[str, Figures]) -> list[Finding]:
-    """Look at each ordering in the figures of all cases."""
-    return [_finding(ordering, figures) for ordering in ORDERINGS]
+    """Look at each ordering of cases that all have figures."""
+    return [
+        _finding(ordering, figures)
+        for ordering in ORDERINGS
+        if all(label in figures for pair in ordering.pairs for label in pair)
+    ]
 
 
 def _finding(ordering: Ordering, figures: Mapping[str, Figures]) -> Finding:
@@ -103,17 +107,20 @@ def _finding(ordering: Ordering, figures: Mapping[str, Figures]) -> Finding:
 
 
 def beside_published(kind: str, figures: Mapping[str, Figures]) -> list[str]:
-    """Return a table of the published figures beside others of this ``kind``, and then whether each ordering holds."""
+    """Return a table of the published figures beside others of this ``kind``, and then whether each ordering holds.
+
+    Cases of which nothing was published have their own figures alone.
+    """
     rows: list[tuple[str, ...]] = [
         (f"published / {kind}", "output tok/s", "P50 ITL ms", "P99 ITL ms", "P99 TTFT ms"),
-        *((label, *_cells(PUBLISHED[label], figures[label])) for label in PUBLISHED),
+        *((label, *_cells(PUBLISHED.get(label), other)) for label, other in figures.items()),
     ]
     return [*aligned(rows), "", *map(_verdict, findings(figures))]
 
 
-def _cells(published: Figures, other: Figures) -> list[str]:
+def _cells(published: Figures | None, other: Figures) -> list[str]:
     return [
-        f"{getattr(published, figure):.0f} / {getattr(other, figure):.{digits}f}"
+        f"{'-' if published is None else format(getattr(published, figure), '.0f')} / {getattr(other, figure):.{digits}f}"
         for figure, digits in (("output_tokens_per_s", 0), ("itl_p50_ms", 1), ("itl_p99_ms", 1), ("ttft_p99_ms", 0))
     ]
 

@@ -6,7 +6,7 @@ peers are driven by the same client.
 Latencies count from the time at which a request was *meant* to be sent. A client that sends late, because it or the server
 was busy, does not hide the wait ("coordinated omission").
 
-- ``options``, ``command``: from flags to runs to the report.
+- ``options``, ``command``: from flags to runs to the report; ``session``: one load against one server, for programs.
 - ``target``: what a server is to this package; ``headway_target`` (gRPC), ``openai_target`` (HTTP, with ``event_stream``
   and ``words``); ``targets`` chooses.
 - ``runner``: sends a load; ``records``: what came of each request; ``lag``: whether the client itself was too slow.

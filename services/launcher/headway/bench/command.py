@@ -14,8 +14,6 @@ from pathlib import Path
 import msgspec
 
 from headway.bench.capacity import Look, Search, Trial, find_capacity
-from headway.bench.cooperation import run_load
-from headway.bench.measurement import Measurement
 from headway.bench.options import BenchOptions
 from headway.bench.report import (
     as_csv,
@@ -27,13 +25,11 @@ from headway.bench.report import (
     title,
     trial_text,
 )
+from headway.bench.session import opened, send_load
 from headway.bench.target import Target, TargetError, TargetInfo
-from headway.bench.targets import make_target
 from headway.configuration import Given, Layer, add_flags, build, given_by_flags
 from headway.output_files import check_output_files, check_pictures, write_output
-from headway.progress import ProgressLine
 from headway.settings import ConfigurationError, settings_of, shown
-from headway.workload.load import Load, make_load
 
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
@@ -95,19 +91,14 @@ def _for_capacity(given: Layer) -> Layer:
 
 
 async def _with_target(options: BenchOptions, session: Session) -> int:
-    target = make_target(options)
-    info = await target.open()
-    try:
+    async with opened(options) as (target, info):
         return await session(options, target, info)
-    finally:
-        await target.close()
 
 
 async def _load_session(options: BenchOptions, target: Target, info: TargetInfo) -> int:
-    load = make_load(options, info.context_length)
-    measurement = await _measured(options, target, info, load, "requests")
-    totals, requests = measurement.totals(), measurement.requests()
-    heading = title(info, load)
+    result = await send_load(options, target, info)
+    totals, requests = result.totals, result.requests
+    heading = title(info, result.load)
     sys.stdout.write(f"{heading}\n\n{text(info, totals, options.max_late_ms)}")
     sys.stdout.flush()
     write_output(
@@ -131,9 +122,8 @@ async def _capacity_session(options: BenchOptions, target: Target, info: TargetI
 
     async def look(rate: float, number: int) -> Look:
         tried = at_rate(options, rate, number)
-        load = make_load(tried, info.context_length)
-        measurement = await _measured(tried, target, info, load, f"requests at {rate:.2f}/s")
-        totals = measurement.totals()
+        result = await send_load(tried, target, info, f"requests at {rate:.2f}/s")
+        totals = result.totals
         return Look(
             num_requests=totals.num_requests,
             num_meeting=round((totals.attainment or 0.0) * totals.num_requests),
@@ -181,18 +171,3 @@ def _write_capacity(options: BenchOptions, info: TargetInfo, search: Search, tri
             draw_capacity(path, capacity_text(search, options.attainment).strip(), trials, options.attainment)
 
         write_output("--png", options.png, draw)
-
-
-async def _measured(options: BenchOptions, target: Target, info: TargetInfo, load: Load, what: str) -> Measurement:
-    progress = ProgressLine(sys.stderr)
-    try:
-        result = await run_load(
-            options,
-            load,
-            target,
-            info.context_length,
-            lambda num_ended: progress.show(num_ended, len(load.requests), what),
-        )
-    finally:
-        progress.erase()
-    return Measurement(load, result, options.processes)
