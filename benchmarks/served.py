@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,16 +30,20 @@ def served(*flags: str) -> Iterator[str]:
         *(sys.executable, "-m", "headway", "serve", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"),
         *flags,
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as it:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as server,
+    ):
         try:
-            assert it.stdout is not None
-            match = _READY.match(it.stdout.readline())
+            assert server.stdout is not None
+            match = _READY.match(server.stdout.readline())
             if match is None:
-                raise SystemExit(f"headway serve did not come up with {' '.join(flags)}")
+                log.seek(0)
+                raise SystemExit(f"headway serve did not come up with {' '.join(flags)}:\n{log.read()}")
             yield match["address"]
         finally:
-            it.send_signal(signal.SIGTERM)
-            it.wait(_STOP_S)
+            server.send_signal(signal.SIGTERM)
+            server.wait(_STOP_S)
 
 
 def write_random_model(directory: Path, seed: int, shape: Mapping[str, object]) -> None:

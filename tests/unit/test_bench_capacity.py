@@ -13,7 +13,7 @@ from headway.bench.report import capacity_text, trial_text
 def find(share_at, *, first=1.0, most=1e4, tolerance=0.05, attainment=0.9, requests=200, keeps_up=lambda rate: True):
     """Search against a server of which ``share_at(rate)`` is the share of requests that keep their objectives."""
 
-    async def look(rate, number):
+    async def look(rate):
         met = round(requests * share_at(rate))
         return Look(num_requests=requests, num_meeting=met, keeps_up=keeps_up(rate), trustworthy=True)
 

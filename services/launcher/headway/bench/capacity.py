@@ -81,8 +81,8 @@ class Search:
             self.missed = rate
 
 
-TakeLook = Callable[[float, int], Awaitable[Look]]
-"""Sends requests at a rate; the second argument numbers the looks at it."""
+TakeLook = Callable[[float], Awaitable[Look]]
+"""Sends requests at a rate, other ones each time."""
 
 
 async def find_capacity(
@@ -101,7 +101,7 @@ async def find_capacity(
 async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
     looks: list[Look] = []
     while True:
-        looks.append(await take_look(rate, len(looks)))
+        looks.append(await take_look(rate))
         num_requests = sum(look.num_requests for look in looks)
         num_meeting = sum(look.num_meeting for look in looks)
         low, high = wilson_interval(num_meeting, num_requests)

@@ -7,8 +7,8 @@ Must not know: how requests are sent, what is measured, or how a result looks.
 
 import argparse
 import asyncio
+import itertools
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,8 @@ from headway.bench.report import (
     title,
     trial_text,
 )
-from headway.bench.session import opened, send_load
-from headway.bench.target import Target, TargetError, TargetInfo
+from headway.bench.session import bench, opened
+from headway.bench.target import TargetError, TargetInfo
 from headway.configuration import Given, Layer, add_flags, build, given_by_flags
 from headway.output_files import check_output_files, check_pictures, write_output
 from headway.settings import ConfigurationError, settings_of, shown
@@ -35,9 +35,6 @@ FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 LOAD, CAPACITY = "load", "capacity"
 _WARM_UP_SHARE = 10
-
-Session = Callable[[BenchOptions, Target, TargetInfo], Awaitable[int]]
-"""What is done with an open target; returns the exit code."""
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output_files({"--json": options.json, "--csv": options.csv, "--png": options.png})
     check_pictures("--png", options.png, extra="bench")
     try:
-        return asyncio.run(_with_target(options, session))
+        return asyncio.run(session(options))
     except TargetError as error:
         sys.stderr.write(f"headway bench: {error}\n")
         return FAILED_EXIT_CODE
@@ -90,14 +87,9 @@ def _for_capacity(given: Layer) -> Layer:
     return {"arrivals": Given("poisson", "capacity"), **given}
 
 
-async def _with_target(options: BenchOptions, session: Session) -> int:
-    async with opened(options) as (target, info):
-        return await session(options, target, info)
-
-
-async def _load_session(options: BenchOptions, target: Target, info: TargetInfo) -> int:
-    result = await send_load(options, target, info)
-    totals, requests = result.totals, result.requests
+async def _load_session(options: BenchOptions) -> int:
+    result = await bench(options)
+    info, totals, requests = result.info, result.totals, result.requests
     heading = title(info, result.load)
     sys.stdout.write(f"{heading}\n\n{text(info, totals, options.max_late_ms)}")
     sys.stdout.flush()
@@ -117,13 +109,14 @@ async def _load_session(options: BenchOptions, target: Target, info: TargetInfo)
     return FAILED_EXIT_CODE if reached is not None and reached < options.require_rate else 0
 
 
-async def _capacity_session(options: BenchOptions, target: Target, info: TargetInfo) -> int:
+async def _capacity_session(options: BenchOptions) -> int:
     search = Search(options.rate, options.most_rate, options.tolerance)
+    numbers = itertools.count()
+    async with opened(options) as (_, info):  # Nobody there is told before anything else.
+        sys.stdout.write(f"{info.model} at {info.address} ({info.runs_on}); {options.arrivals} arrivals\n\n")
 
-    async def look(rate: float, number: int) -> Look:
-        tried = at_rate(options, rate, number)
-        result = await send_load(tried, target, info, f"requests at {rate:.2f}/s")
-        totals = result.totals
+    async def look(rate: float) -> Look:
+        totals = (await bench(at_rate(options, rate, next(numbers)), f"requests at {rate:.2f}/s")).totals
         return Look(
             num_requests=totals.num_requests,
             num_meeting=round((totals.attainment or 0.0) * totals.num_requests),
@@ -135,7 +128,6 @@ async def _capacity_session(options: BenchOptions, target: Target, info: TargetI
         sys.stdout.write(f"{trial_text(trial)}\n")
         sys.stdout.flush()
 
-    sys.stdout.write(f"{info.model} at {info.address} ({info.runs_on}); {options.arrivals} arrivals\n\n")
     trials = await find_capacity(search, options.attainment, look, tell)
     sys.stdout.write(f"\n{capacity_text(search, options.attainment)}")
     _write_capacity(options, info, search, trials)
@@ -143,7 +135,10 @@ async def _capacity_session(options: BenchOptions, target: Target, info: TargetI
 
 
 def at_rate(options: BenchOptions, rate: float, look: int) -> BenchOptions:
-    """A load of its own for each look at each rate, the first tenth of it warm-up."""
+    """A load of its own for each look, the first tenth of it warm-up.
+
+    With prompts of its own: those of the look before are in the server's prefix cache.
+    """
     num_measured = max(options.probe_requests, round(rate * options.probe_s))
     num_warm_up = max(options.warmup_requests, num_measured // _WARM_UP_SHARE)
     return msgspec.structs.replace(

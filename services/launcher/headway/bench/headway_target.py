@@ -111,6 +111,7 @@ class HeadwayTarget:
 def _take_end(finished: api.Finished, answer: Answer) -> None:
     usage, timings = finished.usage, finished.timings
     answer.num_prompt_tokens, answer.num_output_tokens = usage.prompt_tokens, usage.output_tokens
+    answer.num_cached_tokens = usage.cached_tokens
     answer.server = ServerTimings(queue_ms=timings.queue_ms, ttft_ms=timings.ttft_ms, mean_itl_ms=timings.mean_itl_ms)
     if finished.reason not in _GOOD_ENDS:
         raise RequestFailed(api.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_"), finished.error)

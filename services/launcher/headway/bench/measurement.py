@@ -111,6 +111,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens that the server counts beyond those that were seen to come."""
     mean_prompt_tokens: float
     mean_output_tokens: float
+    cached_share: float
+    """Of prompt tokens, from the server's prefix cache."""
     tenants: dict[str, GroupTotals]
     priorities: dict[str, GroupTotals]
     client: ClientFigures
@@ -177,6 +179,7 @@ class Measurement:
             tokens_without_time=num_output_tokens - num_seen,
             mean_prompt_tokens=ratio(num_prompt_tokens, len(ok)),
             mean_output_tokens=ratio(num_output_tokens, len(ok)),
+            cached_share=ratio(sum(record.num_cached_tokens for record in ok), num_prompt_tokens),
             tenants=self._tenants(window_s),
             priorities=self._priorities(window_s),
             client=self._client(),

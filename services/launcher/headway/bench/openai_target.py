@@ -46,9 +46,14 @@ class _Choice(msgspec.Struct):
         return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
 
 
+class _PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptTokens | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -157,6 +162,8 @@ class OpenAITarget:
         if chunk.usage is not None:
             answer.num_prompt_tokens = chunk.usage.prompt_tokens
             answer.num_output_tokens = chunk.usage.completion_tokens
+            details = chunk.usage.prompt_tokens_details
+            answer.num_cached_tokens = (details.cached_tokens if details else None) or 0
         return any(choice.finish_reason for choice in chunk.choices)
 
     def _body(self, text: str, max_tokens: int, request: PlannedRequest | None) -> bytes:

@@ -41,6 +41,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: list[int]
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
+    """Of the prompt, from the server's prefix cache, if it says so."""
     server: ServerTimings | None = None
 
     @property
@@ -67,6 +69,7 @@ class Answer:
         self.chunk_tokens: list[int] = []
         self.num_prompt_tokens: int | None = None
         self.num_output_tokens: int | None = None
+        self.num_cached_tokens = 0
         self.server: ServerTimings | None = None
 
     def tokens_came(self, count: int) -> None:

@@ -121,6 +121,8 @@ def _notes(info: TargetInfo, totals: Totals) -> list[str]:
         f"client: {processes}, {100 * client.cpu_share:.0f}% of a core; at p99 {late} ms late to send, {lag} ms to see",
         f"tokens counted by {info.counted_by}: {lengths}",
     ]
+    if totals.cached_share:
+        notes.append(f"{100 * totals.cached_share:.1f}% of prompt tokens came from the server's prefix cache")
     if totals.tokens_per_chunk >= _TOGETHER_TOLD_FROM:
         notes.append(
             f"tokens came {totals.tokens_per_chunk:.2f} at a time: of those that come together, the first has the gap, "

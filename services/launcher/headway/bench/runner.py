@@ -78,6 +78,7 @@ class Runner:
             chunk_tokens=answer.chunk_tokens,
             num_prompt_tokens=_or(answer.num_prompt_tokens, request.num_prompt_tokens),
             num_output_tokens=_or(answer.num_output_tokens, sum(answer.chunk_tokens)),
+            num_cached_tokens=answer.num_cached_tokens,
             server=answer.server,
         )
 
