@@ -24,7 +24,8 @@ _STOP_S = 60.0
 
 @contextmanager
 def served(*flags: str) -> Iterator[str]:
-    """Serve with these flags; the value is the gateway's address."""
+    """Serve with these flags; the value is the gateway's address. A benchmark that is told to end takes its server along."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     command = [
         *(sys.executable, "-m", "headway", "serve", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"),

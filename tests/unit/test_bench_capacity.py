@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.bench.capacity import Look, Search, find_capacity, wilson_interval
+from headway.bench.picture import draw_capacity
 from headway.bench.report import capacity_text, trial_text
 
 
@@ -67,3 +68,9 @@ def test_what_may_be_chance_is_looked_at_again_and_marked():
 )
 def test_wilsons_interval(good, total, low, high):
     assert wilson_interval(good, total) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_it_can_be_looked_at(tmp_path):
+    _, trials = find(lambda rate: 1.0 if rate <= 20 else 0.3)
+    draw_capacity(tmp_path / "capacity.png", "a capacity", trials, 0.9)
+    assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
