@@ -53,6 +53,7 @@ PANELS = (
     ("itl_p99_ms", "P99 ITL, ms"),
     ("ttft_p99_ms", "P99 TTFT, ms"),
 )
+SHOWN_FROM_PERCENT = 5
 BLUE, GREY = "#2563a8", "#b5b5b5"
 
 
@@ -161,14 +162,17 @@ def draw_panel(axes: Axes, name: str, words: str, figures: Mapping[str, Figures]
 
 
 def draw_gaps(axes: Axes, results: Mapping[str, list[BenchResult]]) -> None:
+    shortest = float("inf")
     for label, rounds in results.items():
         gaps = np.sort([gap for result in rounds for request in result.requests for gap in request.itl_ms])
         above_zero = gaps > 0
         # From the top: it is the longest gaps that differ.
         rest = 1.0 - np.arange(len(gaps)) / len(gaps)
         axes.plot(gaps[above_zero], rest[above_zero], label=label)
+        shortest = min(shortest, float(np.percentile(gaps[above_zero], SHOWN_FROM_PERCENT)))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_xlim(left=shortest)
     axes.set_ylim(1e-4, 1.2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("ITL, ms")

@@ -161,6 +161,15 @@ def test_the_achieved_rate_tells_a_server_that_is_too_slow_from_one_whose_answer
     assert long.keeps_up
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_of_very_different_lengths_are_no_sign_of_a_server_that_is_too_slow(seed):
+    lengths = {"output_tokens": "lognormal:60,0.8"}
+    load, result = bench(FakeTarget(gap_s=0.02), arrivals="poisson", rate=20.0, num_requests=200, seed=seed, **lengths)
+    totals = totals_of(load, result)
+    assert totals.keeps_up
+    assert totals.pace == pytest.approx(1.0, abs=4 * totals.pace_error)
+
+
 def test_warm_up_is_left_out():
     target = FakeTarget(wait=lambda request: 9.0 if request.number < 4 else 0.1)
     load, result = bench(target, arrivals="poisson", rate=5.0, num_requests=40, warmup_requests=4)

@@ -13,9 +13,10 @@ last token over the tokens after the first, one value per request.
 A request meets its objectives if it was answered to its end, its first token came in time, and so did each further gap;
 goodput is how many do per second, attainment the share that they are of all requests, refused ones included.
 
-**Achieved rate**, of open arrivals: requests answered per second between the 5th and the 95th percentile of their ends, so
-that neither the first answers nor the last straggler count. It is held against the rate at which requests were drawn to
-arrive, found in the same way: with few requests chance makes that differ from the rate that was asked for.
+**Pace**, of open arrivals: the slope of the line through the intended times and the ends of answered requests (least squares).
+It is 1 where each takes about as long as those before, whatever that is and however lengths differ, and 2 where the server
+falls behind by a second every second. The **achieved rate** is that at which requests were drawn to arrive, times the share
+that was answered, over the pace. With few requests, chance makes the rate that was drawn differ from the one asked for.
 """
 
 from collections import Counter
@@ -36,6 +37,7 @@ REACHED_SHARE = 0.95
 
 _LEAST_FOR_A_RATE = 40
 _EDGE = 0.05
+_TWO_SIGMA = 2.0
 _PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
 
 
@@ -100,6 +102,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     asked_requests_per_s: float | None
     arriving_requests_per_s: float | None
     achieved_requests_per_s: float | None
+    pace: float | None
+    pace_error: float
+    """Its standard error."""
     goodput_requests_per_s: float | None
     attainment: float | None
     ttft_ms: Percentiles
@@ -119,15 +124,17 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached_share(self) -> float | None:
-        """Which share of what arrived was answered at that pace; None for closed arrivals, or too few requests."""
+        """The achieved rate over that of arrivals; None for closed arrivals, or too few requests."""
         if not self.arriving_requests_per_s or self.achieved_requests_per_s is None:
             return None
         return self.achieved_requests_per_s / self.arriving_requests_per_s
 
     @property
     def keeps_up(self) -> bool:
-        """Whether requests are answered as fast as they arrive, as far as one can tell."""
-        return self.reached_share is None or self.reached_share >= REACHED_SHARE
+        """Whether requests are answered as fast as they arrive, as far as one can tell: chance is given the benefit."""
+        if self.reached_share is None or self.pace is None or self.reached_share >= REACHED_SHARE:
+            return True
+        return self.num_ok >= REACHED_SHARE * self.num_requests and self.pace - _TWO_SIGMA * self.pace_error <= 1.0
 
 
 class Measurement:
@@ -150,6 +157,8 @@ class Measurement:
         """The whole run, warm-up left out."""
         records, ok = self._measured, [record for record in self._measured if record.is_ok]
         is_open = self._load.times_s is not None
+        arriving = rate_of([record.intended_s for record in records]) if is_open else None
+        pace, pace_error = pace_of(ok) if is_open else (None, 0.0)
         start_s = min((record.intended_s for record in records), default=0.0)
         window_s = max((record.end_s for record in self._result.records), default=start_s) - start_s
         num_tokens = sum(_num_tokens_after(record, start_s) for record in self._result.records)
@@ -167,8 +176,12 @@ class Measurement:
             total_tokens_per_s=ratio(num_tokens + num_prompt_tokens, window_s),
             requests_per_s=ratio(len(ok), window_s),
             asked_requests_per_s=self._load.asked_requests_per_s,
-            arriving_requests_per_s=rate_of([record.intended_s for record in records]) if is_open else None,
-            achieved_requests_per_s=rate_of([record.end_s for record in ok]) if is_open else None,
+            arriving_requests_per_s=arriving,
+            achieved_requests_per_s=(
+                None if arriving is None or pace is None else arriving * len(ok) / len(records) / max(pace, 1.0)
+            ),
+            pace=pace,
+            pace_error=pace_error,
             goodput_requests_per_s=self._goodput(records, window_s),
             attainment=self._attainment(records),
             ttft_ms=percentiles([1e3 * ttft for record in ok if (ttft := ttft_of(record)) is not None]),
@@ -289,6 +302,21 @@ def rate_of(times_s: Sequence[float]) -> float | None:
         return None
     first, last = np.quantile(times_s, (_EDGE, 1 - _EDGE)).tolist()
     return ratio((1 - 2 * _EDGE) * (len(times_s) - 1), last - first)
+
+
+def pace_of(records: Sequence[RequestRecord]) -> tuple[float | None, float]:
+    """The pace of these requests and its standard error; None for too few of them."""
+    if len(records) < _LEAST_FOR_A_RATE:
+        return None, 0.0
+    intended = np.array([record.intended_s for record in records])
+    ends = np.array([record.end_s for record in records])
+    from_mean = intended - intended.mean()
+    spread = float((from_mean**2).sum())
+    if not spread:
+        return None, 0.0
+    slope = float((from_mean * ends).sum()) / spread
+    rest = ends - ends.mean() - slope * from_mean
+    return slope, float(np.sqrt((rest**2).sum() / (len(records) - 2) / spread))
 
 
 def _num_tokens_after(record: RequestRecord, start_s: float) -> int:
