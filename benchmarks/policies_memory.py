@@ -27,13 +27,14 @@ import numpy as np
 
 from headway.simulate.cases import Case
 from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.lengths import parse_lengths
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
 from headway.simulate.report import CaseResult
 from headway.simulate.roofline import Roofline
-from headway.simulate.workload import WorkloadShape, draw_requests
 from headway.simulate.world import World, simulate
+from headway.workload.lengths import parse_lengths
+from headway.workload.load import Load
+from headway.workload.requests import WorkloadShape, draw_requests
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput
@@ -201,7 +202,7 @@ def world_of(workload: Workload, *, model: str, share: float, seed: int, bandwid
         )
         for request in drawn
     ]
-    return World(options, roofline, capacity, requests, None)
+    return World(options, roofline, capacity, Load(options=options, requests=requests, times_s=None))
 
 
 def figures(world: World, **limits: str) -> dict[str, float]:

@@ -29,14 +29,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headway.simulate.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
 from headway.simulate.cases import Case
 from headway.simulate.device import Disturbance, VirtualDevice
-from headway.simulate.lengths import parse_lengths
 from headway.simulate.loop import Simulation
 from headway.simulate.measurement import Measurement
 from headway.simulate.options import SimulationOptions
-from headway.simulate.workload import (
+from headway.simulate.world import World, make_world, simulate
+from headway.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
+from headway.workload.lengths import parse_lengths
+from headway.workload.requests import (
     ARRIVALS,
     SAMPLED_TOKENS,
     STEP_NOISE,
@@ -48,7 +49,6 @@ from headway.simulate.workload import (
     parse_tenants,
     rng_of,
 )
-from headway.simulate.world import World, make_world, simulate
 from headway_proto.step import ExecutorOutput
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits

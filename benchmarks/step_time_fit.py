@@ -37,14 +37,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.simulate.arrivals import OpenArrivals
 from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import Accelerator
 from headway.simulate.loop import Simulation
 from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import ModelShape
 from headway.simulate.roofline import Roofline
-from headway.simulate.workload import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
+from headway.workload.arrivals import OpenArrivals
+from headway.workload.requests import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
 from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.config import ModelConfig

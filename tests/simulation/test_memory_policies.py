@@ -65,7 +65,7 @@ def run(limits: tuple[tuple[str, str], ...], options: tuple[tuple[str, object], 
     world = make_world(SimulationOptions(**dict(options)))
     result = simulate(world, Case(label="", limits=SchedulerLimits(**dict(limits))))
     requests = result.requests
-    assert len(requests) == len(world.requests)
+    assert len(requests) == len(world.load.requests)
     arrival_s = np.array([request.arrival_s for request in requests])
     start_s, end_s = float(np.sort(arrival_s)[len(requests) // 5]), float(arrival_s.max())
     token_s = np.concatenate(

@@ -7,16 +7,9 @@ users, the other prices iterations of Llama-2-7B on an H100.
 import msgspec
 import pytest
 
-from headway.simulate.arrivals import OpenArrivals
+from headway.published_comparison import ORDERINGS, PUBLISHED, findings
 from headway.simulate.cases import Case
-from headway.simulate.comparison import (
-    ORDERINGS,
-    PUBLISHED,
-    SETTINGS,
-    figures_of,
-    findings,
-    source_cases,
-)
+from headway.simulate.comparison import SETTINGS, figures_of, source_cases
 from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.loop import Simulation
@@ -24,8 +17,9 @@ from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
 from headway.simulate.roofline import Roofline
-from headway.simulate.workload import PlannedRequest, PromptSource, rng_of
 from headway.simulate.world import make_world, simulate
+from headway.workload.arrivals import OpenArrivals
+from headway.workload.requests import PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
 

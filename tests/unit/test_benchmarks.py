@@ -174,6 +174,56 @@ def test_reliability_overhead(tmp_path):
     assert str(record["step"]["with_all_us"]) in printed
 
 
+def test_compare(tmp_path):
+    result, picture = tmp_path / "result.json", tmp_path / "result.png"
+    load = ("--users", "4", "--num-requests", "12", "--warmup-requests", "2", "--prompt-tokens", "uniform:8,40")
+    server = ("--model", "demo", "--max-model-len", "256", "--num-kv-blocks", "128", "--threads", "1")
+    cases = ("--output-tokens", "12", "--cases", "prefill first, chunk 128")
+    printed = run("compare.py", *load, *server, *cases, "--json", str(result), "--png", str(picture), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert list(record["measured"]) == ["prefill first", "chunk 128"]
+    assert record["published"]["orca"]["output_tokens_per_s"] == 2800
+    for label, figures in record["measured"].items():
+        assert min(figures["output_tokens_per_s"], figures["itl_p99_ms"], figures["ttft_p99_ms"]) > 0
+        (totals,) = record["cases"][label]["rounds"]
+        assert totals["num_ok"] == totals["num_requests"] == 10
+        assert f"{figures['output_tokens_per_s']:.0f}" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_knows_its_cases(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--cases", "orca,chunk 7"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "'chunk 7' is not allowed; allowed: static, orca" in done.stderr
+
+
+def test_bench_truth(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--requests", "60", "--tokens", "3", "--step-ms", "10", "--rate", "30", "--within", "1000")
+    printed = run("bench_truth.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["figure"], row["at"]) for row in record["rows"]] == [
+        (figure, share) for figure in ("ITL", "TTFT", "TPOT") for share in ("p50", "p90", "p99")
+    ]
+    assert all(row["ratio"] > 0 for row in record["rows"])
+    assert "was not reached" in record["overload"][0]
+    assert f"worst: {100 * record['worst_off']:.2f}% off" in printed
+
+
+def test_bench_streams(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--users", "8", "--tokens", "12", "--step-ms", "30", "--ramp-s", "0.1", "--processes", "1,2")
+    printed = run("bench_streams.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["processes"], row["answered"], row["most_open"]) for row in record["rows"]] == [(1, 8, 8), (2, 8, 8)]
+    assert all(row["busiest_process_us_per_token"] > 0 for row in record["rows"])
+    assert f"tokens_per_s {record['rows'][0]['tokens_per_s']}" in printed
+
+
 def test_slo_on_cpu(tmp_path):
     result = tmp_path / "result.json"
     load = (

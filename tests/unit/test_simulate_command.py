@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from headway.__main__ import main
+from headway.progress import ProgressLine
+from headway.published_comparison import ORDERINGS, PUBLISHED
 from headway.settings import ConfigurationError
 from headway.simulate.cases import Case, limit_settings, make_cases
-from headway.simulate.comparison import ORDERINGS, PUBLISHED
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
-from headway.simulate.progress import ProgressLine
 from headway.simulate.report import knee_of
 from headway.simulate.world import make_world, simulate
 from headway_scheduler.core.limits import SchedulerLimits
@@ -331,12 +331,12 @@ def test_progress_is_drawn_now_and_then_on_a_terminal_and_nowhere_else():
     terminal, file = Terminal(True), Terminal(False)
     for out in (terminal, file):
         line = ProgressLine(out, clock=lambda: now[0])
-        line.show("", 1, 10, 0.5)
+        line.show(1, 10, "requests")
         now[0] += 1.0
-        line.show("case 1 of 2", 5, 10, 3.0)
-        line.show("case 1 of 2", 6, 10, 4.0)
+        line.show(5, 10, "requests, 3 s simulated")
+        line.show(6, 10, "requests, 4 s simulated")
         line.erase()
-    assert terminal.text.count("5 of 10 requests, 3 s simulated  case 1 of 2") == 1
+    assert terminal.text.count("5 of 10 requests, 3 s simulated") == 1
     assert "6 of 10" not in terminal.text
     assert terminal.text.endswith("\r\x1b[K")
     assert not file.text

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 
-from headway.simulate.arrivals import OpenArrivals
 from headway.simulate.cases import Case
 from headway.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
 from headway.simulate.hardware import ACCELERATORS
@@ -14,8 +13,9 @@ from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import MODEL_SHAPES
 from headway.simulate.options import SimulationOptions
 from headway.simulate.roofline import Roofline, StepTime
-from headway.simulate.workload import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
 from headway.simulate.world import make_world, simulate
+from headway.workload.arrivals import OpenArrivals
+from headway.workload.requests import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
 from headway_proto.columns import encode_columns
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -135,9 +135,9 @@ def test_every_request_ends_with_exactly_its_tokens(order, steps_in_flight):
     assert result.totals.num_preemptions > 0
     assert result.totals.prefix_hit_rate > 0
     assert [request.num_output_tokens for request in result.requests] == [
-        planned.num_output_tokens for planned in world.requests
+        planned.num_output_tokens for planned in world.load.requests
     ]
-    for request, arrival_s in zip(result.requests, world.times_s, strict=True):
+    for request, arrival_s in zip(result.requests, world.load.times_s, strict=True):
         assert request.arrival_s == pytest.approx(arrival_s, abs=1e-9)
         assert len(request.itl_ms) == request.num_output_tokens - 1
         assert request.reason == "length"

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from headway.settings import ConfigurationError
-from headway.simulate.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
-from headway.simulate.lengths import parse_lengths
-from headway.simulate.trace import read_trace
-from headway.simulate.workload import (
+from headway.workload.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
+from headway.workload.lengths import parse_lengths
+from headway.workload.requests import (
     Objectives,
     PromptSource,
     Tenant,
@@ -19,6 +18,7 @@ from headway.simulate.workload import (
     parse_tenants,
     rng_of,
 )
+from headway.workload.trace import read_trace
 
 
 def drawn(text, count=20_000):

@@ -25,6 +25,7 @@ _EXTRAS = {
     "google": "gateway",
     "tokenizers": "gateway",
     "torch": "executor",
+    "aiohttp": "bench",
 }
 
 
@@ -190,6 +191,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.bench.command import add_bench_flags
+
+    add_bench_flags(parser)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from headway.bench.command import run
+
+    return run(arguments)
+
+
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     from headway.doctor.command import add_doctor_flags
 
@@ -223,6 +236,11 @@ COMMANDS = {
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
         _add_simulate_flags,
         _simulate,
+    ),
+    "bench": Command(
+        "send a load to a running server, Headway's or an OpenAI-compatible one, and tell latencies and throughput",
+        _add_bench_flags,
+        _bench,
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",

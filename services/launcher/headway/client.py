@@ -565,27 +565,35 @@ class AsyncGenerationStream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
-    """Where to connect, and as whom."""
+class Endpoint:
+    """Where to connect, and as whom; encrypted where there are certificates (PEM), or with ``tls`` alone."""
 
     address: str
-    token: str | None
-    tls: bool
-    root_certificates: bytes | None
-    client_certificate: tuple[bytes, bytes] | None
+    token: str | None = None
+    tls: bool = False
+    root_certificates: bytes | None = None
+    client_certificate: tuple[bytes, bytes] | None = None
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether channels use TLS."""
+        return self.tls or self.root_certificates is not None or self.client_certificate is not None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def channel(self) -> grpc.Channel:
-        if not self.tls:
+        """Connect, for threads."""
+        if not self.encrypts:
             return grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         return grpc.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
 
-    def aio_channel(self) -> grpc.aio.Channel:
-        if not self.tls:
-            return grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
+    def aio_channel(self, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
+        """Connect, for the running event loop, with these channel options beside the usual ones."""
+        if not self.encrypts:
+            return grpc.aio.insecure_channel(self.address, options=(*_CHANNEL_OPTIONS, *options))
+        return grpc.aio.secure_channel(self.address, self._credentials(), options=(*_CHANNEL_OPTIONS, *options))
 
     def _credentials(self) -> grpc.ChannelCredentials:
         certificate, key = self.client_certificate or (None, None)
@@ -623,10 +631,9 @@ class Client:
         root_certificates: bytes | None = None,
         client_certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        encrypts = tls or root_certificates is not None or client_certificate is not None
-        target = _Target(address, token, encrypts, root_certificates, client_certificate)
-        self._metadata = target.metadata()
-        self._channel = target.channel()
+        endpoint = Endpoint(address, token, tls, root_certificates, client_certificate)
+        self._metadata = endpoint.metadata()
+        self._channel = endpoint.channel()
         self._generation: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -756,10 +763,9 @@ class AsyncClient:
         root_certificates: bytes | None = None,
         client_certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        encrypts = tls or root_certificates is not None or client_certificate is not None
-        target = _Target(address, token, encrypts, root_certificates, client_certificate)
-        self._metadata = target.metadata()
-        self._channel = target.aio_channel()
+        endpoint = Endpoint(address, token, tls, root_certificates, client_certificate)
+        self._metadata = endpoint.metadata()
+        self._channel = endpoint.aio_channel()
         self._generation: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
         self._admin: Any = admin_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)

@@ -6,16 +6,16 @@ Must not know: what a step costs, what is measured, or how a result looks.
 """
 
 import argparse
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headway.configuration import add_flags, build, given_by_flags, merged
-from headway.settings import ConfigurationError, metavar, settings_of, shown
+from headway.output_files import check_output_files, check_pictures, write_output
+from headway.progress import ProgressLine
+from headway.settings import ConfigurationError, metavar, settings_of
 from headway.simulate.cases import Case, limit_settings, make_cases
 from headway.simulate.comparison import (
     COMPARE_SOURCES,
@@ -27,7 +27,6 @@ from headway.simulate.comparison import (
 from headway.simulate.loop import NoProgress
 from headway.simulate.measurement import Measurement
 from headway.simulate.options import SimulationOptions
-from headway.simulate.progress import ProgressLine
 from headway.simulate.report import CaseResult, as_json, knee_of, table
 from headway.simulate.world import World, make_world, simulate
 
@@ -115,7 +114,9 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
             title = f"case {number} of {len(cases)}: {case.label}" if len(cases) > 1 else ""
 
             def show(measurement: Measurement, now: float, title: str = title) -> None:
-                progress.show(title, measurement.num_ended, len(world.requests), now)
+                progress.show(
+                    measurement.num_ended, len(world.load.requests), f"requests, {now:.0f} s simulated  {title}"
+                )
 
             results.append(simulate(world, case, show))
     finally:
@@ -125,28 +126,17 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
 
 def _title(world: World) -> str:
     options, capacity = world.options, world.capacity
-    if options.trace:
-        arrivals = f"trace {options.trace}"
-    elif options.arrivals == "closed":
-        arrivals = f"{options.users} users" + f" who think for {options.think_s:g} s" * (options.think_s > 0)
-    else:
-        arrivals = f"{options.arrivals} arrivals at {options.rate:g}/s"
     devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
     return (
         f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
-        f"{len(world.requests)} requests, {arrivals}; seed {options.seed}"
+        f"{len(world.load.requests)} requests, {world.load.title}; seed {options.seed}"
     )
 
 
 def _check_outputs(options: SimulationOptions) -> None:
     """Refuse before a long run what could not be written after it."""
-    for flag, path in (("--json", options.json), ("--png", options.png)):
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ConfigurationError(
-                f"{flag}: {shown(path)} is not allowed; allowed: a file in a directory that exists"
-            )
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--png: this host lacks matplotlib; install it, or headway[dev], or leave --png out")
+    check_output_files({"--json": options.json, "--png": options.png})
+    check_pictures("--png", options.png, extra="dev")
 
 
 def _write_outputs(
@@ -156,18 +146,11 @@ def _write_outputs(
     if options.json:
         added = {} if comparison is None else {"comparison": comparison}
         document = as_json(_described(world), results, knee, added)
-        _write("--json", options.json, lambda path: path.write_bytes(document))
+        write_output("--json", options.json, lambda path: path.write_bytes(document))
     if options.png:
         from headway.simulate.picture import draw
 
-        _write("--png", options.png, lambda path: draw(path, _title(world), results, knee))
-
-
-def _write(flag: str, path: str, write: Callable[[Path], object]) -> None:
-    try:
-        write(Path(path))
-    except OSError as error:
-        raise ConfigurationError(f"{flag}: cannot write {shown(path)}: {error.strerror}") from None
+        write_output("--png", options.png, lambda path: draw(path, _title(world), results, knee))
 
 
 def _described(world: World) -> dict[str, Any]:

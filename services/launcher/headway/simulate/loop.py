@@ -11,10 +11,10 @@ arrivals, which come in the order of their numbers.
 import heapq
 from collections.abc import Callable
 
-from headway.simulate.arrivals import Arrival, Arrivals
 from headway.simulate.device import VirtualDevice, stop_token_of
 from headway.simulate.measurement import Measurement
-from headway.simulate.workload import PlannedRequest, PromptSource
+from headway.workload.arrivals import Arrival, Arrivals
+from headway.workload.requests import PlannedRequest, PromptSource
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.request import NewRequestEvent, Origin

@@ -18,21 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.simulate.device import StepRecord
-from headway.simulate.workload import PRIORITIES, PlannedRequest
+from headway.workload.percentiles import Percentiles, percentiles, ratio, rounded
+from headway.workload.requests import PRIORITIES, PlannedRequest
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import FinishedEvent
 
 _NEVER = float("nan")
 _PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
-
-
-class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of values in milliseconds; None where there are none."""
-
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,9 +166,9 @@ class Measurement:
             num_output_tokens=event.num_output_tokens,
             num_preemptions=event.num_preemptions,
             reason=event.reason.value,
-            arrival_s=_rounded(arrival_s),
-            ttft_s=_rounded(float(self._first_token_s[number]) - arrival_s),
-            end_to_end_s=_rounded(float(self._end_s[number]) - arrival_s),
+            arrival_s=rounded(arrival_s),
+            ttft_s=rounded(float(self._first_token_s[number]) - arrival_s),
+            end_to_end_s=rounded(float(self._end_s[number]) - arrival_s),
             itl_ms=tuple((gaps[place] * 1e3).round(6).tolist()),
             meets_objectives=bool(meets[number]),
         )
@@ -210,23 +203,23 @@ class Measurement:
             num_rejected=self.num_rejected,
             num_steps=len(self.steps),
             num_preemptions=counters.num_preemptions,
-            virtual_s=_rounded(virtual_s),
-            output_tokens_per_s=_ratio(num_output_tokens, window_s),
-            total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
-            requests_per_s=_ratio(len(measured), window_s),
+            virtual_s=rounded(virtual_s),
+            output_tokens_per_s=ratio(num_output_tokens, window_s),
+            total_tokens_per_s=ratio(num_output_tokens + num_prompt_tokens, window_s),
+            requests_per_s=ratio(len(measured), window_s),
             goodput_requests_per_s=self._goodput(measured, window_s),
             asked_requests_per_s=asked_requests_per_s,
-            ttft_ms=_percentiles((self._first_token_s[measured] - arrival_s) * 1e3),
-            itl_ms=_percentiles(gaps[owners >= self._first_measured] * 1e3),
-            end_to_end_ms=_percentiles((end_s - arrival_s) * 1e3),
-            prefix_hit_rate=_ratio(counters.num_prefix_hit_tokens, counters.num_prefix_query_tokens),
-            mean_batch_size=_ratio(sum(step.num_rows for step in steps), len(steps)),
-            mean_step_tokens=_ratio(sum(step.num_tokens for step in steps), len(steps)),
-            mean_step_ms=_ratio(busy_s * 1e3, len(steps)),
-            mean_concurrency=_ratio(float((end_s - arrival_s).sum()), window_s),
-            device_busy_share=_ratio(busy_s, window_s),
+            ttft_ms=percentiles((self._first_token_s[measured] - arrival_s) * 1e3),
+            itl_ms=percentiles(gaps[owners >= self._first_measured] * 1e3),
+            end_to_end_ms=percentiles((end_s - arrival_s) * 1e3),
+            prefix_hit_rate=ratio(counters.num_prefix_hit_tokens, counters.num_prefix_query_tokens),
+            mean_batch_size=ratio(sum(step.num_rows for step in steps), len(steps)),
+            mean_step_tokens=ratio(sum(step.num_tokens for step in steps), len(steps)),
+            mean_step_ms=ratio(busy_s * 1e3, len(steps)),
+            mean_concurrency=ratio(float((end_s - arrival_s).sum()), window_s),
+            device_busy_share=ratio(busy_s, window_s),
             num_swapped_blocks=sum(step.num_swapped_blocks for step in steps),
-            swap_share=_ratio(sum(step.swap_s for step in steps), busy_s),
+            swap_share=ratio(sum(step.swap_s for step in steps), busy_s),
             tenants=self._tenants(measured, window_s),
             priorities=self._priorities(measured, window_s),
         )
@@ -234,7 +227,7 @@ class Measurement:
     def _goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
         if not any(self._requests[number].objectives.are_some for number in numbers):
             return None
-        return _ratio(int(np.count_nonzero(self._meets_objectives()[numbers])), window_s)
+        return ratio(int(np.count_nonzero(self._meets_objectives()[numbers])), window_s)
 
     def _tenants(self, measured: Sequence[int], window_s: float) -> dict[str, GroupTotals]:
         numbers_of: dict[str, list[int]] = {}
@@ -260,32 +253,14 @@ class Measurement:
         return GroupTotals(
             num_finished=len(numbers),
             num_preemptions=sum(end.num_preemptions for end in ends),
-            output_tokens_per_s=_ratio(num_output_tokens, window_s),
-            total_tokens_per_s=_ratio(num_output_tokens + num_prompt_tokens, window_s),
+            output_tokens_per_s=ratio(num_output_tokens, window_s),
+            total_tokens_per_s=ratio(num_output_tokens + num_prompt_tokens, window_s),
             goodput_requests_per_s=self._goodput(numbers, window_s),
-            ttft_ms=_percentiles((self._first_token_s[numbers] - self._arrival_s[numbers]) * 1e3),
-            itl_ms=_percentiles(gaps[is_own[owners]] * 1e3),
+            ttft_ms=percentiles((self._first_token_s[numbers] - self._arrival_s[numbers]) * 1e3),
+            itl_ms=percentiles(gaps[is_own[owners]] * 1e3),
         )
 
     def _all_gaps(self) -> tuple[Int32Array, NDArray[np.float64]]:
         if not self._gaps:
             return np.empty(0, dtype=np.int32), np.empty(0)
         return np.concatenate(self._gap_owners), np.concatenate(self._gaps)
-
-
-def _percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
-    """Interpolated linearly between the two nearest values."""
-    finite = np.asarray(values)[np.isfinite(values)]
-    if not len(finite):
-        return Percentiles()
-    p50, p90, p99 = np.percentile(finite, (50, 90, 99)).tolist()
-    return Percentiles(p50=_rounded(p50), p90=_rounded(p90), p99=_rounded(p99))
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return _rounded(numerator / denominator) if denominator else 0.0
-
-
-def _rounded(value: float) -> float:
-    """A nanosecond at most where the value is in seconds; what is behind it is noise of additions."""
-    return round(value, 9)

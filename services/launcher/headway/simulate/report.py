@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 
 from headway.simulate.cases import Case
-from headway.simulate.measurement import GroupTotals, Percentiles, RequestFigures, Totals
+from headway.simulate.measurement import GroupTotals, RequestFigures, Totals
+from headway.tables import aligned
+from headway.workload.percentiles import Percentiles
 
 JSON_SCHEMA = 1
 _COLUMNS = (
@@ -83,17 +85,6 @@ def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
     if knee is not None:
         notes.append("* the knee: beyond it, latency grows faster than throughput")
     return "\n".join((*lines, *notes, ""))
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the cells of each column below each other, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _groups(totals: Totals) -> list[tuple[str, GroupTotals]]:

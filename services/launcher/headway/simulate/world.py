@@ -4,71 +4,40 @@ Owns: what the cases of a command share, and one run of it. Must not know: flags
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from headway.settings import ConfigurationError, shown
-from headway.simulate.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
 from headway.simulate.cases import Case
 from headway.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
 from headway.simulate.device_file import read_device
 from headway.simulate.hardware import ACCELERATORS, Accelerator
-from headway.simulate.lengths import parse_lengths
 from headway.simulate.loop import Simulation
 from headway.simulate.measurement import Measurement
 from headway.simulate.model_shapes import MODEL_SHAPES, ModelShape
 from headway.simulate.options import MEASURED_MODEL, SimulationOptions
 from headway.simulate.report import CaseResult, QueueColumns, StepColumns
 from headway.simulate.roofline import Roofline
-from headway.simulate.trace import read_trace
-from headway.simulate.workload import (
-    ARRIVALS,
-    SAMPLED_TOKENS,
-    STEP_NOISE,
-    PlannedRequest,
-    PromptSource,
-    WorkloadShape,
-    draw_requests,
-    parse_tenants,
-    rng_of,
-)
+from headway.workload.load import Load, make_load
+from headway.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.limits import ExecutorCapacity
 from headway_scheduler.core.scheduler import Scheduler
 
-_POISSON_VARIATION = 1.0
-
 
 class World(NamedTuple):
-    """What all cases of a run share. ``times_s`` is None where users wait for their answers."""
+    """What all cases of a run share."""
 
     options: SimulationOptions
     roofline: Roofline
     capacity: ExecutorCapacity
-    requests: Sequence[PlannedRequest]
-    times_s: Sequence[float] | None
-
-    @property
-    def asked_requests_per_s(self) -> float | None:
-        """The rate that open arrivals were drawn for, or that a trace has."""
-        if self.times_s is None:
-            return None
-        if not self.options.trace:
-            return self.options.rate
-        span_s = self.times_s[-1] - self.times_s[0]
-        return (len(self.times_s) - 1) / span_s if span_s else None
+    load: Load
 
     @property
     def host_bandwidth(self) -> float:
         """Bytes per second between each device and the host."""
         return _host_bandwidth(self.options, self.roofline.accelerator)
-
-    def arrivals(self) -> Arrivals:
-        """A fresh source of the requests."""
-        if self.times_s is None:
-            return ClosedArrivals(self.requests, self.options.users, self.options.think_s)
-        return OpenArrivals(self.requests, self.times_s)
 
 
 def make_world(options: SimulationOptions) -> World:
@@ -99,33 +68,11 @@ def make_world(options: SimulationOptions) -> World:
         num_host_blocks=options.host_blocks,
         swap_us_per_block=roofline.swap_time(1, options.block_size, _host_bandwidth(options, accelerator)) * 1e6,
     )
-    if options.trace:
-        requests, times_s = read_trace(options.trace, options.objectives)
-        if options.warmup_requests >= len(requests):
-            raise ConfigurationError(
-                f"--warmup-requests: {options.warmup_requests} is not allowed; "
-                f"allowed: fewer than the trace has, {len(requests)}"
-            )
-        return World(options, roofline, capacity, requests, times_s)
-    context_length = capacity.max_request_tokens
-    if options.prefix_tokens > context_length - 2:
-        raise ConfigurationError(
-            f"--prefix-tokens: {options.prefix_tokens} is not allowed; allowed: at most {max(context_length - 2, 0)}, "
-            "so that a prompt and an answer fit beside it"
-        )
-    workload = WorkloadShape(
-        num_requests=options.num_requests,
-        prompt=parse_lengths(options.prompt_tokens),
-        output=parse_lengths(options.output_tokens),
-        num_prefixes=options.prefixes,
-        num_prefix_tokens=options.prefix_tokens,
-        tenants=parse_tenants(options.tenants, options.objectives),
-        objectives=options.objectives,
-    )
-    requests = draw_requests(workload, context_length, options.seed)
-    if options.max_tokens:
-        requests = [_with_limit(request, options.max_tokens) for request in requests]
-    return World(options, roofline, capacity, requests, _arrival_times(options))
+    load = make_load(options, capacity.max_request_tokens)
+    if options.max_tokens and not options.trace:
+        requests = [_with_limit(request, options.max_tokens) for request in load.requests]
+        load = msgspec.structs.replace(load, requests=requests)
+    return World(options, roofline, capacity, load)
 
 
 def _with_limit(request: PlannedRequest, max_tokens: int) -> PlannedRequest:
@@ -151,16 +98,6 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
     return options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
 
 
-def _arrival_times(options: SimulationOptions) -> list[float] | None:
-    if options.arrivals == "closed":
-        return None
-    variation = options.variation if options.arrivals == "gamma" else _POISSON_VARIATION
-    times: list[float] = gamma_times(
-        rng_of(options.seed, ARRIVALS), options.num_requests, options.rate, variation
-    ).tolist()
-    return times
-
-
 def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float], None] | None = None) -> CaseResult:
     """Run one case; ``on_progress`` is called with the measurement and the virtual time after each answer.
 
@@ -180,16 +117,16 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         rng_of(world.options.seed, SAMPLED_TOKENS),
         host_bandwidth=world.host_bandwidth,
         disturbance=_disturbance(world.options),
-        lengths={request.number: request.num_output_tokens for request in world.requests if request.is_stopped},
+        lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
     )
-    measurement = Measurement(len(world.requests), world.options.warmup_requests)
+    measurement = Measurement(len(world.load.requests), world.options.warmup_requests)
     started = time.perf_counter()
     prompts = PromptSource(world.options.seed, capacity.vocab_size)
-    Simulation(scheduler, device, world.arrivals(), prompts, measurement, on_progress).run()
+    Simulation(scheduler, device, world.load.arrivals(), prompts, measurement, on_progress).run()
     wall_s = time.perf_counter() - started
     return CaseResult(
         case=case,
-        totals=measurement.totals(scheduler.counters, world.asked_requests_per_s),
+        totals=measurement.totals(scheduler.counters, world.load.asked_requests_per_s),
         requests=measurement.requests(),
         steps=_step_columns(measurement),
         queue=_queue_columns(measurement),

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.simulate.workload import PlannedRequest
+from headway.workload.requests import PlannedRequest
 
 REJECTED_PAUSE_S = 1.0
 """How long a user whose request was refused waits before the next."""
@@ -56,16 +56,18 @@ class OpenArrivals:
 
 
 class ClosedArrivals:
-    """``num_users`` users who wait for each answer and then ``think_s`` seconds."""
+    """``num_users`` users who wait for each answer and then ``think_s`` seconds; they start within ``ramp_s`` seconds."""
 
-    def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float) -> None:
+    def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float, ramp_s: float = 0.0) -> None:
         self._first = requests[:num_users]
+        self._ramp_s = ramp_s
         self._rest = iter(requests[num_users:])
         self._think_s = think_s
 
     def first(self) -> Iterable[Arrival]:
-        """See ``Arrivals.first``: one request of each user, all at once."""
-        return [Arrival(0.0, request.number, request) for request in self._first]
+        """See ``Arrivals.first``: one request of each user, all at once or evenly over the ramp."""
+        gap_s = self._ramp_s / max(len(self._first), 1)
+        return [Arrival(place * gap_s, request.number, request) for place, request in enumerate(self._first)]
 
     def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
         """See ``Arrivals.after_end``."""

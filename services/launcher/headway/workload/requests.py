@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headway.settings import shown
-from headway.simulate.lengths import LengthDistribution
+from headway.workload.lengths import LengthDistribution
 from headway_proto.columns import Int32Array
 from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_REALTIME
 

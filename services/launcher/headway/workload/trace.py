@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.settings import ConfigurationError, bytes_of_file, shown
-from headway.simulate.workload import (
+from headway.workload.requests import (
     MOST_OBJECTIVE_MS,
     NO_OBJECTIVES,
     NO_PREFIX,

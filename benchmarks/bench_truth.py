@@ -1,0 +1,126 @@
+"""The bench against what is known: steps of a known time, and the server's own timings of each request.
+
+Owns: a server whose every step takes ``--step-ms`` (the simulated backend), two loads, the comparison and the result file.
+Must not know: how ``headway bench`` measures.
+
+**ITL**: every decode step takes the known time, so each percentile of the gaps is that time. **TTFT** and **TPOT**: each
+request's end carries what the scheduler saw (``Finished.timings``), in milliseconds from its arrival there; their percentiles
+are the truth of which the bench's must be within ``--within``. Prompts take several chunks, so that TTFT has a spread; what
+gRPC, tokenising and validation add to a first token (1 to 2 ms) is part of what a client sees, and small beside it.
+
+Then the same server is asked for twenty times the rate, far beyond what it can serve: the bench must say that it was not reached.
+
+Exits with 1 if a ratio is off, or nothing was said; with 3 if the server's own timings say that its steps did not take the
+known time, because the machine was busy: then there is no truth to compare with.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.bench.options import BenchOptions
+from headway.bench.report import warnings
+from headway.bench.session import BenchResult, bench
+from headway.workload.percentiles import Percentiles, percentiles
+from provenance import provenance
+from served import DEMO_MODEL, served
+
+CHUNK = 128
+MAX_NUM_SEQS = 32
+OVERLOAD = 20.0
+BUSY_EXIT_CODE = 3
+
+
+def truths(result: BenchResult, step_ms: float) -> list[tuple[str, Percentiles, Percentiles]]:
+    """Of each figure: its name, the truth, and what the bench reports."""
+
+    def of_server(figure: Callable[..., float]) -> Percentiles:
+        return percentiles([figure(request.server) for request in result.requests if request.server is not None])
+
+    known = Percentiles(p50=step_ms, p90=step_ms, p99=step_ms)
+    return [
+        ("ITL", known, result.totals.itl_ms),
+        ("TTFT", of_server(lambda server: server.ttft_ms), result.totals.ttft_ms),
+        ("TPOT", of_server(lambda server: server.mean_itl_ms), result.totals.tpot_ms),
+    ]
+
+
+def rows_of(result: BenchResult, step_ms: float) -> list[dict[str, object]]:
+    rows = []
+    for name, truth, reported in truths(result, step_ms):
+        for share in ("p50", "p90", "p99"):
+            expected, seen = getattr(truth, share), getattr(reported, share)
+            rows.append({"figure": name, "at": share, "truth_ms": expected, "bench_ms": seen, "ratio": seen / expected})
+    return rows
+
+
+def options_of(address: str, arguments: argparse.Namespace, rate: float) -> BenchOptions:
+    return BenchOptions(
+        address=address,
+        arrivals="poisson",
+        rate=rate,
+        num_requests=arguments.requests,
+        prompt_tokens=f"uniform:{CHUNK},{4 * CHUNK}",
+        output_tokens=str(arguments.tokens),
+        processes=arguments.processes,
+        seed=arguments.seed,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--rate", type=float, default=1.5, help="requests per second, which the server can serve")
+    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--within", type=float, default=0.02, help="how far each ratio may be from 1")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    flags = (
+        *("--model", str(DEMO_MODEL), "--backend", "simulated", "--backend-option", "verify_kv=false"),
+        *("--backend-option", f"step_base_us={arguments.step_ms * 1e3:g}"),
+        *("--max-num-batched-tokens", str(CHUNK + MAX_NUM_SEQS), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        "--no-enable-prefix-caching",
+    )
+    with served(*flags) as address:
+        asyncio.run(bench(options_of(address, arguments, 20.0), "requests to warm up"))
+        result = asyncio.run(bench(options_of(address, arguments, arguments.rate)))
+        overloaded = asyncio.run(bench(options_of(address, arguments, OVERLOAD * arguments.rate), "requests too many"))
+    rows = rows_of(result, arguments.step_ms)
+    print(f"{'':10}{'truth ms':>12}{'bench ms':>12}{'ratio':>9}")
+    for row in rows:
+        print(f"{row['figure']:5}{row['at']:5}{row['truth_ms']:12.2f}{row['bench_ms']:12.2f}{row['ratio']:9.4f}")
+    worst = max(abs(float(str(row["ratio"])) - 1) for row in rows)
+    said = [line for line in warnings(overloaded.totals, float("inf")) if "was not reached" in line]
+    print(f"worst: {100 * worst:.2f}% off\nat {OVERLOAD:g} times the rate: {' '.join(said) or 'nothing was said'}")
+    if arguments.json:
+        document = {
+            "benchmark": "bench_truth",
+            **provenance(arguments.seed),
+            "step_ms": arguments.step_ms,
+            "load": {"requests": arguments.requests, "tokens": arguments.tokens, "rate": arguments.rate},
+            "rows": rows,
+            "worst_off": worst,
+            "client_late_p99_ms": result.totals.client.late_ms.p99,
+            "overload": said,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    raise SystemExit(exit_code(result, worst, arguments) if said else 1)
+
+
+def exit_code(result: BenchResult, worst: float, arguments: argparse.Namespace) -> int:
+    """0: the bench is right; 1: it is not; 3: this machine was too busy to tell."""
+    (_, tpot, _) = next(row for row in truths(result, arguments.step_ms) if row[0] == "TPOT")
+    stretched = (tpot.p90 or 0.0) / arguments.step_ms - 1
+    if worst > arguments.within and stretched > arguments.within:
+        print(f"too busy: by the server's own timings, steps took {100 * stretched:.0f}% longer than they were to")
+        return BUSY_EXIT_CODE
+    return int(worst > arguments.within)
+
+
+if __name__ == "__main__":
+    main()

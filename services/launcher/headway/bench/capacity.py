@@ -1,0 +1,131 @@
+"""The highest rate that meets an objective.
+
+Owns: which rate to try next, when a rate is known to meet the objective or to miss it, and when to stop.
+Must not know: how a rate is tried.
+
+Rates double until one misses (or halve until one meets), and then the geometric mean of the two is tried until they are
+near. A rate *meets* the objective if the share of requests that keep theirs is at least the attainment asked for, and if
+they are answered as fast as they arrive: a queue that grows would break any objective in the end.
+
+A share that was counted in few requests may be chance. So a rate is looked at again, with other requests of the same kind,
+until the attainment asked for is outside the 95% interval (Wilson's) of what was counted, or four looks were taken; then it
+is judged by the share itself, and the report says that it was close.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+_Z95 = 1.96
+_MOST_LOOKS = 4
+_LEAST_FRACTION = 1 / 1024
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run at a rate showed; ``num_meeting`` of its requests kept their objectives."""
+
+    num_requests: int
+    num_meeting: int
+    keeps_up: bool
+    trustworthy: bool
+    """Whether the client itself was in time."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """All looks at one rate. ``low`` and ``high`` bound the true share with 95% confidence."""
+
+    rate: float
+    num_looks: int
+    num_requests: int
+    share: float
+    low: float
+    high: float
+    keeps_up: bool
+    trustworthy: bool
+    meets: bool
+    close: bool
+    """Whether chance may have decided."""
+
+
+class Search:
+    """Which rate to try next, from the verdicts so far."""
+
+    def __init__(self, first_rate: float, most_rate: float, tolerance: float) -> None:
+        self._first = min(first_rate, most_rate)
+        self._most = most_rate
+        self._tolerance = tolerance
+        self.met: float | None = None
+        """The highest rate that met the objective."""
+        self.missed: float | None = None
+        """The lowest above it that did not."""
+
+    def next_rate(self) -> float | None:
+        """The rate to try now, or None if the search is over."""
+        if self.met is None and self.missed is None:
+            return self._first
+        if self.missed is None:
+            assert self.met is not None
+            return None if self.met >= self._most else min(2 * self.met, self._most)
+        if self.met is None:
+            return None if self.missed <= self._first * _LEAST_FRACTION else self.missed / 2
+        if self.missed / self.met <= 1 + self._tolerance:
+            return None
+        return math.sqrt(self.met * self.missed)
+
+    def tell(self, rate: float, *, meets: bool) -> None:
+        """The verdict on a rate that was to be tried."""
+        if meets:
+            self.met = rate
+        else:
+            self.missed = rate
+
+
+TakeLook = Callable[[float], Awaitable[Look]]
+"""Sends requests at a rate, other ones each time."""
+
+
+async def find_capacity(
+    search: Search, attainment: float, look: TakeLook, on_trial: Callable[[Trial], None]
+) -> list[Trial]:
+    """Search to the end; return the trials in the order of the attempts. ``on_trial`` sees each as it ends."""
+    trials = []
+    while (rate := search.next_rate()) is not None:
+        trial = await _try(rate, attainment, look)
+        search.tell(rate, meets=trial.meets)
+        trials.append(trial)
+        on_trial(trial)
+    return trials
+
+
+async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
+    looks: list[Look] = []
+    while True:
+        looks.append(await take_look(rate))
+        num_requests = sum(look.num_requests for look in looks)
+        num_meeting = sum(look.num_meeting for look in looks)
+        low, high = wilson_interval(num_meeting, num_requests)
+        keeps_up = all(look.keeps_up for look in looks)
+        is_close = keeps_up and low < attainment <= high
+        if not is_close or len(looks) == _MOST_LOOKS:
+            share = num_meeting / num_requests
+            return Trial(
+                rate=rate,
+                num_looks=len(looks),
+                num_requests=num_requests,
+                share=share,
+                low=low,
+                high=high,
+                keeps_up=keeps_up,
+                trustworthy=all(look.trustworthy for look in looks),
+                meets=keeps_up and share >= attainment,
+                close=is_close,
+            )
+
+
+def wilson_interval(num_good: int, num_all: int) -> tuple[float, float]:
+    """Bounds of a share with 95% confidence (Wilson, 1927): right for small counts and for shares near 1."""
+    share, spread = num_good / num_all, _Z95**2 / num_all
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z95 * math.sqrt(share * (1 - share) / num_all + spread / (4 * num_all)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,25 @@
+"""Whether the client itself was too slow.
+
+Owns: how late the event loop comes to what is due, looked at now and then. Must not know: what keeps it busy.
+
+Whatever is late by so much is told of an arrival as well, so figures below the lag mean nothing.
+"""
+
+import asyncio
+
+LOOK_INTERVAL_S = 0.01
+
+
+class LagMeter:
+    """Samples the lag of the running event loop, in seconds, while ``watch`` runs."""
+
+    def __init__(self) -> None:
+        self.lags_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Look until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LOOK_INTERVAL_S
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            self.lags_s.append(clock() - due)

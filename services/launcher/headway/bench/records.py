@@ -1,0 +1,78 @@
+"""What came of each request of a load.
+
+Owns: the record, which client processes hand on as it is. Must not know: which server answered, or what is made of it.
+
+All times are in seconds from the start of the load, by the client's clock.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+OK = "OK"
+TIMEOUT = "TIMEOUT"
+DISCONNECTED = "DISCONNECTED"
+CUT_SHORT = "CUT_SHORT"
+MALFORMED = "MALFORMED"
+"""Beside these, a status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
+
+
+class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Headway server says of a request, in milliseconds from its arrival at the scheduler."""
+
+    queue_ms: float
+    ttft_ms: float
+    mean_itl_ms: float
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
+
+    ``num_prompt_tokens`` and ``num_output_tokens`` are as the server counted, or else what was asked for and what came.
+    """
+
+    number: int
+    intended_s: float
+    sent_s: float
+    end_s: float
+    status: str
+    error: str = ""
+    chunk_times_s: list[float]
+    chunk_tokens: list[int]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    """Of the prompt, from the server's prefix cache, if it says so."""
+    server: ServerTimings | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it was answered to its end."""
+        return self.status == OK
+
+
+class RequestFailed(Exception):  # noqa: N818  # it names what happened
+    """A request that was not answered to its end; ``status`` is one of those above."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = " ".join(message.split())
+
+
+class Answer:
+    """Takes one answer as it comes. ``clock`` gives seconds since the start of the load."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.chunk_times_s: list[float] = []
+        self.chunk_tokens: list[int] = []
+        self.num_prompt_tokens: int | None = None
+        self.num_output_tokens: int | None = None
+        self.num_cached_tokens = 0
+        self.server: ServerTimings | None = None
+
+    def tokens_came(self, count: int) -> None:
+        """So many tokens arrived together, now."""
+        self.chunk_times_s.append(self._clock())
+        self.chunk_tokens.append(count)
