@@ -459,10 +459,10 @@ def end_told_twice(original):
 
 @_mutant("the scheduler forgets a cancelled request and lets it run", (SchedulerEngine, "_on_abort"))
 def abort_ignored(original):
-    def on_abort(self, owner, abort):
+    def on_abort(self, owner, abort, now):
         core, self.core = self.core, None
         try:
-            original(self, owner, Abort(handles=abort.handles))
+            original(self, owner, Abort(handles=abort.handles), now)
         finally:
             self.core = core
 
@@ -471,10 +471,10 @@ def abort_ignored(original):
 
 @_mutant("the requests of a gateway that is gone run on", (SchedulerEngine, "_on_gateway_gone"))
 def orphans_of_a_gateway(original):
-    def on_gateway_gone(self, event):
+    def on_gateway_gone(self, event, now):
         core, self.core = self.core, None
         try:
-            original(self, event)
+            original(self, event, now)
         finally:
             self.core = core
 

@@ -190,6 +190,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.replay_command import add_replay_flags
+
+    add_replay_flags(parser)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from headway.flight.replay_command import run
+
+    return run(arguments)
+
+
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     from headway.doctor.command import add_doctor_flags
 
@@ -223,6 +235,11 @@ COMMANDS = {
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
         _add_simulate_flags,
         _simulate,
+    ),
+    "replay": Command(
+        "do again what a flight log holds, verify every decision, or try other policies on it",
+        _add_replay_flags,
+        _replay,
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",

@@ -182,19 +182,20 @@ class Administration:
     def _pause(self, call: AdminCall, *, paused: bool) -> AdminReply:
         if self._engine.core is None:
             return AdminReply(call_id=call.call_id, error="no executor has joined yet")
-        self._engine.core.paused = paused
-        self._engine.announce()
+        self._engine.pause(is_paused=paused)
         return AdminReply(call_id=call.call_id)
 
     def _answer_about_pins(self, call: AdminCall) -> AdminReply:
         if self._engine.core is None:
             return AdminReply(call_id=call.call_id, error="no executor has joined yet")
-        pins, prefix = self._engine.core.pinned_prefixes, call.prefix
+        pins, prefix, recorder = self._engine.core.pinned_prefixes, call.prefix, self._engine.recorder
         if call.method == "pins":
             return AdminReply(call_id=call.call_id, pinned_prefixes=tuple(map(_told, pins.list())))
         if prefix is None:
             return AdminReply(call_id=call.call_id, error="prefix: there is none; allowed: one with a name")
         if call.method == "unpin":
+            if recorder is not None:
+                recorder.unpinned(prefix.name)
             return AdminReply(call_id=call.call_id, error="" if pins.unpin(prefix.name) else "not found")
         wrong = _wrong_with(prefix)
         if wrong:
@@ -203,6 +204,8 @@ class Administration:
             pinned = pins.pin(prefix.name, prefix.tenant, decode_column(prefix.token_ids))
         except PinRefused as refusal:
             return AdminReply(call_id=call.call_id, error=str(refusal))
+        if recorder is not None:
+            recorder.pinned(prefix.name, prefix.tenant, prefix.token_ids)
         return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
 
 

@@ -21,6 +21,7 @@ from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import (
     Announcement,
     GatewayGone,
@@ -57,11 +58,13 @@ class SchedulerEngine:
     """The whole scheduler as one object.
 
     Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
-    latest, then take ``step_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    latest, then take ``step_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic. A ``recorder`` is told
+    of every call of the core.
     """
 
-    def __init__(self, limits: SchedulerLimits, incarnation: int) -> None:
+    def __init__(self, limits: SchedulerLimits, incarnation: int, recorder: FlightRecorder | None = None) -> None:
         self.limits = limits
+        self.recorder = recorder
         self.incarnation = incarnation
         self.notices: list[Notice] = []
         self.step_link = StepLink(incarnation)
@@ -128,9 +131,14 @@ class SchedulerEngine:
             return
         if self.brake.has_suspects:
             self._try_suspects(self.core)
-        while (output := self.core.schedule(now)) is not None:
-            self.step_link.send_step(output)
-        for end in self.core.take_shed():
+        core, link = self.core, self.step_link
+        num_before, was_full = len(link.outgoing), core.num_in_flight >= self.limits.max_steps_in_flight
+        while (output := core.schedule(now)) is not None:
+            link.send_step(output)
+        shed = core.take_shed()
+        if self.recorder is not None and not was_full:
+            self.recorder.sent(now, link.outgoing[num_before:], len(shed), is_idle=not core.num_unfinished)
+        for end in shed:
             self._shed(end)
 
     def _try_suspects(self, core: Scheduler) -> None:
@@ -141,14 +149,19 @@ class SchedulerEngine:
             if request is None:
                 continue  # its gateway has not submitted it again yet
             if not self.brake.is_acquitted(name, core.num_tokens_of(request)):
-                core.run_alone(origin)
+                self._run_alone(core, origin)
                 return
             self._notice("acquitted", request_id=name.request_id, continuation=name.continuation)
         for name in self.brake.suspects:
             self.brake.forget(name)
-        core.run_alone(None)
+        self._run_alone(core, None)
 
-    def _judge(self, core: Scheduler, reason: str, failure: StepFailed | None) -> FinishedEvent | None:
+    def _run_alone(self, core: Scheduler, origin: Origin | None) -> None:
+        core.run_alone(origin)
+        if self.recorder is not None:
+            self.recorder.ran_alone(origin)
+
+    def _judge(self, core: Scheduler, reason: str, failure: StepFailed | None, now: float) -> FinishedEvent | None:
         """Note who was in the steps that were lost, once per epoch; end who is guilty of it."""
         if self._judged_epoch == core.epoch:
             return None
@@ -161,7 +174,10 @@ class SchedulerEngine:
             return None
         self._notice("guilty", request_id=guilty.request_id, continuation=guilty.continuation, reason=reason)
         how = f"the executor was lost {MAX_LOSSES} times while it ran, the last time with nothing beside it: {reason}"
-        return core.fail(self._origin_of[guilty], how)
+        origin = self._origin_of[guilty]
+        if self.recorder is not None:
+            self.recorder.aborted(now, origin, "it is to blame", how)
+        return core.fail(origin, how)
 
     def _shed(self, end: FinishedEvent) -> None:
         """Refuse a request after all: it can no longer meet its objective, and nothing of it has run."""
@@ -199,9 +215,22 @@ class SchedulerEngine:
     def end(self, origin: Origin, now: float) -> None:
         """Abort a sequence and tell its gateway."""
         assert self.core is not None
-        finished = self.core.abort(origin)
+        finished = self._abort(self.core, origin, "an operator cancelled it", now)
         if finished is not None:
             self._deliver(StepEvents(finished=(finished,)), now)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Let no request start, or let them start again, and tell the gateways."""
+        assert self.core is not None
+        self.core.paused = is_paused
+        if self.recorder is not None:
+            self.recorder.paused(is_paused=is_paused)
+        self.announce()
+
+    def _abort(self, core: Scheduler, origin: Origin, why: str, now: float) -> FinishedEvent | None:
+        if self.recorder is not None:
+            self.recorder.aborted(now, origin, why)
+        return core.abort(origin)
 
     def origins_named(self, request_id: str) -> list[Origin]:
         """The live sequences of a request, by index."""
@@ -220,8 +249,10 @@ class SchedulerEngine:
                 self._notice("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
+                if self.recorder is not None:
+                    self.recorder.executor_gone(now, event.reason)
                 if self.core is not None:
-                    self._deliver_guilty(self._judge(self.core, event.reason, None), now)
+                    self._deliver_guilty(self._judge(self.core, event.reason, None, now), now)
                 self.announce()
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
@@ -229,8 +260,12 @@ class SchedulerEngine:
         try:
             events = self.core.update(event.output, now)
         except (StateMismatch, ValueError) as error:
+            if self.recorder is not None:
+                self.recorder.mismatched(now, event.output, str(error))
             self._on_step_events(self.step_link.reopen(str(error), now), now)
             return
+        if self.recorder is not None:
+            self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
         self.brake.note_answer()
         self.send_steps(now)
@@ -240,7 +275,7 @@ class SchedulerEngine:
         """A step failed: try smaller ones, or look for who is to blame. Whether it was somebody who was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # it is the size of the step, as far as one can tell
-        guilty = self._judge(core, reason, failure)
+        guilty = self._judge(core, reason, failure, now)
         self._deliver_guilty(guilty, now)
         self._paused_until = now + self.brake.pause_s()
         return guilty is not None and failure.max_num_batched_tokens > 0
@@ -261,14 +296,16 @@ class SchedulerEngine:
             swap_us_per_block=info.swap_us_per_block,
             max_num_batched_tokens=info.max_num_batched_tokens,
         )
+        same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)
         else:
             if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
                 self._on_step_events(self.step_link.lift_limit(now), now)
                 return
-            same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
             self._deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+        if self.recorder is not None:
+            self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
         changed = self.info != info
         self.info = info
         unjudged, self._unjudged = self._unjudged, {}
@@ -288,17 +325,17 @@ class SchedulerEngine:
 
     def _on_gateway_event(self, event: IngressEvent, now: float) -> None:
         if isinstance(event, GatewayGone):
-            self._on_gateway_gone(event)
+            self._on_gateway_gone(event, now)
             return
         body = event.body
         if isinstance(body, Submit):
             self._on_submit(event.owner, body, now)
         elif isinstance(body, Abort):
-            self._on_abort(event.owner, body)
+            self._on_abort(event.owner, body, now)
         else:
             self._on_admin_call(event, body, now)
 
-    def _on_gateway_gone(self, event: GatewayGone) -> None:
+    def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
         for origin in [origin for origin in self._unjudged if origin.owner == event.owner]:
             self._forget_unjudged(origin)
         origins = [origin for origin in self._names if origin.owner == event.owner]
@@ -306,16 +343,16 @@ class SchedulerEngine:
         for origin in origins:
             self._forget(origin)
             if self.core is not None:
-                self.core.abort(origin)
+                self._abort(self.core, origin, f"its gateway is gone: {event.reason}", now)
 
-    def _on_abort(self, owner: int, abort: Abort) -> None:
+    def _on_abort(self, owner: int, abort: Abort, now: float) -> None:
         for handle in _handles(abort.handles):
             origin = Origin(owner, handle)
             self._forget_unjudged(origin)
             if origin in self._names and self.core is not None:
                 self.brake.forget(self._names[origin])
                 self._forget(origin)
-                self.core.abort(origin)
+                self._abort(self.core, origin, "its client no longer wants it", now)
 
     def _forget_unjudged(self, origin: Origin) -> None:
         submit = self._unjudged.pop(origin, None)
@@ -334,6 +371,8 @@ class SchedulerEngine:
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
+            if self.recorder is not None:
+                self.recorder.refused(now, submit, rejected)
             self.gateways.send(owner, rejected)
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
@@ -351,6 +390,8 @@ class SchedulerEngine:
                 message=rejection.message,
                 retry_after_ms=round(retry_s * 1e3),
             )
+        if self.recorder is not None:
+            self.recorder.arrived(now, new)
         name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
         self._names[new.origin] = name

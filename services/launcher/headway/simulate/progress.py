@@ -20,14 +20,14 @@ class ProgressLine:
         self._is_shown = out.isatty()
         self._next_draw_s = clock() + REDRAW_S
 
-    def show(self, title: str, num_done: int, num_all: int, virtual_s: float) -> None:
-        """Draw, if the last time is long enough ago."""
+    def show(self, title: str, num_done: int, num_all: int, virtual_s: float, unit: str = "requests") -> None:
+        """Draw, if the last time is long enough ago. ``unit``: what is counted."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S
         filled = BAR_CELLS * num_done // max(num_all, 1)
         bar = "#" * filled + "-" * (BAR_CELLS - filled)
-        self._out.write(f"\r\x1b[K[{bar}] {num_done} of {num_all} requests, {virtual_s:.0f} s simulated  {title}")
+        self._out.write(f"\r\x1b[K[{bar}] {num_done} of {num_all} {unit}, {virtual_s:.0f} s simulated  {title}")
         self._out.flush()
 
     def erase(self) -> None:
