@@ -202,6 +202,18 @@ def _replay(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_explain_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.explain_command import add_explain_flags
+
+    add_explain_flags(parser)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from headway.flight.explain_command import run
+
+    return run(arguments)
+
+
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     from headway.doctor.command import add_doctor_flags
 
@@ -240,6 +252,11 @@ COMMANDS = {
         "do again what a flight log holds, verify every decision, or try other policies on it",
         _add_replay_flags,
         _replay,
+    ),
+    "explain": Command(
+        "tell the life of a request in plain words, from a flight log or from a running server",
+        _add_explain_flags,
+        _explain,
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
