@@ -214,6 +214,18 @@ def _explain(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_timeline_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.timeline_command import add_timeline_flags
+
+    add_timeline_flags(parser)
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from headway.flight.timeline_command import run
+
+    return run(arguments)
+
+
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     from headway.doctor.command import add_doctor_flags
 
@@ -257,6 +269,11 @@ COMMANDS = {
         "tell the life of a request in plain words, from a flight log or from a running server",
         _add_explain_flags,
         _explain,
+    ),
+    "timeline": Command(
+        "draw a flight log, rows against steps, or make a trace of it for ui.perfetto.dev",
+        _add_timeline_flags,
+        _timeline,
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
