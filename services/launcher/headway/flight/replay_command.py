@@ -8,11 +8,18 @@ import argparse
 import importlib.metadata
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from headway.flight.policies import compared, comparison_text, policy_cases
+from headway.flight.recording import Recording
 from headway.flight.source import Flight
+from headway.settings import ConfigurationError, shown
+from headway.simulate.cases import Case
+from headway.simulate.report import CaseResult, as_json
+from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.flight.replay import Divergence
 
 DIVERGED_EXIT_CODE = 1
@@ -66,23 +73,43 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: the log or a flag cannot be used.
     """
     flight = Flight(arguments.log)
-    result = replayed(flight)
+    cases = policy_cases(flight.replay.limits, arguments.policy) if arguments.policy else ()
+    recording = Recording() if cases else None
+    result = replayed(flight, recording)
     flight.tell_notice()
     sys.stdout.write(f"{result.line}\n")
     if result.difference:
         _tell_versions(flight)
         return DIVERGED_EXIT_CODE
+    results = _compare(flight, recording, cases) if recording is not None else []
     if arguments.json:
-        Path(arguments.json).write_bytes(msgspec.json.encode({"replay": result}) + b"\n")
+        _write_json(arguments.json, flight, result, results)
     return 0
 
 
-def replayed(flight: Flight) -> ReplayResult:
-    """Replay a flight to its end, or to the first decision that differs."""
+def _compare(flight: Flight, recording: Recording, cases: Sequence[Case]) -> list[CaseResult]:
+    core = flight.replay.core
+    counters = SchedulerCounters() if core is None else core.counters
+    results = compared(recording, counters, cases)
+    sys.stdout.write(f"\n{comparison_text(recording, results)}")
+    return results
+
+
+def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequence[CaseResult]) -> None:
+    told = {"replay": msgspec.structs.asdict(result), "limits": flight.replay.limits}
+    try:
+        Path(path).write_bytes(as_json(told, results, None, {}))
+    except OSError as error:
+        raise ConfigurationError(f"--json: cannot write {shown(path)}: {error.strerror}") from None
+
+
+def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult:
+    """Replay a flight to its end, or to the first decision that differs; ``recording`` gathers what happens."""
     started, difference = time.perf_counter(), ""
     try:
-        for _ in flight.events("replay"):
-            pass
+        for event in flight.events("replay"):
+            if recording is not None:
+                recording.note(event, flight.replay.core)
     except Divergence as found:
         difference = str(found)
     replay = flight.replay
