@@ -14,6 +14,7 @@ from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.flight.checkpoint import encode_core, restore_core
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.records import Header, Record
 from headway_scheduler.flight.replay import Replay
@@ -89,6 +90,10 @@ class RecordedCore:
     def add_request(self, new: NewRequestEvent, now: float) -> None:
         self._core.add_request(new, now)
         self._recorder.arrived(now, new)
+
+    def restore(self) -> None:
+        """Go on with a core that was restored from a checkpoint of the present one."""
+        self._core = restore_core(encode_core(self._core), self._core.limits)
 
     def abort(self, origin: Origin) -> FinishedEvent | None:
         self._recorder.aborted(0.0, origin, "test")

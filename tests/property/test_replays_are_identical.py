@@ -1,8 +1,13 @@
-"""Any history under any policies, recorded and replayed: the core decides the same, to the byte."""
+"""Any history under any policies, recorded and replayed: the core decides the same, to the byte.
+
+So does a core that was restored from a checkpoint at any time: here the one that is recorded is restored again and again,
+and the one that replays never is.
+"""
 
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule
 
-from flight_logs import RecordedExactCore
+from flight_logs import RecordedCore, RecordedExactCore
 from property.test_any_history_ends_well import AnyHistory
 
 
@@ -10,6 +15,11 @@ class AnyRecordedHistory(AnyHistory):
     """The same histories; when everybody has been served, all of it is replayed."""
 
     core_type = RecordedExactCore
+
+    @rule()
+    def restore_from_a_checkpoint(self) -> None:
+        assert isinstance(self.run.core, RecordedCore)
+        self.run.core.restore()
 
     def teardown(self) -> None:
         super().teardown()

@@ -78,7 +78,7 @@ class StepCollector:
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted
-        self._under_way: list[TimelineStep | None] = []
+        self._under_way: dict[int, TimelineStep] = {}
         self._owners: dict[int, Request] = {}
         self._last_answer_s = 0.0
         self.num_steps = 0
@@ -98,16 +98,15 @@ class StepCollector:
 
     def _on_step(self, output: SchedulerOutput, now: float, core: Scheduler) -> None:
         is_wanted = self._wanted.first <= self.num_steps < self._wanted.end
-        step = None
-        if is_wanted or self.num_steps == self._wanted.first - 1:
-            cells = self._cells(output, core)
+        # The step before the first is looked at as well: who lost a row in the first had it in that.
+        cells = self._cells(output, core) if is_wanted or self.num_steps == self._wanted.first - 1 else ()
+        if is_wanted:
             total = output.total_num_scheduled_tokens
             step = TimelineStep(
                 self.num_steps, output.epoch, output.step, now, core.num_running, core.num_waiting, total, cells
             )
-        if is_wanted and step is not None:
             self.steps.append(step)
-        self._under_way.append(step)
+            self._under_way[output.step] = step
         self.num_steps += 1
 
     def _cells(self, output: SchedulerOutput, core: Scheduler) -> tuple[Cell, ...]:
@@ -130,7 +129,7 @@ class StepCollector:
         return tuple(cells[row] for row in sorted(cells))
 
     def _on_answer(self, record: Answered) -> None:
-        step = self._under_way.pop(0)
+        step = self._under_way.pop(record.output.step, None)
         if step is not None:
             step.begin_s = max(step.sent_s, self._last_answer_s)
             step.answered_s = record.now

@@ -135,7 +135,7 @@ class Follower:
         self._request_id = request_id
         self._followed: dict[Origin, _Followed] = {}
         self._has_executor = True
-        self._under_way: list[FlightStep] = []
+        self._under_way: dict[int, FlightStep] = {}
         self.lives: list[Life] = []
         """By arrival; an id that was used again has several."""
 
@@ -158,7 +158,7 @@ class Follower:
             case Turn():
                 self._on_turn(event, core)
             case Answered() if not record.mismatch:
-                self._under_way.pop(0)
+                self._under_way.pop(record.output.step, None)
                 self._on_answer(record, event)
         why = record.why if isinstance(record, Aborted) else ""
         for end in (*event.events.finished, *event.shed):
@@ -181,7 +181,7 @@ class Follower:
             ahead=tuple([other.new.request_id for other in ahead]),
         )
         followed = _Followed(life, request)
-        for step in self._under_way:
+        for step in self._under_way.values():
             followed.note_step(msgspec.structs.replace(step))
         if core.num_in_flight >= core.limits.max_steps_in_flight:
             followed.waits_for(PIPE_FULL, f"{core.num_in_flight} steps are under way", len(ahead), record.now)
@@ -202,7 +202,7 @@ class Follower:
         if output is not None:
             prompts = tuple([(name, count) for _, name, count in prompts_in(output, core)])
             num_tokens = output.total_num_scheduled_tokens
-            self._under_way.append(FlightStep(output.epoch, output.step, event.now, num_tokens, 0, prompts))
+            self._under_way[output.step] = FlightStep(output.epoch, output.step, event.now, num_tokens, 0, prompts)
         for followed in self._followed.values():
             self._look_for_setback(followed, event, core)
             if output is not None:
@@ -231,7 +231,7 @@ class Follower:
                 followed.life.admissions.append(Admission(now, output.step, request.num_admitted_tokens, start))
             computed = int(core.rows.num_computed_tokens[request.row])
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
-        step = self._under_way[-1]
+        step = self._under_way[output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
         followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 

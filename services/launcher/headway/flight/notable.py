@@ -40,7 +40,7 @@ class Notables:
 
     def _on_end(self, end: FinishedEvent) -> None:
         name = self._names.pop(end.origin, "")
-        if end.scheduled_time is not None and end.first_token_time is not None:
+        if name and end.scheduled_time is not None and end.first_token_time is not None:
             queue_s, ttft_s = end.scheduled_time - end.arrival_time, end.first_token_time - end.arrival_time
             self._ended.append(_Ended(name, queue_s, ttft_s, end.num_preemptions))
 

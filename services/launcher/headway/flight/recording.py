@@ -107,7 +107,7 @@ class Recording:
         self._num_output: dict[int, int] = {}
         self._ends: list[tuple[int, FinishedEvent, float]] = []
         self._tokens: list[tuple[Int32Array, float]] = []
-        self._under_way: list[_Sent] = []
+        self._under_way: dict[int, _Sent] = {}
         self._last_answer_s = float("-inf")
         self._queue: list[tuple[float, int, int]] = []
 
@@ -125,14 +125,18 @@ class Recording:
                 self._number_of[record.origin.owner, record.origin.handle] = len(self._arrivals)
                 self._arrivals.append(msgspec.structs.replace(record, now=now))
             case Turn() if event.output is not None and core is not None:
-                self._under_way.append(_sent(event.output, now, core))
+                self._under_way[event.output.step] = _sent(event.output, now, core)
             case Answered() if not record.mismatch and core is not None:
                 self._on_answer(record.output, event, now, core)
         for end in (*event.events.finished, *event.shed):
-            self._ends.append((self._number_of[end.origin.owner, end.origin.handle], end, now))
+            number = self._number_of.get((end.origin.owner, end.origin.handle))
+            if number is not None:
+                self._ends.append((number, end, now))
 
     def _on_answer(self, output: ExecutorOutput, event: Event, now: float, core: Scheduler) -> None:
-        sent = self._under_way.pop(0)
+        sent = self._under_way.pop(output.step, None)
+        if sent is None:
+            return  # it was sent before the recording begins
         device_s = output.device_time_us / 1e6
         start_s = max(sent.sent_s, self._last_answer_s)
         shape, swap_s = sent.shape, output.move_time_us / 1e6
@@ -143,7 +147,8 @@ class Recording:
         self.steps.append(RunStep(shape, record, device_s or now - start_s, at_once))
         self._last_answer_s = now
         owners, handles = event.events.owners.tolist(), event.events.handles.tolist()
-        numbers = [self._number_of[key] for key in zip(owners, handles, strict=True)]
+        found = map(self._number_of.get, zip(owners, handles, strict=True))
+        numbers = [number for number in found if number is not None]  # others arrived before the recording begins
         for number in numbers:
             self._num_output[number] = self._num_output.get(number, 0) + 1
         self._tokens.append((np.asarray(numbers, dtype=np.int32), now))

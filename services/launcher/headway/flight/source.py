@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headway.settings import ConfigurationError
 from headway.simulate.progress import ProgressLine
+from headway_scheduler.flight.checkpoint import CheckpointError, restore_core
 from headway_scheduler.flight.log import FlightLog, FlightLogError
 from headway_scheduler.flight.replay import Event, Replay
 
@@ -26,9 +27,11 @@ class Flight:
         """
         try:
             self.log = FlightLog(Path(path))
-        except FlightLogError as error:
+            limits, checkpoint = self.log.header.limits, self.log.checkpoint()
+            core = None if checkpoint is None else restore_core(checkpoint, limits)
+        except (FlightLogError, CheckpointError) as error:
             raise ConfigurationError(str(error)) from None
-        self.replay = Replay(self.log.header.limits)
+        self.replay = Replay(limits, core)
         self.first_s = 0.0
         """When the first event was, in seconds of the scheduler's clock."""
 
