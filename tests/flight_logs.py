@@ -3,6 +3,7 @@
 Owns: how tests record. Must not know: what is recorded.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.checkpoint import encode_core, restore_core
+from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.records import Header, Record
 from headway_scheduler.flight.replay import Replay
@@ -36,6 +38,15 @@ class MemoryLog:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def write_to(self, directory: Path) -> Path:
+        """The same log on disk."""
+        writer = FlightLogWriter(directory, 1 << 24)
+        for batch in self._batches:
+            writer.append(batch)
+        writer.close()
+        assert not writer.failure
+        return directory
 
     @property
     def records(self) -> list[Record]:

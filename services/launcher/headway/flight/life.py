@@ -151,10 +151,12 @@ class Follower:
                 self.lives.append(_refused(record))
             case ExecutorGone():
                 self._has_executor = False
+                self._lose_executor(record.now, f"the executor was lost: {record.reason}")
+                for followed in self._followed.values():
+                    followed.waits_for(NO_EXECUTOR, record.reason, 0, record.now)
             case EpochBegan():
                 self._has_executor = True
-                self._under_way.clear()
-                self._on_epoch(record, event)
+                self._lose_executor(record.now, f"the executor had to begin anew: {record.reason}")
             case Turn():
                 self._on_turn(event, core)
             case Answered() if not record.mismatch:
@@ -183,18 +185,21 @@ class Follower:
         followed = _Followed(life, request)
         for step in self._under_way.values():
             followed.note_step(msgspec.structs.replace(step))
-        if core.num_in_flight >= core.limits.max_steps_in_flight:
+        if not self._has_executor:
+            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
+        elif core.num_in_flight >= core.limits.max_steps_in_flight:
             followed.waits_for(PIPE_FULL, f"{core.num_in_flight} steps are under way", len(ahead), record.now)
         self.lives.append(life)
         self._followed[record.origin] = followed
 
-    def _on_epoch(self, record: EpochBegan, event: Event) -> None:
+    def _lose_executor(self, now: float, why: str) -> None:
+        """What ran on it has to begin again, and what was under way will not return."""
+        self._under_way.clear()
         for followed in self._followed.values():
             followed.open_steps.clear()
             if followed.had_row:
                 followed.had_row = False
-                why = f"the executor had to begin anew: {record.reason}"
-                followed.life.setbacks.append(Setback(event.now, why, followed.num_computed_tokens, 0))
+                followed.life.setbacks.append(Setback(now, why, followed.num_computed_tokens, 0))
             followed.num_computed_tokens = 0
 
     def _on_turn(self, event: Event, core: Scheduler) -> None:
@@ -237,9 +242,6 @@ class Follower:
 
     def _on_waiting(self, followed: _Followed, now: float, core: Scheduler) -> None:
         request = followed.request
-        if not self._has_executor:
-            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, 0, now)
-            return
         ahead = core.ahead_of(request)
         first = ahead[0] if ahead else request
         reason, text = bottleneck_of(core, first)
@@ -294,6 +296,8 @@ def _why_preempted(followed: _Followed, output: SchedulerOutput | None, core: Sc
     rows = decode_columns(output.new_blocks, 2)[0].tolist() if output is not None and output.new_blocks else []
     starting = {other.row for other in started}
     names = [core.rows.request_in(row).new.request_id for row in dict.fromkeys(rows) if row not in starting]
+    if not names and followed.num_computed_tokens % core.capacity.block_size == 0:
+        return "it needed a KV block, none was free, and those that hold them are served before it"
     needing = few_names(names) or "a request that is served before it"
     return f"no KV block was free, {needing} needed one, and it was the one to give up the least"
 
