@@ -137,8 +137,10 @@ class RecordedCore:
 
     def end_turn(self, now: float, *, was_full: bool) -> None:
         """It was asked for steps until it had no more."""
-        if not was_full:
-            self._recorder.sent(now, self._frames, self._num_shed, is_idle=not self._core.num_unfinished)
+        if self._frames:
+            self._recorder.sent(now, self._frames, self._num_shed)
+        elif not was_full:
+            self._recorder.sent_nothing(now, self._num_shed, is_idle=not self._core.num_unfinished)
         self._frames, self._num_shed = [], 0
 
 

@@ -173,7 +173,7 @@ def wait_for(done) -> None:
 
 
 def drain(log: FlightLogWriter) -> None:
-    wait_for(log._queue.empty)
+    wait_for(lambda: not log.is_busy)
 
 
 class RecordedWorld(World):

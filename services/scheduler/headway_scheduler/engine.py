@@ -131,13 +131,16 @@ class SchedulerEngine:
             return
         if self.brake.has_suspects:
             self._try_suspects(self.core)
-        core, link = self.core, self.step_link
-        num_before, was_full = len(link.outgoing), core.num_in_flight >= self.limits.max_steps_in_flight
-        while (output := core.schedule(now)) is not None:
+        link, num_before = self.step_link, len(self.step_link.outgoing)
+        while (output := self.core.schedule(now)) is not None:
             link.send_step(output)
-        shed = core.take_shed()
-        if self.recorder is not None and not was_full:
-            self.recorder.sent(now, link.outgoing[num_before:], len(shed), is_idle=not core.num_unfinished)
+        shed = self.core.take_shed()
+        if self.recorder is not None:
+            frames = link.outgoing[num_before:]
+            if frames:
+                self.recorder.sent(now, frames, len(shed))
+            elif self.core.num_in_flight < self.limits.max_steps_in_flight:  # or it was not even asked
+                self.recorder.sent_nothing(now, len(shed), is_idle=not self.core.num_unfinished)
         for end in shed:
             self._shed(end)
 

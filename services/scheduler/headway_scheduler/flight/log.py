@@ -68,7 +68,9 @@ def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
 
 def framed(payload: bytes) -> bytes:
     """A frame with this payload, compressed."""
-    packed = zlib.compress(payload, _COMPRESSION_LEVEL)
+    # Token ids have little to find twice, and bytes of zeros; looking for more would take twice the time for nothing.
+    compressor = zlib.compressobj(_COMPRESSION_LEVEL, strategy=zlib.Z_RLE)
+    packed = compressor.compress(payload) + compressor.flush()
     return _HEADER.pack(len(packed), zlib.crc32(_LENGTH.pack(len(packed))), zlib.crc32(packed)) + packed
 
 
@@ -105,6 +107,11 @@ class FlightLogWriter:
     def is_segment_full(self) -> bool:
         """Whether it is time for the next one."""
         return self._segment_size >= self._segment_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was appended waits to be written."""
+        return not self._queue.empty()
 
     def append(self, batch: bytes) -> None:
         """Queue an encoded batch of records; never waits."""

@@ -7,7 +7,7 @@ calls it when it is about to sleep. Compressing and writing are the log's, on it
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -64,12 +64,10 @@ Checkpointer = Callable[[Scheduler], None]
 """Lets the log begin a segment with the state of this core."""
 
 
-class _Sent(NamedTuple):
-    """A turn that is not encoded yet: (peer, frame) of each step."""
-
-    now: float
-    frames: Sequence[tuple[bytes, bytes]]
-    num_shed: int
+_Sent: TypeAlias = tuple[float, Sequence[tuple[bytes, bytes]], int]
+"""A turn that is not encoded yet: when, the frames of its steps, and how many were shed."""
+_Taken: TypeAlias = tuple[float, ExecutorOutput, tuple[FinishedEvent, ...]]
+"""An answer, likewise: when, what it was, and who ended with it."""
 
 
 class FlightRecorder:
@@ -83,9 +81,11 @@ class FlightRecorder:
         self._headway_version = headway_version
         self._checkpointer = checkpointer
         self._encoder = msgspec.msgpack.Encoder()
-        self._pending: list[Record | _Sent] = []
+        self._pending: list[Record | _Sent | _Taken] = []
+        self._num_flushed = 0
         self._flush_at = 0.0
-        self._was_idle = False
+        self._idle_since = -1
+        """How many records there were after a turn without a request; -1 if the last was no such turn."""
         self._is_failure_told = False
         self._begin_segment()
 
@@ -135,28 +135,24 @@ class FlightRecorder:
         """The core was told to end a request; with an ``error``, one that is to blame."""
         self._note(Aborted(now, origin, why, error))
 
-    def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int, *, is_idle: bool) -> None:
-        """The core was asked for steps until it had no more. ``is_idle``: it has no request at all.
+    def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
+        """The core was asked for steps until it had no more: these, as (peer, frame)."""
+        self._pending.append((now, frames, num_shed))
+
+    def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
+        """The core was asked for a step and had none. ``is_idle``: it has no request at all.
 
         Of turns without a request the first may still tidy up; those that follow it change nothing and are left out.
         """
-        if is_idle and not frames and not num_shed:
-            if self._was_idle:
-                return
-            self._was_idle = True
-        else:
-            self._was_idle = False
-        self._pending.append(_Sent(now, frames, num_shed))
+        num_noted = self._num_flushed + len(self._pending)
+        if is_idle and not num_shed and num_noted == self._idle_since:
+            return
+        self._pending.append((now, (), num_shed))
+        self._idle_since = num_noted + 1 if is_idle else -1
 
-    def answered(self, now: float, output: ExecutorOutput, finished: Sequence[FinishedEvent]) -> None:
+    def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
         """The core took an answer in, with which these requests ended."""
-        if output.logprobs:  # nothing follows from them
-            output = msgspec.structs.replace(output, logprobs=())
-        if finished:
-            ends = tuple([End(end.origin, end.reason.value, end.num_output_tokens) for end in finished])
-            self._note(Answered(now, output, ends))
-        else:
-            self._note(Answered(now, output))
+        self._pending.append((now, output, finished))
 
     def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
         """The core refused an answer."""
@@ -190,12 +186,12 @@ class FlightRecorder:
         if not pending or (len(pending) < FLUSH_RECORDS and now < self._flush_at and not is_final):
             return
         self._flush_at = now + FLUSH_INTERVAL_S
+        self._num_flushed += len(pending)
         if self._log.failure:
             pending.clear()
             return
-        self._log.append(
-            self._encoder.encode([_turn(record) if type(record) is _Sent else record for record in pending])
-        )
+        records = [_encodable(entry) if type(entry) is tuple else entry for entry in pending]
+        self._log.append(self._encoder.encode(records))
         pending.clear()
         if core is not None and self._checkpointer is not None and self._log.is_segment_full:
             self._checkpointer(core)
@@ -215,12 +211,17 @@ class FlightRecorder:
 
     def _note(self, record: Record) -> None:
         self._pending.append(record)
-        self._was_idle = False
 
     def _begin_segment(self) -> None:
         header = Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits)
         self._log.append(self._encoder.encode([header]))
 
 
-def _turn(sent: _Sent) -> Turn:
-    return Turn(sent.now, tuple([decision_in_frame(frame) for _, frame in sent.frames]), sent.num_shed)
+def _encodable(entry: _Sent | _Taken) -> Record:
+    now, what, rest = entry
+    if not isinstance(what, ExecutorOutput):
+        assert isinstance(rest, int)
+        return Turn(now, tuple([decision_in_frame(frame) for _, frame in what]), rest)
+    assert isinstance(rest, tuple)
+    output = msgspec.structs.replace(what, logprobs=()) if what.logprobs else what  # nothing follows from them
+    return Answered(now, output, tuple([End(end.origin, end.reason.value, end.num_output_tokens) for end in rest]))
