@@ -213,21 +213,23 @@ def replay_from_disk(directory: Path) -> tuple[FlightLog, Replay]:
     return log, replay
 
 
-def test_old_segments_go_and_the_rest_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flight_log, "_LEAST_SEGMENT_BYTES", 3000)
-    most = 100_000
+def test_old_segments_go_and_the_rest_can_be_replayed(tmp_path: Path):
+    most = 300_000
     log = FlightLogWriter(tmp_path, most)
     log._segment_bytes = 3000
     world = RecordedWorld(WORLD_LIMITS, CONFIG, num_gateways=1, seed=3)
     world.record_into(log)
-    while log.segment < 20:
+    for _ in range(80):
         world.ask_for(30)
+        assert not log.failure
+        if segments_in(tmp_path)[0][1] > 1:
+            break
     assert world.engine.recorder is not None
     world.engine.recorder.close(world.now, world.engine.core)
     assert not log.failure
     kept = segments_in(tmp_path)
-    assert 1 < len(kept) < 20
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most + 3000 * 2
+    assert len(kept) > 1
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.1 * most
     found, replay = replay_from_disk(tmp_path)
     assert found.header.segment == kept[0][1] > 0
     assert replay.num_steps > 100

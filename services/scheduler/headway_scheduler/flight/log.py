@@ -173,14 +173,18 @@ class FlightLogWriter:
     def _keep_within_bound(self) -> None:
         """Delete the oldest segments, as long as there is a later one that can be replayed without them."""
         keys = segments_in(self._directory)
-        sizes = [paths_of(self._directory, *key).num_bytes for key in keys]
+        paths = [paths_of(self._directory, *key) for key in keys]
+        sizes = [files.num_bytes for files in paths]
         starts = [key for key in keys if _is_start(self._directory, *key)]
         total = sum(sizes)
+        # The segment that begins now will be as large as allowed, and its checkpoint about as large as any.
+        largest = max(files.checkpoint.stat().st_size if files.checkpoint.exists() else 0 for files in paths)
         for key, size in zip(keys, sizes, strict=True):
-            if total <= self._max_bytes - self._segment_bytes:
+            if total <= self._max_bytes - self._segment_bytes - largest:
                 return
             if not starts or key >= starts[-1]:
-                self.stop(f"it holds {total >> 20} MiB, and no checkpoint allows deleting the oldest")
+                if total > self._max_bytes:
+                    self.stop(f"it holds {total} bytes, and no checkpoint allows deleting the oldest")
                 return
             paths_of(self._directory, *key).remove()
             total -= size
