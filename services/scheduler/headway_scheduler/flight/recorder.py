@@ -89,11 +89,6 @@ class FlightRecorder:
         self._is_failure_told = False
         self._begin_segment()
 
-    @property
-    def life(self) -> int:
-        """The number of this life in its log."""
-        return self._log.life
-
     # ------------------------------------------------------------------------------------------- what the core is told
 
     def epoch_began(

@@ -15,7 +15,7 @@ from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Request
+from headway_scheduler.core.request import NewRequestEvent
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.flight.records import (
     Aborted,
@@ -111,10 +111,6 @@ class Replay:
         if self.core is None:
             raise Divergence(f"record {self.num_records}: the log tells a core what to do before it has made one")
         return self.core
-
-    def request_in(self, row: int) -> Request:
-        """Who runs in a row now."""
-        return self._core.rows.request_in(row)
 
     def _begin_epoch(self, record: EpochBegan) -> StepEvents:
         if self.core is None:
