@@ -61,7 +61,8 @@ def _explain(flight: Flight, request_id: str) -> int:
         follower.note(event, flight.replay.core)
     flight.tell_notice()
     if not follower.lives:
-        sys.stderr.write(f"headway explain: {request_id!r:.66} is no request of this recording\n")
+        older = ", or it arrived before the oldest segment that is left" if flight.log.header.segment else ""
+        sys.stderr.write(f"headway explain: {request_id!r:.66} is no request of this recording{older}\n")
         return NOT_FOUND_EXIT_CODE
     sys.stdout.write("\n".join(explanation(life, flight.first_s) for life in follower.lives))
     return 0

@@ -36,6 +36,8 @@ _SEGMENTS_PER_LOG = 4
 _LEAST_SEGMENT_BYTES = 1 << 18
 _QUEUED_BATCHES = 256
 _CLOSE_S = 5.0
+_BATCHES_PER_LOOK = 64
+"""How often the directory is looked at, beside the beginning of each segment."""
 _SEGMENT_NAME = re.compile(r"(\d{6})-(\d{6})\.flight")
 
 
@@ -97,6 +99,7 @@ class FlightLogWriter:
         self.failure = ""
         """Why nothing is written any more; empty while all is well."""
         self._segment_size = 0
+        self._num_batches = 0
         self._file = _create(paths_of(directory, self.life, 0).segment)
         # Bounded, or a disk that cannot take it would fill the memory instead.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
@@ -167,6 +170,9 @@ class FlightLogWriter:
     def _write(self, batch: bytes) -> None:
         view = memoryview(framed(batch))
         self._segment_size += len(view)
+        self._num_batches += 1
+        if self._num_batches % _BATCHES_PER_LOOK == 0:
+            self._keep_within_bound()  # the checkpoint that lets the oldest go may be there now
         while view:
             view = view[os.write(self._file, view) :]
 

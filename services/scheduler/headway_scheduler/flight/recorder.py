@@ -39,7 +39,7 @@ from headway_scheduler.flight.records import (
 FLUSH_RECORDS = 64
 """So many records are written at once,"""
 FLUSH_INTERVAL_S = 0.05
-"""or those of so many seconds; a killed process loses no more, but for a sleep without events."""
+"""or those of so many seconds; a killed process loses no more, but for what came just before it went to sleep."""
 
 
 class Log(Protocol):
