@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -190,9 +190,13 @@ class EngineBench:
         self.engine.gateway_frame(b"gateway", heard, self.now)
         output = step.ExecutorOutput(
             epoch=core.epoch, step=oldest.step, state_digest=oldest.digest,
-            sampled_token_ids=encode_column([7] * len(oldest.sampling_rows)),
+            sampled_token_ids=encode_column(self.sampled_tokens(len(oldest.sampling_rows))),
         )  # fmt: skip
         return self.executor.encode(output)
+
+    def sampled_tokens(self, count: int) -> Sequence[int]:
+        """What the model draws."""
+        return [7] * count
 
     def beat(self) -> float:
         """One answer in, the next step and the gateway's message out: microseconds."""

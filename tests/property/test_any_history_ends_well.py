@@ -40,6 +40,8 @@ LIMITS = st.builds(
 class AnyHistory(RuleBasedStateMachine):
     """Runs one core; its teardown serves everybody who is left."""
 
+    core_type: type[ExactCore] = ExactCore
+
     @initialize(
         limits=LIMITS,
         block_size=st.sampled_from([1, 2, 4]),
@@ -56,7 +58,7 @@ class AnyHistory(RuleBasedStateMachine):
         swap_us_per_block: float,
     ) -> None:
         num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_blocks
-        self.run = ExactCore(
+        self.run = self.core_type(
             limits,
             ExecutorCapacity(
                 num_blocks=num_blocks,

@@ -33,7 +33,7 @@ class WatchedEngine(SchedulerEngine):
     """The real engine; notes what was submitted, and sees that an answer may be taken in before it is."""
 
     def __init__(self, process: "SchedulerProcess", limits: SchedulerLimits, incarnation: int) -> None:
-        super().__init__(limits, incarnation)
+        super().__init__(limits, incarnation, process.world.new_recorder(limits))
         self._process = process
         self._send_step = self.step_link.send_step
         self.step_link.send_step = self._watched_send  # type: ignore[method-assign]
@@ -111,6 +111,8 @@ class SchedulerProcess(Process):
             engine.run(now)
             self._send_steps()
             self._send_news()
+            if engine.recorder is not None:
+                engine.recorder.flush(now, engine.core)
             engine.notices.clear()
             self.check()
         self.wake_at(engine.next_deadline)

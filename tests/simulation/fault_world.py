@@ -13,16 +13,19 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import headway_executor.loop
 import headway_gateway.ingress_link
 import headway_scheduler.core.scheduler
 import headway_scheduler.ingress_link
+from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
 from headway_proto.ingress import (
     PrefixToPin,
 )
+from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.flight.recorder import FlightRecorder
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_gateway import Client, GatewayProcess
@@ -34,6 +37,14 @@ from simulation.fault_scheduler import SchedulerProcess
 HEALED_WITHIN_S = 60.0
 QUIET_WITHIN_S = 20.0
 MOST_EVENTS = 60_000
+
+
+class Flight(NamedTuple):
+    """What one life of the scheduler has recorded."""
+
+    log: MemoryLog
+    limits: SchedulerLimits
+    recorder: FlightRecorder
 
 
 class Link:
@@ -54,8 +65,10 @@ class Link:
 class FaultWorld:
     """One run of one schedule. ``violation`` is what was found, None if every invariant held."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, records: bool = False) -> None:
+        """``records``: every scheduler has a flight recorder."""
         self.schedule = schedule
+        self.flights: list[Flight] | None = [] if records else None
         self.now = START_S
         self.violation: Violation | None = None
         self.digests: dict[tuple[int | None, int, int], int] = {}
@@ -134,6 +147,14 @@ class FaultWorld:
             if self.violation is None:
                 self.violation = violation
             raise
+
+    def new_recorder(self, limits: SchedulerLimits) -> FlightRecorder | None:
+        """The recorder of another life of the scheduler."""
+        if self.flights is None:
+            return None
+        log = MemoryLog()
+        self.flights.append(Flight(log, limits, recorder_into(log, limits)))
+        return self.flights[-1].recorder
 
     def at(self, at: float, action: Callable[[], None]) -> None:
         self._num_lives += 1

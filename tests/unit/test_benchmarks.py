@@ -224,6 +224,30 @@ def test_bench_streams(tmp_path):
     assert f"tokens_per_s {record['rows'][0]['tokens_per_s']}" in printed
 
 
+def test_flight_recorder(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--running", "4", "--steps", "40", "--rounds", "1")
+    printed = run("flight_recorder.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert record["step_ratio"] > 0
+    assert record["bytes_per_step"] > 0
+    assert record["checkpoint_stall_ms"] > 0
+    assert f"{record['with_us']} us with" in printed
+
+
+def test_flight_run(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--requests", "6", "--seconds", "1", "--log", str(tmp_path / "log"))
+    printed = run("flight_run.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert record["answered"] == 6
+    assert record["byte_identical"]
+    assert record["num_steps"] > 0
+    assert "6 requests of" in printed
+
+
 def test_slo_on_cpu(tmp_path):
     result = tmp_path / "result.json"
     load = (

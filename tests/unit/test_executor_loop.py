@@ -1,6 +1,7 @@
 """The executor's cycle over a real backend, its failures, and the process as a whole."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from headway_executor.loop import StepCycle, serve
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column, encode_column, encode_columns
+from headway_proto.pulse import Pulse
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
@@ -661,3 +663,36 @@ def test_a_damaged_key_file_is_named(tmp_path):
     (tmp_path / "scheduler.key").write_text("nothing\n")
     with pytest.raises(ValueError, match=r"curve_keys: scheduler\.key cannot be used"):
         SchedulerChannel("tcp://127.0.0.1:9", str(tmp_path))
+
+
+class BusyCycle:
+    """Steps run at once, and the next frame is there whenever one has been taken."""
+
+    device_lost = None
+    next_deadline = float("inf")
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def tick(self, now: float) -> list[bytes]:
+        return []
+
+    def receive(self, data: bytes, now: float) -> list[bytes]:
+        self.num_taken += 1
+        return []
+
+
+class FullChannel:
+    """Never empty."""
+
+    def receive(self) -> bytes:
+        return b"frame"
+
+
+def test_a_process_that_is_never_idle_gives_signs_of_life():
+    reader, writer = os.pipe()
+    cycle, seconds = BusyCycle(), iter(range(1000))
+    serve(cycle, FullChannel(), lambda: cycle.num_taken >= 20, clock=lambda: float(next(seconds)), pulse=Pulse(writer))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as signs:
+        assert len(signs.read()) == 21

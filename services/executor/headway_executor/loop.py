@@ -200,7 +200,10 @@ def serve(
         # Results come first: the scheduler may be waiting for one to decide the next step.
         _send_all(channel, cycle.tick(now))
         while (frame := channel.receive()) is not None:
-            _send_all(channel, cycle.receive(frame, clock()))
+            now = clock()
+            if pulse is not None:
+                pulse.beat(now)  # a backend that runs steps at once may find the next one here each time
+            _send_all(channel, cycle.receive(frame, now))
             if should_stop() or cycle.device_lost is not None:
                 return
         if cycle.device_lost is not None:

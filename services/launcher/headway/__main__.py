@@ -203,6 +203,42 @@ def _bench(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.replay_command import add_replay_flags
+
+    add_replay_flags(parser)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from headway.flight.replay_command import run
+
+    return run(arguments)
+
+
+def _add_explain_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.explain_command import add_explain_flags
+
+    add_explain_flags(parser)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from headway.flight.explain_command import run
+
+    return run(arguments)
+
+
+def _add_timeline_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.flight.timeline_command import add_timeline_flags
+
+    add_timeline_flags(parser)
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from headway.flight.timeline_command import run
+
+    return run(arguments)
+
+
 def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     from headway.doctor.command import add_doctor_flags
 
@@ -241,6 +277,21 @@ COMMANDS = {
         "send a load to a running server, Headway's or an OpenAI-compatible one, and tell latencies and throughput",
         _add_bench_flags,
         _bench,
+    ),
+    "replay": Command(
+        "do again what a flight log holds, verify every decision, or try other policies on it",
+        _add_replay_flags,
+        _replay,
+    ),
+    "explain": Command(
+        "tell the life of a request in plain words, from a flight log or from a running server",
+        _add_explain_flags,
+        _explain,
+    ),
+    "timeline": Command(
+        "draw a flight log, rows against steps, or make a trace of it for ui.perfetto.dev",
+        _add_timeline_flags,
+        _timeline,
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",

@@ -670,6 +670,17 @@ class Client:
         response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
         return response
 
+    def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
+        """Why a live request is where it is.
+
+        Raises:
+            NotFoundError: no such request is live.
+        """
+        response: admin_pb2.ExplainResponse = self._call(
+            self._admin.Explain, admin_pb2.ExplainRequest(request_id=request_id)
+        )
+        return response
+
     def cancel(self, request_id: str) -> None:
         """End a request, whoever started it.
 
@@ -796,6 +807,13 @@ class AsyncClient:
     async def status(self) -> admin_pb2.GetStatusResponse:
         """See ``Client``."""
         response: admin_pb2.GetStatusResponse = await self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
+        return response
+
+    async def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
+        """See ``Client``."""
+        response: admin_pb2.ExplainResponse = await self._call(
+            self._admin.Explain, admin_pb2.ExplainRequest(request_id=request_id)
+        )
         return response
 
     async def cancel(self, request_id: str) -> None:

@@ -28,6 +28,7 @@ from headway_proto.ingress import (
     TenantServiceState,
     WastedTokens,
 )
+from headway_scheduler.bottleneck import bottleneck_of
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.pinned_prefixes import PinRefused
@@ -200,32 +201,7 @@ class Administration:
             return f"{age} and runs: {doing}.{preempted}"
         ahead = core.num_ahead_of(request)
         lost = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
-        return f"{age}{lost} and waits behind {ahead} others: {self._bottleneck(core, request)}."
-
-    def _bottleneck(self, core: Scheduler, request: Request) -> str:
-        if core.paused:
-            return "admission is paused"
-        if core.alone is not None:
-            return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
-        if core.is_starting_slowly:
-            return "an executor was lost, and those that ran on it start a few at a time"
-        if core.num_running >= core.max_running:
-            if core.max_running == core.limits.max_num_seqs:
-                return f"max_num_seqs = {core.max_running} requests are running"
-            return f"{core.max_running} requests are running, as many as the token budget or the executor's rows allow"
-        if not core.is_admitting:
-            return f"batching is {core.limits.batching}, and the batch that runs has to end first"
-        needed, free = core.blocks_for_start(request)
-        if needed > free:
-            tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
-            return f"{tokens} must find {needed} blocks, and {free} are free and not promised{self._shortage(core)}"
-        if not core.keeps_objective(request):
-            return "with one more, those that run would miss their inter-token objective"
-        return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
-
-    def _shortage(self, core: Scheduler) -> str:
-        steps = core.steps_until_shortage()
-        return "" if steps is None else f"; those that run may need more than there is in about {steps} steps"
+        return f"{age}{lost} and waits behind {ahead} others: {bottleneck_of(core, request).text}."
 
     def _cancel(self, call: AdminCall, now: float) -> AdminReply:
         origins = self._engine.origins_named(call.request_id)
@@ -238,19 +214,20 @@ class Administration:
     def _pause(self, call: AdminCall, *, paused: bool) -> AdminReply:
         if self._engine.core is None:
             return AdminReply(call_id=call.call_id, error="no executor has joined yet")
-        self._engine.core.paused = paused
-        self._engine.announce()
+        self._engine.pause(is_paused=paused)
         return AdminReply(call_id=call.call_id)
 
     def _answer_about_pins(self, call: AdminCall) -> AdminReply:
         if self._engine.core is None:
             return AdminReply(call_id=call.call_id, error="no executor has joined yet")
-        pins, prefix = self._engine.core.pinned_prefixes, call.prefix
+        pins, prefix, recorder = self._engine.core.pinned_prefixes, call.prefix, self._engine.recorder
         if call.method == "pins":
             return AdminReply(call_id=call.call_id, pinned_prefixes=tuple(map(_told, pins.list())))
         if prefix is None:
             return AdminReply(call_id=call.call_id, error="prefix: there is none; allowed: one with a name")
         if call.method == "unpin":
+            if recorder is not None:
+                recorder.unpinned(prefix.name)
             return AdminReply(call_id=call.call_id, error="" if pins.unpin(prefix.name) else "not found")
         wrong = _wrong_with(prefix)
         if wrong:
@@ -259,6 +236,8 @@ class Administration:
             pinned = pins.pin(prefix.name, prefix.tenant, decode_column(prefix.token_ids))
         except PinRefused as refusal:
             return AdminReply(call_id=call.call_id, error=str(refusal))
+        if recorder is not None:
+            recorder.pinned(prefix.name, prefix.tenant, prefix.token_ids)
         return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
 
 

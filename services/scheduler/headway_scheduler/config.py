@@ -111,6 +111,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "may connect to the step link and to the ingress"
         ),
     ] = ""
+    flight_log: Annotated[
+        str,
+        Meta(
+            description="directory to record every request and decision in, for headway replay, explain and timeline; it "
+            "holds the token ids of prompts and answers, readable by this user only"
+        ),
+    ] = ""
+    flight_log_mib: Annotated[int, Meta(description="most MiB that are kept in flight_log; the oldest go first")] = 256
     grace_s: Annotated[float, Meta(description="seconds that running requests get to finish after SIGTERM")] = 10.0
     metrics_address: Annotated[
         str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
@@ -145,6 +153,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_tenant_waiting_tokens", 0, 1 << 40),
             ("default_ttft_slo_ms", 0, 1 << 30),
             ("default_itl_slo_ms", 0, 1 << 30),
+            ("flight_log_mib", 1, 1 << 20),
         ):
             value = getattr(self, field)
             if not least <= value <= most:

@@ -31,6 +31,7 @@ from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import (
     Announcement,
     GatewayGone,
@@ -70,11 +71,13 @@ class SchedulerEngine:
     """The whole scheduler as one object.
 
     Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
-    latest, then take ``step_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    latest, then take ``step_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic. A ``recorder`` is told
+    of every call of the core.
     """
 
-    def __init__(self, limits: SchedulerLimits, incarnation: int) -> None:
+    def __init__(self, limits: SchedulerLimits, incarnation: int, recorder: FlightRecorder | None = None) -> None:
         self.limits = limits
+        self.recorder = recorder
         self.incarnation = incarnation
         self.notices: list[Notice] = []
         self.tells_requests = False
@@ -145,10 +148,18 @@ class SchedulerEngine:
             return
         if self.brake.has_suspects:
             self._try_suspects(self.core)
+        link, num_before = self.step_link, len(self.step_link.outgoing)
         while (output := self.core.schedule(now)) is not None:
-            self.step_link.send_step(output)
+            link.send_step(output)
             self.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
-        for end in self.core.take_shed():
+        shed = self.core.take_shed()
+        if self.recorder is not None:
+            frames = link.outgoing[num_before:]
+            if frames:
+                self.recorder.sent(now, frames, len(shed))
+            elif self.core.num_in_flight < self.limits.max_steps_in_flight:  # or it was not even asked
+                self.recorder.sent_nothing(now, len(shed), is_idle=not self.core.num_unfinished)
+        for end in shed:
             self.statistics.note_end(end, now)
             self._shed(end)
 
@@ -160,14 +171,19 @@ class SchedulerEngine:
             if request is None:
                 continue  # its gateway has not submitted it again yet
             if not self.brake.is_acquitted(name, core.num_tokens_of(request)):
-                core.run_alone(origin, self.brake.num_tokens_wanted(name))
+                self._run_alone(core, origin, self.brake.num_tokens_wanted(name))
                 return
             self._notice("acquitted", request_id=name.request_id, continuation=name.continuation)
         for name in self.brake.suspects:
             self.brake.forget(name)
-        core.run_alone(None)
+        self._run_alone(core, None)
 
-    def _judge(self, core: Scheduler, reason: str, failure: StepFailed | None) -> FinishedEvent | None:
+    def _run_alone(self, core: Scheduler, origin: Origin | None, num_tokens: int = 0) -> None:
+        core.run_alone(origin, num_tokens)
+        if self.recorder is not None:
+            self.recorder.ran_alone(origin, num_tokens)
+
+    def _judge(self, core: Scheduler, reason: str, failure: StepFailed | None, now: float) -> FinishedEvent | None:
         """Note who was in the steps that were lost, once per epoch; end who is guilty of it."""
         if self._judged_epoch == core.epoch:
             return None
@@ -176,12 +192,18 @@ class SchedulerEngine:
         guilty = self.brake.note_loss(
             [(self._names[origin], num) for origin, num in in_flight if origin in self._names]
         )
-        core.start_slowly(origin for origin, _ in in_flight)
+        origins = tuple(origin for origin, _ in in_flight)
+        core.start_slowly(origins)
+        if self.recorder is not None:
+            self.recorder.started_slowly(origins)
         if guilty is None:
             return None
         self._notice("guilty", request_id=guilty.request_id, continuation=guilty.continuation, reason=reason)
         how = f"the executor was lost {MAX_LOSSES} times while it ran, the last time with nothing beside it: {reason}"
-        return core.fail(self._origin_of[guilty], how)
+        origin = self._origin_of[guilty]
+        if self.recorder is not None:
+            self.recorder.aborted(now, origin, "it is to blame", how)
+        return core.fail(origin, how)
 
     def _shed(self, end: FinishedEvent) -> None:
         """Refuse a request after all: it can no longer meet its objective, and nothing of it has run."""
@@ -221,9 +243,22 @@ class SchedulerEngine:
     def end(self, origin: Origin, now: float) -> None:
         """Abort a sequence and tell its gateway."""
         assert self.core is not None
-        finished = self.core.abort(origin)
+        finished = self._abort(self.core, origin, "an operator cancelled it", now)
         if finished is not None:
             self._deliver(StepEvents(finished=(finished,)), now)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Let no request start, or let them start again, and tell the gateways."""
+        assert self.core is not None
+        self.core.paused = is_paused
+        if self.recorder is not None:
+            self.recorder.paused(is_paused=is_paused)
+        self.announce()
+
+    def _abort(self, core: Scheduler, origin: Origin, why: str, now: float) -> FinishedEvent | None:
+        if self.recorder is not None:
+            self.recorder.aborted(now, origin, why)
+        return core.abort(origin)
 
     def origins_named(self, request_id: str) -> list[Origin]:
         """The live sequences of a request, by index."""
@@ -243,8 +278,10 @@ class SchedulerEngine:
             elif isinstance(event, ExecutorLost):
                 self._notice("executor lost", reason=event.reason)
                 self.statistics.note_executor_lost()
+                if self.recorder is not None:
+                    self.recorder.executor_gone(now, event.reason)
                 if self.core is not None:
-                    self._deliver_guilty(self._judge(self.core, event.reason, None), now)
+                    self._deliver_guilty(self._judge(self.core, event.reason, None, now), now)
                 self.announce()
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
@@ -252,8 +289,12 @@ class SchedulerEngine:
         try:
             events = self.core.update(event.output, now)
         except (StateMismatch, ValueError) as error:
+            if self.recorder is not None:
+                self.recorder.mismatched(now, event.output, str(error))
             self._on_step_events(self.step_link.reopen(str(error), now), now)
             return
+        if self.recorder is not None:
+            self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
         self.brake.note_answer()
         self.send_steps(now)
@@ -264,7 +305,7 @@ class SchedulerEngine:
         """A step failed: try smaller ones, or look for who is to blame. Whether it was somebody who was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # it is the size of the step, as far as one can tell
-        guilty = self._judge(core, reason, failure)
+        guilty = self._judge(core, reason, failure, now)
         self._deliver_guilty(guilty, now)
         self._paused_until = now + self.brake.pause_s()
         return guilty is not None and failure.max_num_batched_tokens > 0
@@ -285,14 +326,16 @@ class SchedulerEngine:
             swap_us_per_block=info.swap_us_per_block,
             max_num_batched_tokens=info.max_num_batched_tokens,
         )
+        same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)
         else:
             if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
                 self._on_step_events(self.step_link.lift_limit(now), now)
                 return
-            same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
             self._deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+        if self.recorder is not None:
+            self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
         changed = self.info != info
         self.info = info
         unjudged, self._unjudged = self._unjudged, {}
@@ -330,7 +373,7 @@ class SchedulerEngine:
         self._notice("gateway link closed", reason=event.reason, sequences=len(origins))
         for origin in origins:
             self._forget(origin)
-            self._abort_silently(origin, now)
+            self._abort_silently(origin, f"its gateway is gone: {event.reason}", now)
 
     def _on_abort(self, owner: int, abort: Abort, now: float) -> None:
         for handle in _handles(abort.handles):
@@ -339,11 +382,11 @@ class SchedulerEngine:
             if origin in self._names and self.core is not None:
                 self.brake.forget(self._names[origin])
                 self._forget(origin)
-                self._abort_silently(origin, now)
+                self._abort_silently(origin, "its client no longer wants it", now)
 
-    def _abort_silently(self, origin: Origin, now: float) -> None:
+    def _abort_silently(self, origin: Origin, why: str, now: float) -> None:
         """Abort a sequence of which nobody wants to hear."""
-        end = None if self.core is None else self.core.abort(origin)
+        end = None if self.core is None else self._abort(self.core, origin, why, now)
         if end is not None:
             self.statistics.note_end(end, now)
 
@@ -365,6 +408,8 @@ class SchedulerEngine:
             rejected = self._accept(owner, submit, now)
         if rejected is not None:
             self._tell_refusal(submit, rejected)
+            if self.recorder is not None:
+                self.recorder.refused(now, submit, rejected)
             self.gateways.send(owner, rejected)
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
@@ -382,6 +427,8 @@ class SchedulerEngine:
                 message=rejection.message,
                 retry_after_ms=round(retry_s * 1e3),
             )
+        if self.recorder is not None:
+            self.recorder.arrived(now, new)
         name = Name(submit.request_id, submit.index)
         self._origin_of[name] = new.origin
         self._names[new.origin] = name

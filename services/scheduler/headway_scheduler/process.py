@@ -5,11 +5,13 @@ Owns: the loop of four beats, start and stop. Must not know: how anything is dec
 
 import ctypes
 import gc
+import importlib.metadata
 import os
 import secrets
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +23,9 @@ from headway_proto.pulse import Pulse, pulse_of
 from headway_proto.snapshots import Snapshots
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.flight.checkpoint import ForkingCheckpointer
+from headway_scheduler.flight.log import FlightLogWriter
+from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
 
@@ -47,6 +52,7 @@ def run(config: SchedulerConfig) -> int:
     try:
         config.validate()
         endpoint = _metrics_endpoint(config, snapshots)
+        recorder = make_recorder(config)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"headway scheduler: {error}\n")
@@ -54,7 +60,7 @@ def run(config: SchedulerConfig) -> int:
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
     if config.exit_with_parent:
         _exit_with_parent()
-    engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62))
+    engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62), recorder=recorder)
     engine.tells_requests = config.log_level == "debug"
     relax_collector()
     log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
@@ -63,6 +69,8 @@ def run(config: SchedulerConfig) -> int:
     try:
         serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
+        if recorder is not None:
+            recorder.close(time.monotonic(), engine.core)
         transport.close()
     log.info(
         "scheduler stopped",
@@ -118,7 +126,7 @@ def serve(
             engine.gateway_frame(peer, data, now)
         engine.run(now)
         _send(engine, transport, now)
-        _log_notices(engine, log)
+        _note(engine, now, log)
         if snapshots is not None and snapshots.wanted:
             snapshots.give(take_snapshot(engine, now))
         if now >= report_rejections_at:
@@ -128,10 +136,32 @@ def serve(
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
 
 
-def _log_notices(engine: SchedulerEngine, log: structlog.typing.FilteringBoundLogger) -> None:
+def _note(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
+    """Write down what has happened, now that everybody has been told."""
     for notice in engine.notices:
         getattr(log, notice.level)(notice.event, **notice.details)
     engine.notices.clear()
+    if engine.recorder is None:
+        return
+    engine.recorder.flush(now, engine.core)
+    failure = engine.recorder.take_failure()
+    if failure:
+        log.warning("the flight recorder has stopped; serving goes on", reason=failure)
+
+
+def make_recorder(config: SchedulerConfig) -> FlightRecorder | None:
+    """The recorder that ``flight_log`` asks for, if it does.
+
+    Raises:
+        ValueError: the directory cannot be used.
+    """
+    if not config.flight_log:
+        return None
+    try:
+        log = FlightLogWriter(Path(config.flight_log), config.flight_log_mib << 20)
+    except OSError as error:
+        raise ValueError(f"flight_log: {config.flight_log!r:.64} cannot be used: {error.strerror}") from error
+    return FlightRecorder(log, config.limits(), importlib.metadata.version("headway"), ForkingCheckpointer(log))
 
 
 def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:

@@ -36,12 +36,17 @@ def limit_settings() -> dict[str, Setting]:
 
 
 def make_cases(
-    given: Layer, compared: Mapping[str, str], swept: Sequence[int], listed: Sequence[str]
+    given: Layer,
+    compared: Mapping[str, str],
+    swept: Sequence[int],
+    listed: Sequence[str],
+    *,
+    origin: str = "--case",
 ) -> tuple[Case, ...]:
     """Return the cases in the order in which they were given; one of ``given`` alone if nothing is to be compared.
 
     ``compared`` has values of a limit, separated by commas, and gives a case for each combination; ``listed`` has one
-    ``FIELD=VALUE,FIELD=VALUE`` per case; ``swept`` has token budgets.
+    ``FIELD=VALUE,FIELD=VALUE`` per case and was given by the flag ``origin``; ``swept`` has token budgets.
 
     Raises:
         ConfigurationError: a limit does not exist, a value is not allowed, or two ways of comparing are mixed.
@@ -52,10 +57,10 @@ def make_cases(
         compared = {SWEPT_LIMIT: ",".join(map(str, swept))}
     settings = limit_settings()
     if listed:
-        variants = [_listed(text, settings) for text in listed]
+        variants = [_listed(text, settings, origin) for text in listed]
     else:
-        origin = "--sweep-budget" if swept else "--compare"
-        axes = [_axis(name, values, settings, origin) for name, values in compared.items()]
+        flag = "--sweep-budget" if swept else "--compare"
+        axes = [_axis(name, values, settings, flag) for name, values in compared.items()]
         variants = [dict(variant) for variant in itertools.product(*axes)]
     return tuple(case_of(_label(variant), {**given, **variant}) for variant in variants)
 
@@ -77,13 +82,13 @@ def _axis(name: str, values: str, settings: Mapping[str, Setting], origin: str) 
     return [(name, Given(from_text(setting, [text], f"{origin} {name}"), f"{origin} {name}")) for text in texts]
 
 
-def _listed(text: str, settings: Mapping[str, Setting]) -> dict[str, Given]:
+def _listed(text: str, settings: Mapping[str, Setting], origin: str) -> dict[str, Given]:
     variant: dict[str, Given] = {}
     for part in text.split(","):
         name, separator, value = part.partition("=")
         if not separator:
-            raise ConfigurationError(f"--case: {shown(text)} is not allowed; allowed: FIELD=VALUE,FIELD=VALUE,...")
-        variant.update([*_axis(name, value, settings, "--case")])
+            raise ConfigurationError(f"{origin}: {shown(text)} is not allowed; allowed: FIELD=VALUE,FIELD=VALUE,...")
+        variant.update([*_axis(name, value, settings, origin)])
     return variant
 
 

@@ -14,14 +14,14 @@ A step's time is the cost model's and that of the blocks it moves to and from th
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.settings import shown
-from headway.simulate.roofline import Roofline
+from headway.simulate.roofline import StepTime
 from headway_executor.backend import StepBatch
 from headway_executor.batch_state import BatchState, BlockMoves
 from headway_proto.columns import Int32Array, encode_column
@@ -76,8 +76,26 @@ class StepRecord(NamedTuple):
     swap_s: float
 
 
+class StepCosts(Protocol):
+    """A model of what a step costs on a device; see ``Roofline``."""
+
+    @property
+    def model_name(self) -> str: ...  # noqa: D102 - as the executor announces it
+
+    @property
+    def device_name(self) -> str: ...  # noqa: D102 - likewise
+
+    def step_time(
+        self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
+    ) -> StepTime:
+        """The time of a step whose row i runs so many tokens behind so many, and of whose rows so many sample."""
+
+    def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
+        """The time to move blocks to or from the host, in seconds."""
+
+
 class VirtualDevice:
-    """Runs one step after the other, each for as long as the roofline says.
+    """Runs one step after the other, each for as long as the costs say.
 
     ``host_bandwidth``: bytes per second that each device moves to or from the host. ``lengths``: after how many output tokens
     requests stop, by the seed of their sampling.
@@ -85,7 +103,7 @@ class VirtualDevice:
 
     def __init__(
         self,
-        roofline: Roofline,
+        costs: StepCosts,
         capacity: ExecutorCapacity,
         rng: np.random.Generator,
         *,
@@ -93,10 +111,10 @@ class VirtualDevice:
         disturbance: Disturbance | None = None,
         lengths: Mapping[int, int] | None = None,
     ) -> None:
-        self._roofline = roofline
+        self._costs = costs
         self._vocab_size = capacity.vocab_size
         self._rng = rng
-        self._swap_block_s = roofline.swap_time(1, capacity.block_size, host_bandwidth)
+        self._swap_block_s = costs.swap_time(1, capacity.block_size, host_bandwidth)
         self._disturbance = disturbance
         self._lengths = lengths or {}
         self._stop_token_id = stop_token_of(capacity.vocab_size)
@@ -122,7 +140,7 @@ class VirtualDevice:
         num_samples = int(np.count_nonzero(sampling))
         start_s = max(now, self._free_s)
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
-        time = self._roofline.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
+        time = self._costs.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
         num_swapped_blocks = _num_swapped(moves)
         swap_s = factor * num_swapped_blocks * self._swap_block_s
         self._free_s = start_s + factor * time.total_s + swap_s
@@ -150,10 +168,10 @@ class VirtualDevice:
         return self._steps.popleft()
 
     def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
-        name = self._roofline.shape.name
+        name = self._costs.model_name
         return BackendInfo(
             backend="roofline",
-            device=self._roofline.accelerator.name,
+            device=self._costs.device_name,
             dtype="bfloat16",
             model_name=name,
             model_fingerprint=name,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from headway.simulate.device import VirtualDevice, stop_token_of
 from headway.simulate.measurement import Measurement
 from headway.workload.arrivals import Arrival, Arrivals
-from headway.workload.requests import PlannedRequest, PromptSource
+from headway.workload.requests import PlannedRequest, Prompts
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.request import NewRequestEvent, Origin
@@ -36,7 +36,7 @@ class Simulation:
         scheduler: Scheduler,
         device: VirtualDevice,
         arrivals: Arrivals,
-        prompts: PromptSource,
+        prompts: Prompts,
         measurement: Measurement,
         on_progress: Callable[[Measurement, float], None] | None = None,
     ) -> None:

@@ -91,6 +91,16 @@ class Roofline:
         sent_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden_size * shape.bytes_per_value
         self._all_reduce_token_s = num_all_reduces * sent_bytes / (accelerator.link_bandwidth * accelerator.link_share)
 
+    @property
+    def model_name(self) -> str:
+        """What is simulated."""
+        return self.shape.name
+
+    @property
+    def device_name(self) -> str:
+        """On what."""
+        return self.accelerator.name
+
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:

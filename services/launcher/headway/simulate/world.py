@@ -128,8 +128,8 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         case=case,
         totals=measurement.totals(scheduler.counters, world.load.asked_requests_per_s),
         requests=measurement.requests(),
-        steps=_step_columns(measurement),
-        queue=_queue_columns(measurement),
+        steps=step_columns(measurement),
+        queue=queue_columns(measurement),
         wall_s=wall_s,
     )
 
@@ -140,7 +140,8 @@ def _disturbance(options: SimulationOptions) -> Disturbance | None:
     return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE))
 
 
-def _step_columns(measurement: Measurement) -> StepColumns:
+def step_columns(measurement: Measurement) -> StepColumns:
+    """The steps of a run."""
     steps = measurement.steps
     return StepColumns(
         start_s=[round(step.start_s, 9) for step in steps],
@@ -152,7 +153,8 @@ def _step_columns(measurement: Measurement) -> StepColumns:
     )
 
 
-def _queue_columns(measurement: Measurement) -> QueueColumns:
+def queue_columns(measurement: Measurement) -> QueueColumns:
+    """Who ran and waited."""
     return QueueColumns(
         time_s=[round(now, 9) for now, _, _ in measurement.queue],
         num_running=[running for _, running, _ in measurement.queue],

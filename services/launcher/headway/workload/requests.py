@@ -6,6 +6,7 @@ Each kind of draw has a stream of its own, so that other lengths do not change w
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -141,6 +142,13 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
         )
         for number in range(count)
     ]
+
+
+class Prompts(Protocol):
+    """Where the token ids of prompts are from."""
+
+    def prompt(self, request: PlannedRequest) -> Int32Array:
+        """The prompt, int32, shape ``[num_prompt_tokens]``."""
 
 
 class PromptSource:

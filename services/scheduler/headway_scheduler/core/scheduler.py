@@ -241,9 +241,14 @@ class Scheduler:
         """What computing all that waits would take, in seconds; 0 while step times are not known."""
         return self._step_times.prefill_s(self._room.num_tokens, 0) or 0.0
 
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that are to start before this one, in their order; O(n log n)."""
+        in_order = self._waiting.in_order()
+        return in_order[: in_order.index(request)]
+
     def num_ahead_of(self, request: Request) -> int:
-        """Waiting requests that are to start before this one; O(n log n)."""
-        return self._waiting.in_order().index(request)
+        """How many waiting requests are to start before this one; O(n log n)."""
+        return len(self.ahead_of(request))
 
     @property
     def is_admitting(self) -> bool:

@@ -1,0 +1,194 @@
+"""What the flight recorder costs a scheduler step, what it leaves on disk, and how fast that is replayed.
+
+Owns: the comparison. Must not know: how anything is recorded.
+
+Two engines of N decodes each, one with a recorder and one without, take turns step by step in one process, so that a
+machine that runs at two speeds has both at both. "Step" is what an executor waits for: an answer in, the next step out, the
+gateway's message. What the recorder does when the scheduler is about to sleep (encoding) and on its thread (compressing and
+writing) is told apart, in microseconds of processor time per step. Of a round's steps the lower quartile counts. "Stall" is how long the scheduler stands still for the
+fork of a checkpoint, once per segment.
+
+    python benchmarks/flight_recorder.py --json benchmarks/results/flight_recorder.json
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway_scheduler.flight.checkpoint import ForkingCheckpointer
+from headway_scheduler.flight.log import FlightLog, FlightLogWriter
+from headway_scheduler.flight.recorder import FlightRecorder
+from headway_scheduler.flight.replay import Replay
+from headway_scheduler.process import relax_collector
+from provenance import provenance
+from reliability_overhead import EngineBench
+
+LOG_BYTES = 1 << 30
+VOCAB_SIZE = 32_000
+WRITING_S = 0.002
+STEP_OF_A_DEVICE_MS = 15.0
+"""What a step takes on a device, for scale: decodes of a model of eight billion parameters."""
+
+
+class DrawingBench(EngineBench):
+    """The engine, with tokens that are all different: those that are alike would take no room in a log."""
+
+    def __init__(self, num_running: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        super().__init__(num_running, seed)
+
+    def sampled_tokens(self, count: int) -> Sequence[int]:
+        """Any tokens but the one that ends a request."""
+        tokens: list[int] = self._rng.integers(3, VOCAB_SIZE, size=count).tolist()
+        return tokens
+
+
+class RecordedBench(DrawingBench):
+    """The same, with a recorder from its first frame on."""
+
+    def __init__(self, num_running: int, seed: int, directory: Path) -> None:
+        self.log = FlightLogWriter(directory, LOG_BYTES)
+        self.recorder: FlightRecorder | None = None
+        self.flush_us = 0.0
+        super().__init__(num_running, seed)
+
+    def _join(self) -> None:
+        self.recorder = FlightRecorder(self.log, self.engine.limits, "benchmark")
+        self.engine.recorder = self.recorder
+        super()._join()
+
+    def beat(self) -> float:
+        """A step in microseconds; what is done after it counts in ``flush_us``."""
+        step_us = super().beat()
+        started = time.thread_time_ns()
+        assert self.recorder is not None
+        self.recorder.flush(self.now, self.engine.core)
+        self.flush_us += (time.thread_time_ns() - started) / 1e3
+        self._let_device_work()
+        return step_us
+
+    def _let_device_work(self) -> None:
+        """Steps do not follow each other at once where a device runs them; the log's thread has that time."""
+        while self.log.is_busy:
+            time.sleep(WRITING_S)
+
+
+def lower_quartile(times: list[float]) -> float:
+    """What a step takes while nobody else wants the processor."""
+    return statistics.quantiles(times, n=4)[0]
+
+
+def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[str, float]:
+    """One round: both engines, a step each, by turns."""
+    plain, recorded = DrawingBench(num_running, seed), RecordedBench(num_running, seed, directory)
+    for _ in range(64):
+        plain.beat()
+        recorded.beat()
+    relax_collector()
+    recorded.flush_us = 0.0
+    before = sum(path.stat().st_size for path in directory.iterdir())
+    cpu_before, main_before = time.process_time(), time.thread_time()
+    without: list[float] = []
+    with_it: list[float] = []
+    for number in range(steps):
+        for bench, times in ((plain, without), (recorded, with_it))[:: 1 if number % 2 else -1]:
+            times.append(bench.beat())
+    assert recorded.recorder is not None
+    recorded.recorder.close(recorded.now, recorded.engine.core)
+    thread_us = ((time.process_time() - cpu_before) - (time.thread_time() - main_before)) * 1e6
+    written = sum(path.stat().st_size for path in directory.iterdir()) - before
+    return {
+        "without_us": lower_quartile(without),
+        "with_us": lower_quartile(with_it),
+        "flush_us_per_step": recorded.flush_us / steps,
+        "thread_us_per_step": thread_us / steps,
+        "bytes_per_step": written / steps,
+    }
+
+
+def stall_ms(num_running: int, seed: int, directory: Path) -> float:
+    """How long a scheduler stands still while a checkpoint's process is made."""
+    bench = RecordedBench(num_running, seed, directory)
+    checkpointer = ForkingCheckpointer(bench.log)
+    assert bench.engine.core is not None
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        checkpointer(bench.engine.core)
+        times.append((time.perf_counter() - started) * 1e3)
+        while checkpointer._is_child_alive():  # noqa: SLF001 (a second one would not be made beside it)
+            time.sleep(0.01)
+    bench.log.close()
+    return statistics.median(times)
+
+
+def replay_speed(directory: Path) -> dict[str, float]:
+    """Steps per second of a replay, and how many seconds of such steps on a device a second replays."""
+    log = FlightLog(directory)
+    replay = Replay(log.header.limits)
+    started = time.perf_counter()
+    for _ in replay.run(log.records()):
+        pass
+    seconds = time.perf_counter() - started
+    per_s = replay.num_steps / seconds
+    return {"replayed_steps_per_s": per_s, "x_real_time": per_s * STEP_OF_A_DEVICE_MS / 1e3}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    rounds: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(prefix="flight") as name:
+        for number in range(arguments.rounds):
+            directory = Path(name) / str(number)
+            rounds.append(by_turns(arguments.running, arguments.steps, arguments.seed, directory))
+        replayed = replay_speed(directory)
+        stall = stall_ms(arguments.running, arguments.seed, Path(name) / "stall")
+    found = {key: round(statistics.median(one[key] for one in rounds), 2) for key in rounds[0]}
+    ratios = [one["with_us"] / one["without_us"] for one in rounds]
+    return {
+        **provenance(arguments.seed),
+        "running": arguments.running,
+        "steps": arguments.steps,
+        **found,
+        "step_ratio": round(statistics.median(ratios), 4),
+        "step_ratios": [round(ratio, 4) for ratio in ratios],
+        "checkpoint_stall_ms": round(stall, 2),
+        **{key: round(value, 1) for key, value in replayed.items()},
+    }
+
+
+def report(record: dict[str, Any]) -> str:
+    without, with_it = record["without_us"], record["with_us"]
+    change = 100 * (record["step_ratio"] - 1)
+    flush, thread = record["flush_us_per_step"], record["thread_us_per_step"]
+    lines = [
+        f"engine step, {record['running']} decodes: {without} us without a recorder, {with_it} us with: {change:+.1f} %",
+        f"beside steps: {flush} us per step when about to sleep, {thread} us on the log's thread",
+        f"on disk: {record['bytes_per_step']} bytes per step; a checkpoint's fork takes {record['checkpoint_stall_ms']} ms",
+        f"replay: {record['replayed_steps_per_s']} steps/s, {record['x_real_time']} x real time if a step takes 15 ms",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    record = measure(arguments)
+    print(report(record))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

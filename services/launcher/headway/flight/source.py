@@ -1,0 +1,68 @@
+"""A flight log as a command gets it: opened, replayed event by event, with progress.
+
+Owns: from a path to events, and the words for a log that cannot be used. Must not know: what anybody does with the events.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.progress import ProgressLine
+from headway.settings import ConfigurationError
+from headway_scheduler.flight.checkpoint import CheckpointError, restore_core
+from headway_scheduler.flight.log import FlightLog, FlightLogError
+from headway_scheduler.flight.replay import Event, Replay
+
+_MIB = 1 << 20
+
+
+class Flight:
+    """One life of a scheduler, from its log. Iterate over ``events`` once."""
+
+    def __init__(self, path: str) -> None:
+        """Open the log.
+
+        Raises:
+            ConfigurationError: there is none, or it begins with damage.
+        """
+        try:
+            self.log = FlightLog(Path(path))
+            limits, checkpoint = self.log.header.limits, self.log.checkpoint()
+            core = None if checkpoint is None else restore_core(checkpoint, limits)
+        except (FlightLogError, CheckpointError) as error:
+            raise ConfigurationError(str(error)) from None
+        self.replay = Replay(limits, core)
+        self.first_s = 0.0
+        """When the first event was, in seconds of the scheduler's clock."""
+
+    def events(self, title: str) -> Iterator[Event]:
+        """Everything that happened, replayed and verified; shows progress on a terminal.
+
+        Raises:
+            ConfigurationError: the log is damaged.
+            Divergence: the core decides otherwise.
+        """
+        progress = ProgressLine(sys.stderr)
+        has_begun = False
+        try:
+            for event in self.replay.run(self.log.records()):
+                if not has_begun and event.now:
+                    self.first_s, has_begun = event.now, True
+                yield event
+                done = self.log.num_bytes_read // _MIB
+                what = f"MiB, {event.now - self.first_s:.0f} s replayed  {title}"
+                progress.show(done, self.log.num_bytes // _MIB, what)
+        except FlightLogError as error:
+            raise ConfigurationError(str(error)) from None
+        finally:
+            progress.erase()
+
+    @property
+    def duration_s(self) -> float:
+        """From the first event to the newest."""
+        return self.replay.now - self.first_s
+
+    def tell_notice(self) -> None:
+        """Say on stderr if the end of the log is torn."""
+        if self.log.notice:
+            sys.stderr.write(f"note: {self.log.notice}\n")

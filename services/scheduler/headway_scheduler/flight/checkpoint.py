@@ -1,0 +1,309 @@
+"""The state of a core as bytes, and a core with that state again.
+
+Owns: the encoding, which classes may be in it, and the process that writes one. Must not know: what any attribute means.
+
+The encoder walks the core's objects and their attributes: classes of the core and of the protocol's messages, numpy arrays,
+and the containers of the standard library. Whatever is reached twice is encoded once, so that what was shared is shared
+again. Functions are not encoded: a core is restored into one that was just made with the same limits, attribute by
+attribute, and what that one has in the place of a function stays, as do the policies, which have no state.
+
+Nothing is pickled: a checkpoint names classes out of a fixed list, and making one calls no code but msgspec's.
+"""
+
+import gc
+import os
+import signal
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.flight.log import FlightLogWriter, write_checkpoint
+
+_PAGE_BYTES = 4096
+_CLASS_MODULES = ("headway_scheduler.core.", "headway_proto.sampling", "headway_proto.step")
+_STAYS = {
+    ("Scheduler", "_order"),
+    ("Scheduler", "_batching"),
+    ("Scheduler", "_reservation"),
+    ("Scheduler", "_preemption"),
+    ("Swapping", "_policy"),
+    # A view of token_ids.
+    ("RowTable", "_flat_token_ids"),
+}
+"""Attributes that a core has when it is made and that never change."""
+_CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, tuple)}
+_MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_FIRST_DESCRIPTOR = 3
+_MOST_DESCRIPTORS = 1 << 16
+
+(_REFERENCE, _STAY, _ENUM, _SCALAR) = range(4)
+"""What an array in place of a plain value begins with."""
+(_OBJECT, _STRUCT, _ARRAY, _CONTAINER, _MAPPING, _DEQUE, _NAMED_TUPLE) = range(7)
+"""What a node begins with."""
+
+
+class CheckpointError(Exception):
+    """A core that cannot be encoded, or a checkpoint that cannot be restored; the message is one line."""
+
+
+class _Checkpoint(msgspec.Struct, array_like=True):
+    """``nodes`` by number; the core is the first."""
+
+    capacity: ExecutorCapacity
+    epoch: int
+    nodes: list[Any]
+
+
+def encode_core(core: Scheduler) -> bytes:
+    """The state of a core.
+
+    Raises:
+        CheckpointError: it holds something that is of none of the kinds above.
+    """
+    encoder = _Encoder()
+    encoder.value(core)
+    return msgspec.msgpack.encode(_Checkpoint(core.capacity, core.epoch, encoder.nodes))
+
+
+def restore_core(payload: bytes, limits: SchedulerLimits) -> Scheduler:
+    """A core in the encoded state; ``limits`` are those that the other was made with.
+
+    Raises:
+        CheckpointError: the payload is no checkpoint of such a core.
+    """
+    try:
+        checkpoint = msgspec.msgpack.decode(payload, type=_Checkpoint)
+        core = Scheduler(limits, checkpoint.capacity, checkpoint.epoch)
+        _Decoder(checkpoint.nodes).value([_REFERENCE, 0], core)
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint does not fit this version: {str(error)[:120]}") from None
+    return core
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._held: list[object] = []  # what has a number must not be freed, or another would get its address
+
+    def value(self, value: Any) -> Any:
+        """``value`` as plain MessagePack."""
+        kind = type(value)
+        if value is None or kind in {bool, int, float, str, bytes}:
+            return value
+        if isinstance(value, Enum):
+            return [_ENUM, _name(kind), value.name]
+        if isinstance(value, np.generic):
+            return [_SCALAR, value.dtype.str, value.tobytes()]
+        if callable(value):
+            return [_STAY]
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = len(self.nodes)
+            self._numbers[id(value)] = number
+            self._held.append(value)
+            self.nodes.append(None)
+            self.nodes[number] = self._node(value, kind)
+        return [_REFERENCE, number]
+
+    def _node(self, value: Any, kind: type) -> list[Any]:
+        if isinstance(value, np.ndarray):
+            return [_ARRAY, value.dtype.str, list(value.shape), list(_pages(value))]
+        if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
+            return [_MAPPING, kind.__name__, [[self.value(key), self.value(entry)] for key, entry in value.items()]]
+        if kind is deque:
+            return [_DEQUE, value.maxlen, [self.value(entry) for entry in value]]
+        if kind in {set, frozenset}:
+            return [_CONTAINER, kind.__name__, [self.value(entry) for entry in sorted(value)]]
+        if kind in {list, tuple}:
+            return [_CONTAINER, kind.__name__, [self.value(entry) for entry in value]]
+        if _name(kind) not in _classes():
+            raise CheckpointError(f"a core holds a {kind.__module__}.{kind.__qualname__}, which has no encoding")
+        if isinstance(value, tuple):
+            return [_NAMED_TUPLE, _name(kind), [self.value(entry) for entry in value]]
+        if isinstance(value, msgspec.Struct):
+            fields = [[name, self.value(getattr(value, name))] for name in value.__struct_fields__]
+            return [_STRUCT, _name(kind), fields]
+        attributes = [
+            [name, [_STAY] if (kind.__name__, name) in _STAYS else self.value(entry)]
+            for name, entry in _attributes(value)
+        ]
+        return [_OBJECT, _name(kind), attributes]
+
+
+class _Decoder:
+    def __init__(self, nodes: list[Any]) -> None:
+        self._nodes = nodes
+        self._made: dict[int, Any] = {}
+        self._taken: set[int] = set()
+        """The objects that stand for a node; all of them are in ``_made``."""
+        self._classes = _classes()
+
+    def value(self, encoded: Any, present: Any = None) -> Any:
+        """What was encoded; ``present`` is what the new core has in its place."""
+        if type(encoded) is not list:
+            return encoded
+        match encoded:
+            case [0, number]:
+                if number not in self._made:
+                    self._make(number, present)
+                return self._made[number]
+            case [1]:
+                return present
+            case [2, name, member]:
+                return self._classes[name][member]  # type: ignore[index]  # an Enum
+            case [3, dtype, data]:
+                return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+        raise ValueError(f"{encoded!r:.64} is no value")
+
+    def _make(self, number: int, present: Any) -> None:
+        node = self._nodes[number]
+        match node:
+            case [0, name, attributes]:
+                self._made[number] = made = self._object(name, present)
+                for attribute, encoded in attributes:
+                    setattr(made, attribute, self.value(encoded, getattr(made, attribute, None)))
+            case [1, name, fields]:
+                values = {field: self.value(encoded) for field, encoded in fields}
+                self._made[number] = self._classes[name](**values)
+            case [2, dtype, shape, pages]:
+                self._made[number] = _array(np.dtype(dtype), tuple(shape), pages, present)
+            case [3, kind, entries]:
+                self._make_container(number, _CONTAINERS[kind], entries)
+            case [4, kind, entries]:
+                self._made[number] = mapping = _MAPPINGS[kind]()
+                for key, encoded in entries:
+                    mapping[self.value(key)] = self.value(encoded)
+            case [5, maxlen, entries]:
+                self._made[number] = found = deque[Any](maxlen=maxlen)
+                found.extend(self.value(entry) for entry in entries)
+            case [6, name, entries]:
+                self._made[number] = self._classes[name](*[self.value(entry) for entry in entries])
+            case _:
+                raise ValueError(f"node {number} is none")
+
+    def _object(self, name: str, present: Any) -> Any:
+        """The new core's own object where it has one of this class, since its functions are bound to that."""
+        kind = self._classes[name]
+        is_free = type(present) is kind and id(present) not in self._taken
+        made = present if is_free else object.__new__(kind)
+        self._taken.add(id(made))
+        return made
+
+    def _make_container(self, number: int, kind: type, entries: list[Any]) -> None:
+        if kind is list:
+            made: list[Any] = []
+            self._made[number] = made
+            made.extend(self.value(entry) for entry in entries)
+        else:
+            self._made[number] = kind([self.value(entry) for entry in entries])
+
+
+def _classes() -> dict[str, type]:
+    """The classes that may be in a checkpoint, by name."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(_CLASS_MODULES)]
+    return {
+        _name(entry): entry
+        for module in modules
+        for entry in vars(module).values()
+        if isinstance(entry, type) and entry.__module__ == module.__name__
+    }
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+    """Those of slots and of the dictionary, as far as they are there."""
+    for kind in type(value).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+    yield from vars(value).items() if hasattr(value, "__dict__") else ()
+
+
+def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
+    """Offset and bytes of each page that is not zero; most of a table that was never written to is."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    num_whole = len(flat) // _PAGE_BYTES
+    whole = flat[: num_whole * _PAGE_BYTES].reshape(num_whole, _PAGE_BYTES)
+    for page in np.flatnonzero(whole.any(axis=1)).tolist():
+        yield [page * _PAGE_BYTES, whole[page].tobytes()]
+    if num_whole * _PAGE_BYTES < len(flat):
+        yield [num_whole * _PAGE_BYTES, flat[num_whole * _PAGE_BYTES :].tobytes()]
+
+
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], present: Any) -> NDArray[Any]:
+    """The array; in the place of the one that is there if it is alike, since there may be views of that."""
+    if dtype.hasobject:
+        raise ValueError("an array of objects")
+    array: NDArray[Any] = np.zeros(shape, dtype=dtype)
+    is_alike = isinstance(present, np.ndarray) and present.dtype == dtype and present.shape == shape
+    if is_alike and present.flags.writeable and present.flags.c_contiguous:
+        array = present
+        array[...] = 0
+    flat = array.reshape(-1).view(np.uint8)
+    for offset, data in pages:
+        flat[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return array
+
+
+class ForkingCheckpointer:
+    """Begins a segment of a log with a checkpoint, which a child process writes: its memory is a snapshot of this one's.
+
+    The scheduler stands still for the ``fork`` only. While a child still writes, a segment begins without a checkpoint.
+    """
+
+    def __init__(self, log: FlightLogWriter, fork: Callable[[], int] = os.fork) -> None:
+        self._log = log
+        self._fork = fork
+        self._child = 0
+
+    def __call__(self, core: Scheduler) -> None:
+        """Begin a segment with the state of ``core``."""
+        paths = self._log.rotate()
+        if self._is_child_alive():
+            return
+        try:
+            self._child = self._fork()
+        except OSError:  # no memory or no process left: this segment can be replayed from the one before only
+            return
+        if not self._child:
+            _write_and_exit(core, paths.checkpoint)
+
+    def _is_child_alive(self) -> bool:
+        if not self._child:
+            return False
+        try:
+            ended, _ = os.waitpid(self._child, os.WNOHANG)
+        except ChildProcessError:
+            ended = self._child
+        if ended:
+            self._child = 0
+        return not ended
+
+
+def _write_and_exit(core: Scheduler, path: Path) -> None:
+    """In the child: nothing of the parent's may be touched, nor its end be waited for."""
+    exit_code = 1
+    try:
+        gc.disable()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Sockets that stay open here would keep their addresses taken if the scheduler were started again now.
+        os.closerange(_FIRST_DESCRIPTOR, _MOST_DESCRIPTORS)
+        os.nice(19)
+        write_checkpoint(path, encode_core(core))
+        exit_code = 0
+    finally:
+        os._exit(exit_code)

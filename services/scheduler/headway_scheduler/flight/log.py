@@ -1,0 +1,376 @@
+"""The flight log on disk: a directory of segments, each a magic and framed batches of records.
+
+Owns: the files, their bounds, and what a damaged or torn one is. Must not know: what a record means.
+
+A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames of ``length u32 | crc32 of the length u32 | crc32 of
+the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. Frames are
+appended and never changed, so what a crash leaves behind is whole up to its last frame: a torn tail is cut off and told,
+anything wrong before it is an error. A segment but the first of a life has a *checkpoint* beside it,
+``LIFE-NUMBER.checkpoint``, in one frame: the state of the core in which the segment begins. It appears when it is whole.
+
+Files hold the token ids of prompts and answers, so nobody but their owner may read them (mode 0600).
+"""
+
+import contextlib
+import os
+import queue
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headway_scheduler.flight.records import LOG_VERSION, Header, Record
+
+SEGMENT_MAGIC = b"HWFLIGHT"
+CHECKPOINT_MAGIC = b"HWFLIGHC"
+_HEADER = struct.Struct("<III")
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 1 << 30
+_COMPRESSION_LEVEL = 1
+_SEGMENTS_PER_LOG = 4
+_LEAST_SEGMENT_BYTES = 1 << 18
+_QUEUED_BATCHES = 256
+_CLOSE_S = 5.0
+_BATCHES_PER_LOOK = 64
+"""How often the directory is looked at, beside the beginning of each segment."""
+_SEGMENT_NAME = re.compile(r"(\d{6})-(\d{6})\.flight")
+
+
+class FlightLogError(Exception):
+    """A log that cannot be read; the message is one line."""
+
+
+class SegmentPaths(NamedTuple):
+    """The files of one segment."""
+
+    segment: Path
+    checkpoint: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk, both together."""
+        return sum(path.stat().st_size for path in self if path.exists())
+
+    def remove(self) -> None:
+        """Delete both."""
+        for path in self:
+            path.unlink(missing_ok=True)
+
+
+def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
+    """The files of a segment of a life."""
+    stem = f"{life:06d}-{segment:06d}"
+    return SegmentPaths(directory / f"{stem}.flight", directory / f"{stem}.checkpoint")
+
+
+def framed(payload: bytes) -> bytes:
+    """A frame with this payload, compressed."""
+    # Token ids have little to find twice, and bytes of zeros; looking for more would take twice the time for nothing.
+    compressor = zlib.compressobj(_COMPRESSION_LEVEL, strategy=zlib.Z_RLE)
+    packed = compressor.compress(payload) + compressor.flush()
+    return _HEADER.pack(len(packed), zlib.crc32(_LENGTH.pack(len(packed))), zlib.crc32(packed)) + packed
+
+
+class FlightLogWriter:
+    """Writes one life of a scheduler into a directory, compressed and on a thread of its own.
+
+    ``append`` and ``rotate`` only queue. At most ``max_bytes`` are kept in the directory, earlier lives included. Nothing
+    here raises once it is made: what goes wrong ends the recording, and ``failure`` says so.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        """Begin a life.
+
+        Raises:
+            OSError: the directory cannot be made or written.
+        """
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._segment_bytes = max(max_bytes // _SEGMENTS_PER_LOG, _LEAST_SEGMENT_BYTES)
+        self.life = max((life for life, _ in segments_in(directory)), default=0) + 1
+        self.segment = 0
+        """The one that is appended to."""
+        self.failure = ""
+        """Why nothing is written any more; empty while all is well."""
+        self._segment_size = 0
+        self._num_batches = 0
+        self._file = _create(paths_of(directory, self.life, 0).segment)
+        # Bounded, or a disk that cannot take it would fill the memory instead.
+        self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
+        self._thread = threading.Thread(target=self._run, name="flight log", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_segment_full(self) -> bool:
+        """Whether it is time for the next one."""
+        return self._segment_size >= self._segment_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was appended waits to be written."""
+        return not self._queue.empty()
+
+    def append(self, batch: bytes) -> None:
+        """Queue an encoded batch of records; never waits."""
+        self._put(batch)
+
+    def rotate(self) -> SegmentPaths:
+        """Let what is appended from now on go into the next segment; return its files."""
+        self.segment += 1
+        self._segment_size = 0
+        paths = paths_of(self._directory, self.life, self.segment)
+        self._put(paths)
+        return paths
+
+    def stop(self, reason: str) -> None:
+        """Record nothing more."""
+        self.failure = self.failure or reason
+
+    def close(self) -> None:
+        """Write what is queued and end."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_CLOSE_S)
+        self._thread.join(timeout=_CLOSE_S)
+
+    def _put(self, item: bytes | SegmentPaths) -> None:
+        if self.failure:
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self.failure = "the disk is too slow for it"
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                if self.failure:
+                    continue
+                if isinstance(item, SegmentPaths):
+                    self._begin_segment(item)
+                else:
+                    self._write(item)
+            os.fsync(self._file)
+        except OSError as error:
+            self.failure = error.strerror or str(error)
+        finally:
+            os.close(self._file)
+
+    def _begin_segment(self, paths: SegmentPaths) -> None:
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = _create(paths.segment)
+        self._keep_within_bound()
+
+    def _write(self, batch: bytes) -> None:
+        view = memoryview(framed(batch))
+        self._segment_size += len(view)
+        self._num_batches += 1
+        if self._num_batches % _BATCHES_PER_LOOK == 0:
+            self._keep_within_bound()  # the checkpoint that lets the oldest go may be there now
+        while view:
+            view = view[os.write(self._file, view) :]
+
+    def _keep_within_bound(self) -> None:
+        """Delete the oldest segments, as long as there is a later one that can be replayed without them."""
+        keys = segments_in(self._directory)
+        paths = [paths_of(self._directory, *key) for key in keys]
+        sizes = [files.num_bytes for files in paths]
+        starts = [key for key in keys if _is_start(self._directory, *key)]
+        total = sum(sizes)
+        # The segment that begins now will be as large as allowed, and its checkpoint about as large as any.
+        largest = max(files.checkpoint.stat().st_size if files.checkpoint.exists() else 0 for files in paths)
+        for key, size in zip(keys, sizes, strict=True):
+            if total <= self._max_bytes - self._segment_bytes - largest:
+                return
+            if not starts or key >= starts[-1]:
+                if total > self._max_bytes:
+                    self.stop(f"it holds {total} bytes, and no checkpoint allows deleting the oldest")
+                return
+            paths_of(self._directory, *key).remove()
+            total -= size
+
+
+def write_checkpoint(path: Path, payload: bytes) -> None:
+    """Write a checkpoint so that it appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_suffix(".partial")
+    file = _create(partial, CHECKPOINT_MAGIC)
+    try:
+        view = memoryview(framed(payload))
+        while view:
+            view = view[os.write(file, view) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    partial.replace(path)
+
+
+def segments_in(directory: Path) -> list[tuple[int, int]]:
+    """(life, segment) of all segments of a directory, oldest first."""
+    matches = [_SEGMENT_NAME.fullmatch(path.name) for path in directory.iterdir()]
+    return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+
+def _is_start(directory: Path, life: int, segment: int) -> bool:
+    """Whether a replay can begin with this segment."""
+    return segment == 0 or paths_of(directory, life, segment).checkpoint.exists()
+
+
+def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
+    """Open a new file that only its owner may read; return its descriptor."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    os.write(file, magic)
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+class FlightLog:
+    """One life of a log, opened for reading. ``notice`` says after reading that the tail was torn; else it is empty."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the newest life in a directory, or the one that a segment belongs to, from where a replay can begin.
+
+        Raises:
+            FlightLogError: there is none.
+        """
+        directory, life = _place_of(path)
+        segments = [segment for found, segment in segments_in(directory) if found == life]
+        starts = [segment for segment in segments if _is_start(directory, life, segment)]
+        if not starts:
+            raise FlightLogError(f"{path}: no segment that a replay can begin with")
+        wanted = range(starts[0], segments[-1] + 1)
+        missing = sorted(set(wanted).difference(segments))
+        if missing:
+            raise FlightLogError(f"{paths_of(directory, life, missing[0]).segment}: the segment is missing")
+        self._paths = [paths_of(directory, life, segment) for segment in wanted]
+        self._decoder = msgspec.msgpack.Decoder(list[Record])
+        self.life = life
+        self.notice = ""
+        self.num_bytes_read = 0
+        """By ``records``, so far."""
+        self.header = self._first_header()
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk."""
+        return sum(paths.segment.stat().st_size for paths in self._paths)
+
+    def checkpoint(self) -> bytes | None:
+        """The state of the core in which the records begin; None if they begin with its making.
+
+        Raises:
+            FlightLogError: it is damaged.
+        """
+        path = self._paths[0].checkpoint
+        if self.header.segment == 0:
+            return None
+        payloads = [payload for _, _, payload in _frames(path, _read(path, CHECKPOINT_MAGIC))]
+        if len(payloads) != 1:
+            raise FlightLogError(f"{path}: damaged: a checkpoint is one frame, and there are {len(payloads)}")
+        return payloads[0]
+
+    def records(self) -> Iterator[Record]:
+        """All records but the headers, in order.
+
+        Raises:
+            FlightLogError: something before the tail is damaged.
+        """
+        self.num_bytes_read = 0
+        for paths in self._paths:
+            for record in self._records_of(paths.segment, is_last=paths is self._paths[-1]):
+                if not isinstance(record, Header):
+                    yield record
+
+    def _records_of(self, path: Path, *, is_last: bool) -> Iterator[Record]:
+        data = _read(path, SEGMENT_MAGIC)
+        end = _end_of_whole_frames(data)
+        if end < len(data):
+            if not is_last:
+                raise FlightLogError(f"{path}: torn at byte {end}, and another segment follows")
+            self.notice = f"{path.name} is torn: its last {len(data) - end} bytes, from byte {end}, are left out"
+        for offset, num_bytes, payload in _frames(path, data[:end]):
+            try:
+                yield from self._decoder.decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise FlightLogError(f"{path}: damaged at byte {offset}: {error}") from None
+            self.num_bytes_read += num_bytes
+
+    def _first_header(self) -> Header:
+        path = self._paths[0].segment
+        header = next(self._records_of(path, is_last=len(self._paths) == 1), None)
+        if not isinstance(header, Header):
+            raise FlightLogError(f"{path}: it holds no header")
+        if header.version != LOG_VERSION:
+            raise FlightLogError(f"{path}: version {header.version} is not allowed; allowed: {LOG_VERSION}")
+        return header
+
+
+def _place_of(path: Path) -> tuple[Path, int]:
+    """The directory and the life that somebody means by ``path``."""
+    match = _SEGMENT_NAME.fullmatch(path.name)
+    if match and path.is_file():
+        return path.parent, int(match[1])
+    try:
+        segments = segments_in(path)
+    except OSError as error:
+        raise FlightLogError(f"{path}: {error.strerror}") from None
+    if not segments:
+        raise FlightLogError(f"{path}: there is no flight log in it")
+    return path, segments[-1][0]
+
+
+def _read(path: Path, magic: bytes) -> memoryview:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FlightLogError(f"{path}: {error.strerror}") from None
+    if not data.startswith(magic):
+        raise FlightLogError(f"{path}: it does not begin as a flight log does")
+    return memoryview(data)
+
+
+def _end_of_whole_frames(data: memoryview) -> int:
+    """Where the torn tail begins: a frame that goes beyond the end, or nothing but zeros (a crash of the host)."""
+    offset = len(SEGMENT_MAGIC)
+    while offset + _HEADER.size <= len(data):
+        length, check, _ = _HEADER.unpack_from(data, offset)
+        if zlib.crc32(_LENGTH.pack(length)) != check:
+            return offset if not any(data[offset:]) else len(data)
+        if offset + _HEADER.size + length > len(data):
+            return offset
+        offset += _HEADER.size + length
+    return offset
+
+
+def _frames(path: Path, data: memoryview) -> Iterator[tuple[int, int, bytes]]:
+    """Offset, size on disk and payload of each frame."""
+    offset = len(SEGMENT_MAGIC)
+    while offset < len(data):
+        try:
+            length, check, checksum = _HEADER.unpack_from(data, offset)
+            packed = data[offset + _HEADER.size :][:length]
+            if zlib.crc32(_LENGTH.pack(length)) != check or zlib.crc32(packed) != checksum:
+                raise FlightLogError(f"{path}: damaged at byte {offset}: the checksum does not match")
+            yield offset, _HEADER.size + length, _inflated(packed)
+        except (struct.error, zlib.error) as error:
+            raise FlightLogError(f"{path}: damaged at byte {offset}: {error}") from None
+        offset += _HEADER.size + length
+
+
+def _inflated(packed: memoryview) -> bytes:
+    decompressor = zlib.decompressobj()
+    payload = decompressor.decompress(packed, _MAX_FRAME_BYTES)
+    if not decompressor.eof:
+        raise zlib.error("the payload is cut or too large")
+    return payload

@@ -1,0 +1,196 @@
+"""The replay: the records of a flight log, told to a core of its own, and what it decides compared with what was decided.
+
+Owns: how each record becomes a call, and the comparison. Must not know: files, or who looks on.
+
+Whoever looks on gets every event after the core has been told of it, and may look at the core then, as operators may: what
+only asks changes no decision.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from headway_proto.columns import decode_column
+from headway_proto.step import SchedulerOutput
+from headway_scheduler.core.events import FinishedEvent, StepEvents
+from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.request import NewRequestEvent
+from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.flight.records import (
+    Aborted,
+    Answered,
+    Arrived,
+    Decision,
+    EpochBegan,
+    Paused,
+    Pinned,
+    RanAlone,
+    Record,
+    StartedSlowly,
+    Turn,
+    Unpinned,
+    decision_of,
+)
+
+_NOTHING = StepEvents()
+
+
+class Event(NamedTuple):
+    """Something that has happened in a replay.
+
+    Of a turn there is one event for each step, with its ``output``, and one for the end of the turn, with whom it ``shed``.
+    ``events`` is what an answer, an abort or an epoch brought.
+    """
+
+    record: Record
+    now: float
+    output: SchedulerOutput | None = None
+    events: StepEvents = _NOTHING
+    shed: tuple[FinishedEvent, ...] = ()
+
+
+class Divergence(Exception):  # noqa: N818 - named for what was found
+    """The core decides otherwise than it did; the message says where and what, in a line."""
+
+
+class Replay:
+    """One core, told what another was told."""
+
+    def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
+        """``core`` is the one that a checkpoint holds, if the records do not begin with the making of one."""
+        self.core = core
+        self.limits = limits
+        self.now = now
+        """The time of the newest record, in seconds."""
+        self.num_records = 0
+        self.num_steps = 0
+        """Steps compared."""
+        self.num_arrivals = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+
+    def run(self, records: Iterable[Record]) -> Iterator[Event]:
+        """Tell the core everything, and yield what happens.
+
+        Raises:
+            Divergence: it decides otherwise.
+        """
+        for record in records:
+            self.num_records += 1
+            self.now = getattr(record, "now", self.now)
+            if isinstance(record, Turn):
+                yield from self._take_turn(record)
+            else:
+                yield self._tell(record)
+
+    def _tell(self, record: Record) -> Event:
+        match record:
+            case Answered():
+                return Event(record, self.now, events=self._answer(record))
+            case EpochBegan():
+                return Event(record, self.now, events=self._begin_epoch(record))
+            case Arrived():
+                self.num_arrivals += 1
+                self._core.add_request(_new_request(record), record.now)
+            case Aborted():
+                core = self._core
+                end = core.fail(record.origin, record.error) if record.error else core.abort(record.origin)
+                return Event(record, self.now, events=StepEvents(finished=() if end is None else (end,)))
+            case RanAlone():
+                self._core.run_alone(record.origin, record.num_tokens)
+            case StartedSlowly():
+                self._core.start_slowly(record.origins)
+            case Paused():
+                self._core.paused = record.is_paused
+            case Pinned():
+                self._core.pinned_prefixes.pin(record.name, record.tenant, decode_column(record.token_ids))
+            case Unpinned():
+                self._core.pinned_prefixes.unpin(record.name)
+        return Event(record, self.now)
+
+    @property
+    def _core(self) -> Scheduler:
+        if self.core is None:
+            raise Divergence(f"record {self.num_records}: the log tells a core what to do before it has made one")
+        return self.core
+
+    def _begin_epoch(self, record: EpochBegan) -> StepEvents:
+        if self.core is None:
+            self.core = Scheduler(self.limits, record.capacity, record.epoch)
+            return _NOTHING
+        return self.core.begin_epoch(record.capacity, record.epoch, same_model=record.same_model)
+
+    def _take_turn(self, turn: Turn) -> Iterator[Event]:
+        core, decisions = self._core, iter(turn.decisions)
+        while (output := core.schedule(turn.now)) is not None:
+            self._compare(output, next(decisions, None))
+            self.num_steps += 1
+            yield Event(turn, self.now, output=output)
+        missing = next(decisions, None)
+        if missing is not None:
+            raise Divergence(f"{self._where(core.next_step)}: it sends nothing, where {_told(missing)} was sent")
+        shed = core.take_shed()
+        if len(shed) != turn.num_shed:
+            raise Divergence(
+                f"{self._where(core.next_step)}: {len(shed)} requests are shed, where {turn.num_shed} were"
+            )
+        yield Event(turn, self.now, shed=shed)
+
+    def _compare(self, output: SchedulerOutput, recorded: Decision | None) -> None:
+        message = self._encoder.encode(output)
+        decided = decision_of(message)
+        if decided == recorded:
+            return
+        where = self._where(output.step)
+        if recorded is None:
+            raise Divergence(f"{where}: it sends {_told(decided)}, where nothing was sent")
+        if recorded.message and decided.message:
+            before = self._decoder.decode(recorded.message)
+            fields = [
+                f"{name} is {getattr(output, name)!r:.80}, was {getattr(before, name)!r:.80}"
+                for name in SchedulerOutput.__struct_fields__
+                if getattr(output, name) != getattr(before, name)
+            ]
+            raise Divergence(f"{where}: {'; '.join(fields)}")
+        raise Divergence(f"{where}: it sends {_told(decided)}, where {_told(recorded)} was sent")
+
+    def _where(self, step: int) -> str:
+        return f"record {self.num_records}, {self.now:.3f} s, epoch {self._core.epoch}, step {step}"
+
+    def _answer(self, record: Answered) -> StepEvents:
+        try:
+            events = self._core.update(record.output, record.now)
+        except (StateMismatch, ValueError) as error:
+            if not record.mismatch:
+                raise Divergence(f"{self._where(record.output.step)}: the answer is refused: {error}") from None
+            return _NOTHING
+        if record.mismatch:
+            raise Divergence(f"{self._where(record.output.step)}: an answer is taken that was refused")
+        ends = [(end.origin, end.reason.value, end.num_output_tokens) for end in events.finished]
+        recorded = [(end.origin, end.reason, end.num_output_tokens) for end in record.ends]
+        if ends != recorded:
+            where = self._where(record.output.step)
+            raise Divergence(f"{where}: the requests that end are {ends!r:.120}, and were {recorded!r:.120}")
+        return events
+
+
+def _told(decision: Decision) -> str:
+    return f"a step of {decision.num_bytes} bytes with checksum {decision.checksum:#010x}"
+
+
+def _new_request(record: Arrived) -> NewRequestEvent:
+    return NewRequestEvent(
+        origin=record.origin,
+        request_id=record.request_id,
+        index=record.index,
+        token_ids=decode_column(record.token_ids),
+        num_prompt_tokens=record.num_prompt_tokens,
+        max_tokens=record.max_tokens,
+        sampling=record.sampling,
+        stop_token_ids=frozenset(record.stop_token_ids),
+        priority=record.priority,
+        tenant=record.tenant,
+        ttft_slo_ms=record.ttft_slo_ms,
+        itl_slo_ms=record.itl_slo_ms,
+    )

@@ -1,0 +1,166 @@
+"""The commands on flight logs: results, exit codes, pictures, traces, other policies."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flight_logs import MemoryLog, RecordedExactCore, recorder_into
+from headway.__main__ import main
+from headway.flight.cells import Kind, StepCollector, StepRange
+from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.flight.records import Turn
+from headway_scheduler.flight.replay import Divergence, Replay
+
+CAPACITY = ExecutorCapacity(num_blocks=20, block_size=4, max_model_len=64, vocab_size=13, max_num_rows=4)
+LIMITS = SchedulerLimits(max_num_batched_tokens=16, max_num_seqs=4, max_steps_in_flight=2, reserve="none")
+
+
+@pytest.fixture(scope="module")
+def run() -> RecordedExactCore:
+    """A dozen requests of two tenants, some of which wait and are preempted."""
+    run = RecordedExactCore(LIMITS, CAPACITY)
+    for number in range(12):
+        run.add([number] * (3 + number), 20, tenant="ab"[number % 2], priority=1 + number % 4)
+        go_on(run, 2)
+    while run.live:
+        go_on(run, 1)
+    run.recorder.flush(run.now, None, is_final=True)
+    return run
+
+
+def go_on(run: RecordedExactCore, beats: int) -> None:
+    for _ in range(beats):
+        run.now += 0.002
+        run.schedule()
+        run.now += 0.008
+        if run.num_in_flight:
+            run.answer()
+
+
+@pytest.fixture
+def log(run: RecordedExactCore, tmp_path: Path) -> str:
+    return str(run.log.write_to(tmp_path / "log"))
+
+
+def test_a_replay_says_what_it_found(run: RecordedExactCore, log: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert main(["replay", log, "--json", str(tmp_path / "out.json")]) == 0
+    said = capsys.readouterr().out
+    assert f"{run.core.counters.num_steps:,} steps, 12 requests of" in said
+    assert said.endswith(": byte-identical\n")
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["replay"]["num_steps"] == run.core.counters.num_steps
+    assert told["limits"]["max_num_batched_tokens"] == 16
+
+
+def test_the_first_difference_is_told_and_the_exit_code_is_1(
+    run: RecordedExactCore, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    tampered = MemoryLog()
+    recorder_into(tampered, msgspec.structs.replace(LIMITS, max_num_batched_tokens=15))
+    tampered.append(msgspec.msgpack.encode(run.log.records))
+    assert main(["replay", str(tampered.write_to(tmp_path / "log"))]) == 1
+    told = capsys.readouterr()
+    assert "DIFFERENT: record " in told.out
+    assert "step " in told.out
+    assert "recorded by headway 0, replayed by" in told.err
+
+
+def test_what_differs_in_a_short_step_is_named(run: RecordedExactCore):
+    records = run.log.records
+    place = next(
+        place
+        for place, record in enumerate(records)
+        if isinstance(record, Turn) and record.decisions and record.decisions[0].message and place > 100
+    )
+    turn = records[place]
+    assert isinstance(turn, Turn)
+    other = next(
+        record.decisions[0]
+        for record in records[place + 1 :]
+        if isinstance(record, Turn) and record.decisions and record.decisions[0].message
+    )
+    records[place] = msgspec.structs.replace(turn, decisions=(other, *turn.decisions[1:]))
+    with pytest.raises(Divergence, match=r"step is \d+, was \d+"):
+        list(Replay(LIMITS).run(records))
+
+
+def test_the_same_arrivals_under_other_policies(log: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    words = ["--policy", "order=priority,batching=orca", "--policy", "order=fair", "--json", str(tmp_path / "out.json")]
+    assert main(["replay", log, *words]) == 0
+    said = capsys.readouterr().out
+    for row in ("recorded ", "simulated as recorded ", "order=priority, batching=orca ", "order=fair "):
+        assert f"\n{row}" in said
+    cases = {case["label"]: case for case in json.loads((tmp_path / "out.json").read_text())["cases"]}
+    asked = [request["num_output_tokens"] for request in cases["recorded"]["requests"]]
+    for case in cases.values():
+        assert [request["num_output_tokens"] for request in case["requests"]] == asked
+        assert case["totals"]["num_finished"] == 12
+    assert cases["order=fair"]["limits"]["order"] == "fair"
+    recorded, simulated = (cases[label]["totals"]["num_steps"] for label in ("recorded", "simulated as recorded"))
+    assert simulated == pytest.approx(recorded, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["replay", "LOG", "--policy", "order=nobody"], "--policy order: 'nobody' is not allowed"),
+        (["replay", "LOG", "--policy", "orders=fair"], "did you mean order?"),
+        (["replay", "LOG/none"], "No such file or directory"),
+        (["explain", "LOG/none", "1"], "No such file or directory"),
+        (["timeline", "LOG"], "--png or --perfetto is required"),
+        (["timeline", "LOG", "--png", "x.png", "--steps", "9:3"], "--steps: '9:3' is not allowed"),
+        (["timeline", "LOG", "--perfetto", "LOG"], "--perfetto: "),
+        (["timeline", "LOG", "--perfetto", "x.json", "--request", "none"], "--request: 'none' is not allowed"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    words: list[str], message: str, log: str, capsys: pytest.CaptureFixture
+):
+    assert main([word.replace("LOG", log) for word in words]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_explain_tells_a_life_or_which_are_worth_it(log: str, capsys: pytest.CaptureFixture):
+    assert main(["explain", log, "3"]) == 0
+    assert "Request 3 (tenant b, class low): 6 prompt tokens, up to 20 of output." in capsys.readouterr().out
+    assert main(["explain", log]) == 0
+    listed = capsys.readouterr().out
+    assert "waited longest" in listed
+    assert "12 requests got a first token and ended" in listed
+    assert main(["explain", log, "nobody"]) == 1
+    assert "'nobody' is no request of this recording" in capsys.readouterr().err
+
+
+def test_a_picture_and_a_trace(run: RecordedExactCore, log: str, tmp_path: Path):
+    png, trace = tmp_path / "t.png", tmp_path / "t.json"
+    assert main(["timeline", log, "--png", str(png), "--perfetto", str(trace)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert len(steps) == run.core.counters.num_steps
+    slices = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert all(event["dur"] > 0 for event in slices)
+    tokens = sum(event["args"]["tokens"] for event in slices)
+    assert tokens == sum(event["args"]["tokens"] for event in steps)
+    preempted = [event for event in events if event["ph"] == "i"]
+    assert len(preempted) == run.core.counters.num_preemptions > 0
+
+
+def test_cells_add_up_to_the_steps(run: RecordedExactCore):
+    collector, replay = StepCollector(StepRange(0, 1 << 30)), Replay(LIMITS)
+    for event in replay.run(run.log.records):
+        collector.note(event, replay.core)
+    assert collector.num_steps == len(collector.steps) == run.core.counters.num_steps
+    for step in collector.steps:
+        assert sum(cell.num_tokens for cell in step.cells) == step.num_tokens
+    kinds = {cell.kind for step in collector.steps for cell in step.cells}
+    assert kinds == set(Kind)
+    part = StepCollector(StepRange(10, 20))
+    replay = Replay(LIMITS)
+    for event in replay.run(run.log.records):
+        part.note(event, replay.core)
+    assert part.steps == collector.steps[10:20]
