@@ -331,3 +331,10 @@ def test_once_is_plain_text_in_whatever_the_output_takes(server, encoding):
     assert b"\x1b" not in finished.stdout
     assert any(line.startswith("  older") for line in lines)
     assert "█" in finished.stdout.decode() or encoding == "ascii"
+
+
+def test_a_list_is_not_asked_for_while_more_are_live_than_allowed(server):
+    with top(server.address, "--max-listed", "1") as terminal:
+        assert "older" not in terminal.wait_for("too many are live to list them")
+        terminal.press("q")
+        assert terminal.end() == 0

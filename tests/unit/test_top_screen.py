@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import sys
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway.top import command, figures
 from headway.top.controls import Controls, Order, OrderKind
@@ -150,7 +152,7 @@ def line_of(lines: list[str], label: str) -> str:
         ("on host", ["██░░░", "10 of 100", "33 swapped"]),
         ("prefix", ["█████░", "25.0% of prompt tokens cached", "12.5% ever"]),
         ("budget", ["█████░", "512 of 2,048 tokens a step", "slo, margin 1.04"]),
-        ("step time", ["4.10 ms + 12.0 us/row + 1.50 ns/context token", "off by 2.3%"]),
+        ("step time", ["4.10 ms + 12.0 us/row + 1.50 ns/context", "off by 2.3%"]),
         ("tokens/s", ["output   6,543", "prompt     321"]),
         ("TTFT", ["p50 12.3 ms", "p90 45.6 ms", "p99  1.89 s", "of 1,234 in 1 min"]),
         ("ITL", ["p50 9.90 ms", "p99 25.0 ms", "of 100.0M in 1 min"]),
@@ -452,3 +454,9 @@ def test_wrong_flags_are_told_with_what_is_allowed(words, message):
     with pytest.raises(ConfigurationError) as refused:
         command.run(parser.parse_args(words))
     assert message in str(refused.value)
+
+
+def test_a_host_without_rich_is_told_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["top", "--once"]) == 2
+    assert capsys.readouterr().err == "headway top: this host lacks rich; install headway[top]\n"

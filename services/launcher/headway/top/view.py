@@ -199,8 +199,8 @@ def _step_time(status: admin_pb2.GetStatusResponse, frame: Frame) -> list[Text]:
         (model.token_s, "/token"),
         (model.token_beyond_128_s, "/token over 128"),
         (model.token_beyond_256_s, "/token over 256"),
-        (model.context_token_s, "/context token"),
-        (model.prefill_pair_s, "/prefill pair"),
+        (model.context_token_s, "/context"),
+        (model.prefill_pair_s, "/pair"),
     ]
     told = [f"{duration(seconds)}{of}" for seconds, of in terms if seconds > 0]
     shifts = f", {_number(model.num_shifts, 'shift')} of speed" if model.num_shifts else ""
