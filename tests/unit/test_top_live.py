@@ -52,7 +52,7 @@ class CannedAdmin(api_grpc.AdminServicer):
         )
 
     def Explain(self, request, context):  # noqa: N802
-        return api.ExplainResponse(explanation=f"{request.request_id} waits behind 3 others: admission is paused.")
+        return api.ExplainResponse(explanation="It waits behind 3 others: admission is paused.")
 
     def Cancel(self, request, context):  # noqa: N802
         if request.request_id == "newer":
@@ -202,7 +202,7 @@ def test_keys_steer_the_server(server):
         terminal.press("j")
         terminal.wait_for("> older")
         terminal.press("e")
-        terminal.wait_for("older waits behind 3 others: admission is paused.")
+        terminal.wait_for("older: It waits behind 3 others: admission is paused.")
         terminal.press("\x1b")
         terminal.wait_for("> older")
         terminal.press("c")

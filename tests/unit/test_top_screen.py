@@ -147,11 +147,11 @@ def line_of(lines: list[str], label: str) -> str:
         ("headway top", ["127.0.0.1:50051", "serving", "2 gateways", "up 1h02m"]),
         ("executor", ["ready", "small-llama on torch, cpu, float32", "for 1m35s", "1 loss"]),
         ("steps", ["50.0/s", "last 5.12 ms, 0.0s ago", "1 of 2 in flight", "epoch 7"]),
-        ("running", ["███████████████░░░░░", "48 of 64", "12 waiting (3 preempted)"]),
-        ("blocks", ["███████████████░░░░░", "750 of 1,000", "600 cached", "40 pinned"]),
+        ("running", ["████████████░░░░  48 of 64", "12 waiting (3 preempted)"]),
+        ("blocks", ["████████████░░░░  750 used, 250 free, 600 cached, 40 pinned"]),
         ("on host", ["██░░░", "10 of 100", "33 swapped"]),
-        ("prefix", ["█████░", "25.0% of prompt tokens cached", "12.5% ever"]),
-        ("budget", ["█████░", "512 of 2,048 tokens a step", "slo, margin 1.04"]),
+        ("prefix", ["████░", "25.0% of prompt tokens cached", "12.5% ever"]),
+        ("budget", ["████░", "512 of 2,048 tokens a step", "slo, margin 1.04"]),
         ("step time", ["4.10 ms + 12.0 us/row + 1.50 ns/context", "off by 2.3%"]),
         ("tokens/s", ["output   6,543", "prompt     321"]),
         ("TTFT", ["p50 12.3 ms", "p90 45.6 ms", "p99  1.89 s", "of 1,234 in 1 min"]),
@@ -211,6 +211,44 @@ def test_a_wider_terminal_shows_more_of_each_request_and_a_taller_one_more_lines
     assert line_of(wide, "  first").split()[-2:] == ["119", "0"]
 
 
+def test_a_long_model_of_step_times_breaks_between_its_terms():
+    model = api.StepTimeModelState(
+        relative_error=0.5,
+        num_shifts=3,
+        constant_s=0.00885,
+        row_s=2.15e-5,
+        token_s=1.83e-5,
+        token_beyond_128_s=1.54e-6,
+        token_beyond_256_s=8.68e-7,
+        context_token_s=4.78e-8,
+        prefill_pair_s=1.16e-9,
+    )
+    lines = lines_of(busy_history(step_time_model=model))
+    first = next(place for place, line in enumerate(lines) if line.startswith("step time"))
+    assert [line.strip() for line in lines[first : first + 3]] == [
+        "step time  8.85 ms + 21.5 us/row + 18.3 us/token + 1.54 us/token over 128 +",
+        "868 ns/token over 256 + 47.8 ns/context + 1.16 ns/pair",
+        "(off by 50.0%, 3 shifts of speed)",
+    ]
+
+
+def test_a_shortage_is_told_where_outputs_are_predicted():
+    assert not any(line.startswith("shortage") for line in lines_of(busy_history()))
+    lines = lines_of(busy_history(steps_until_shortage=0))
+    assert "in about 0 steps" in line_of(lines, "shortage")
+
+
+def test_counts_of_a_large_pool_fit():
+    pool = {
+        "num_total_blocks": 99_280,
+        "num_free_blocks": 12_677,
+        "num_cached_blocks": 41_052,
+        "num_pinned_blocks": 24_000,
+    }
+    line = line_of(lines_of(busy_history(**pool)), "blocks")
+    assert line.endswith("86.6k used, 12.7k free, 41.1k cached, 24.0k pinned")
+
+
 def test_what_is_not_known_yet_is_said():
     empty = api.GetStatusResponse(scheduler_state="waiting for executor", executor_state="absent")
     lines = lines_of(history_of(Look(0.0, empty, ())))
@@ -261,7 +299,7 @@ def test_the_selected_request_is_marked_and_always_in_sight():
 def test_terminals_without_such_characters_get_others():
     lines = lines_of(busy_history(), glyphs=figures.glyphs_for("ascii"))
     "\n".join(lines).encode("ascii")
-    assert "###############....." in line_of(lines, "blocks")
+    assert "############...." in line_of(lines, "blocks")
     assert figures.glyphs_for("utf-8") is figures.UNICODE
     assert figures.glyphs_for("no such encoding") is figures.ASCII
 
@@ -322,6 +360,9 @@ def test_a_sparkline_shows_the_latest_values_against_their_highest():
         (figures.count(12_300_000), "12.3M"),
         (figures.count(4.2e9), "4.2G"),
         (figures.count(1.5e13), "15.0T"),
+        (figures.short_count(9_999), "9,999"),
+        (figures.short_count(86_603), "86.6k"),
+        (figures.short_count(12_300_000), "12.3M"),
         (figures.rate(0), "0"),
         (figures.rate(12.34), "12.3"),
         (figures.rate(1234.5), "1,234"),

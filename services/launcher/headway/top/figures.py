@@ -66,6 +66,13 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def short_count(value: int) -> str:
+    """Return a count in about five characters: in thousands from ten thousand on, then in millions."""
+    if value < 10_000:
+        return f"{value:,}"
+    return f"{value / 1e3:.1f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
+
+
 def rate(value: float) -> str:
     """Return events per second: with a decimal where they are few."""
     return f"{value:.1f}" if 0 < value < 100 else count(value)

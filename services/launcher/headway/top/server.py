@@ -46,7 +46,7 @@ class Server:
         return Look(taken_at=asyncio.get_running_loop().time(), status=status, requests=requests)
 
     async def carry_out(self, order: Order) -> str:
-        """Do it; return the outcome, for EXPLAIN the explanation.
+        """Do it; return the outcome in words for operators; for EXPLAIN that is the explanation.
 
         Raises:
             NoAnswerError: it was refused, or nobody answered.
@@ -65,7 +65,7 @@ class Server:
                 await _answer(self._client.cancel(order.request_id))
                 return f"cancelled {order.request_id}"
             case OrderKind.EXPLAIN:
-                return await _answer(self._client.explain(order.request_id))
+                return f"{order.request_id}: {await _answer(self._client.explain(order.request_id))}"
 
 
 async def _answer(call: Awaitable[AnswerT]) -> AnswerT:

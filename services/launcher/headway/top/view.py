@@ -15,12 +15,13 @@ from rich.console import Group
 from rich.text import Text
 
 from headway.top.controls import HELP, Controls
-from headway.top.figures import Glyphs, age, bar, count, duration, percent, printable, rate, sparkline
+from headway.top.figures import Glyphs, age, bar, count, duration, percent, printable, rate, short_count, sparkline
 from headway.top.history import History
 from headway_proto import admin_pb2
 
 KEY_HINTS = "p pause  r resume  d drain  c cancel  e explain  s sort  ? help  q quit"
 NO_KEYS_HINT = "keys are off, since stdin is no terminal; Ctrl-C quits"
+_NO_BREAK = "\xa0"
 _LABEL_CELLS = 11
 _TALL_ROWS = 32
 """From here on there is room for what is left out of 24 rows."""
@@ -103,6 +104,8 @@ def _figures(history: History, frame: Frame) -> list[Text]:
     status = history.latest.status
     is_tall = frame.height >= _TALL_ROWS
     lines = [_executor(status), _steps(history), _running(status, frame), _blocks(status, frame)]
+    if status.HasField("steps_until_shortage"):
+        lines.append(_shortage(status))
     if status.num_host_blocks:
         lines.append(_host_blocks(status, frame))
     lines += [_prefix(status, frame), _budget(status, frame), *_step_time(status, frame)]
@@ -120,7 +123,7 @@ def _line(label: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def _bar(share: float, frame: Frame, style: str) -> tuple[str, str]:
-    return bar(share, max(frame.width // 4, 1), frame.glyphs) + "  ", style
+    return bar(share, max(frame.width // 5, 1), frame.glyphs) + "  ", style
 
 
 def _executor(status: admin_pb2.GetStatusResponse) -> Text:
@@ -157,12 +160,19 @@ def _blocks(status: admin_pb2.GetStatusResponse, frame: Frame) -> Text:
     used = status.num_total_blocks - status.num_free_blocks
     share = used / max(status.num_total_blocks, 1)
     style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
-    numbers = f"{count(used)} of {count(status.num_total_blocks)}   {count(status.num_cached_blocks)} cached"
-    pinned = f", {count(status.num_pinned_blocks)} pinned" if status.num_pinned_blocks else ""
-    shortage = ""
-    if status.HasField("steps_until_shortage"):
-        shortage = f"   short in ~{count(status.steps_until_shortage)} steps"
-    return _line("blocks", _bar(share, frame, style), numbers, pinned, shortage)
+    counts = (
+        (used, "used"),
+        (status.num_free_blocks, "free"),
+        (status.num_cached_blocks, "cached"),
+        (status.num_pinned_blocks, "pinned"),
+    )
+    numbers = ", ".join(f"{short_count(number)} {of}" for number, of in counts)
+    return _line("blocks", _bar(share, frame, style), numbers)
+
+
+def _shortage(status: admin_pb2.GetStatusResponse) -> Text:
+    steps = short_count(status.steps_until_shortage)
+    return _line("shortage", f"those that run may want more blocks than there are in about {steps} steps")
 
 
 def _host_blocks(status: admin_pb2.GetStatusResponse, frame: Frame) -> Text:
@@ -202,11 +212,18 @@ def _step_time(status: admin_pb2.GetStatusResponse, frame: Frame) -> list[Text]:
         (model.context_token_s, "/context"),
         (model.prefill_pair_s, "/pair"),
     ]
-    told = [f"{duration(seconds)}{of}" for seconds, of in terms if seconds > 0]
+    told = [_unbroken(f"{duration(seconds)}{of}") for seconds, of in terms if seconds > 0]
     shifts = f", {_number(model.num_shifts, 'shift')} of speed" if model.num_shifts else ""
-    words = f"{' + '.join(told) or 'nothing'} (off by {percent(model.relative_error)}{shifts})"
+    error = _unbroken(f"(off by {percent(model.relative_error)}{shifts})")
+    words = f"{' + '.join(told) or 'nothing'} {error}"
     room = max(frame.width - _LABEL_CELLS, 20)
-    return [_line("step time" if not row else "", part) for row, part in enumerate(textwrap.wrap(words, room))]
+    parts = [part.replace(_NO_BREAK, " ") for part in textwrap.wrap(words, room)]
+    return [_line("step time" if not row else "", part) for row, part in enumerate(parts)]
+
+
+def _unbroken(words: str) -> str:
+    """Return words that no line ends between."""
+    return words.replace(" ", _NO_BREAK)
 
 
 def _flow(history: History, frame: Frame) -> Text:
