@@ -46,7 +46,7 @@ class CannedAdmin(api_grpc.AdminServicer):
     def ListRequests(self, request, context):  # noqa: N802
         return api.ListRequestsResponse(
             requests=[
-                api.RequestState(request_id="older", state="running", age_ms=900),
+                api.RequestState(request_id="older", tenant="名", state="running", age_ms=900),
                 api.RequestState(request_id="newer", state="waiting", age_ms=100),
             ]
         )

@@ -7,6 +7,7 @@ Must not know: what is shown, or what keys do.
 
 import argparse
 import asyncio
+import io
 import math
 import shutil
 import sys
@@ -64,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.top.server import NoAnswerError
 
     _check(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Names of requests may have characters that a terminal has not.
     try:
         return asyncio.run(_once(arguments) if arguments.once else _live(arguments))
     except NoAnswerError as error:
@@ -107,7 +110,7 @@ async def _once(arguments: argparse.Namespace) -> int:
     with console.capture() as captured:
         console.print(picture(history, Controls(), frame))
     text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-    sys.stdout.write(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
+    sys.stdout.write(text)
     return 0
 
 
@@ -123,5 +126,5 @@ async def _live(arguments: argparse.Namespace) -> int:
     async with client_of(arguments) as client:
         server = Server(client, max_listed=arguments.max_listed)
         first = await server.look()  # One line if nobody is there, rather than a screen.
-        view = LiveView(server, console, address=arguments.address, interval_s=arguments.interval)
-        return await view.show(first)
+        view = LiveView(server, console, first, address=arguments.address, interval_s=arguments.interval)
+        return await view.show()

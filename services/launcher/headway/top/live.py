@@ -27,29 +27,29 @@ _MAX_KEY_BYTES = 1024
 class LiveView:
     """Shows a server on ``console`` and takes keys from stdin, if that is a terminal."""
 
-    def __init__(self, server: Server, console: Console, *, address: str, interval_s: float) -> None:
+    def __init__(self, server: Server, console: Console, first: Look, *, address: str, interval_s: float) -> None:
         self._server = server
         self._console = console
         self._address = address
         self._interval_s = interval_s
+        self._history = History(first)
+        self._answered_at = first.taken_at
         self._controls = Controls()
+        self._live = _live_on(console)
         self._screen = ExitStack()
         """What restores the terminal when it is closed."""
         self._takes_keys = sys.stdin.isatty()
         self._trouble = ""
-        self._answered_at = 0.0
         self._ended = asyncio.Event()
         self._exit_code = 0
         self._look_soon = asyncio.Event()
         self._orders: set[asyncio.Task[None]] = set()
 
-    async def show(self, first: Look) -> int:
-        """Show from a first look on; return the exit code: 0 if somebody quit, 128 and the number of a signal else.
+    async def show(self) -> int:
+        """Show from the first look on; return the exit code: 0 if somebody quit, 128 and the number of a signal else.
 
         The terminal is left as it was, also if this raises.
         """
-        self._history = History(first)
-        self._answered_at = first.taken_at
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             for number in _ENDING_SIGNALS:
@@ -117,9 +117,7 @@ class LiveView:
         self._live.update(picture(self._history, self._controls, frame), refresh=True)
 
     def _open_screen(self) -> None:
-        self._live = self._screen.enter_context(
-            Live(console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        )
+        self._live = self._screen.enter_context(_live_on(self._console))
         if self._takes_keys:
             loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
             self._screen.enter_context(single_keys(descriptor))
@@ -170,3 +168,7 @@ class LiveView:
     def _end(self, exit_code: int) -> None:
         self._exit_code = exit_code
         self._ended.set()
+
+
+def _live_on(console: Console) -> Live:
+    return Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
