@@ -3,6 +3,7 @@
 Owns: how tests record. Must not know: what is recorded.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,14 @@ class RecordedCore:
         self._recorder.aborted(0.0, origin, "test")
         return self._core.abort(origin)
 
-    def run_alone(self, origin: Origin | None) -> None:
-        self._core.run_alone(origin)
-        self._recorder.ran_alone(origin)
+    def run_alone(self, origin: Origin | None, num_tokens: int = 0) -> None:
+        self._core.run_alone(origin, num_tokens)
+        self._recorder.ran_alone(origin, num_tokens)
+
+    def start_slowly(self, origins: Iterable[Origin]) -> None:
+        lost = tuple(origins)
+        self._core.start_slowly(lost)
+        self._recorder.started_slowly(lost)
 
     def begin_epoch(self, capacity: ExecutorCapacity, epoch: int) -> StepEvents:
         events = self._core.begin_epoch(capacity, epoch)

@@ -26,6 +26,7 @@ _EXTRAS = {
     "tokenizers": "gateway",
     "torch": "executor",
     "aiohttp": "bench",
+    "rich": "top",
 }
 
 
@@ -251,6 +252,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_top_flags(parser: argparse.ArgumentParser) -> None:
+    from headway.top.command import add_top_flags
+
+    add_top_flags(parser)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from headway.top.command import run
+
+    return run(arguments)
+
+
 def _version(arguments: argparse.Namespace) -> int:
     del arguments
     sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
@@ -299,6 +312,11 @@ COMMANDS = {
         _doctor,
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
+    "top": Command(
+        "show a running server in the terminal, live, with keys to pause, drain, cancel and explain",
+        _add_top_flags,
+        _top,
+    ),
     "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),
     "version": Command("print the version", lambda _: None, _version),
 }

@@ -670,16 +670,40 @@ class Client:
         response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
         return response
 
+    def requests(self) -> list[admin_pb2.RequestState]:
+        """Every live request; the continuations of one share its id. Costs the scheduler time per live request."""
+        response: admin_pb2.ListRequestsResponse = self._call(self._admin.ListRequests, admin_pb2.ListRequestsRequest())
+        return list(response.requests)
+
     def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
-        """Why a live request is where it is.
+        """Why a request is where it is.
 
         Raises:
-            NotFoundError: no such request is live.
+            NotFoundError: it is not live.
         """
-        response: admin_pb2.ExplainResponse = self._call(
-            self._admin.Explain, admin_pb2.ExplainRequest(request_id=request_id)
-        )
+        request = admin_pb2.ExplainRequest(request_id=request_id)
+        response: admin_pb2.ExplainResponse = self._call(self._admin.Explain, request)
         return response
+
+    def pause(self) -> None:
+        """Admit no more waiting requests; running ones go on.
+
+        Raises:
+            InvalidRequestError: no executor has joined yet.
+        """
+        self._call(self._admin.Pause, admin_pb2.PauseRequest())
+
+    def resume(self) -> None:
+        """Admit again.
+
+        Raises:
+            InvalidRequestError: no executor has joined yet.
+        """
+        self._call(self._admin.Resume, admin_pb2.ResumeRequest())
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; accepted ones finish. There is no way back but a new scheduler."""
+        self._call(self._admin.Drain, admin_pb2.DrainRequest())
 
     def cancel(self, request_id: str) -> None:
         """End a request, whoever started it.
@@ -809,12 +833,30 @@ class AsyncClient:
         response: admin_pb2.GetStatusResponse = await self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
         return response
 
+    async def requests(self) -> list[admin_pb2.RequestState]:
+        """See ``Client``."""
+        response: admin_pb2.ListRequestsResponse = await self._call(
+            self._admin.ListRequests, admin_pb2.ListRequestsRequest()
+        )
+        return list(response.requests)
+
     async def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
         """See ``Client``."""
-        response: admin_pb2.ExplainResponse = await self._call(
-            self._admin.Explain, admin_pb2.ExplainRequest(request_id=request_id)
-        )
+        request = admin_pb2.ExplainRequest(request_id=request_id)
+        response: admin_pb2.ExplainResponse = await self._call(self._admin.Explain, request)
         return response
+
+    async def pause(self) -> None:
+        """See ``Client``."""
+        await self._call(self._admin.Pause, admin_pb2.PauseRequest())
+
+    async def resume(self) -> None:
+        """See ``Client``."""
+        await self._call(self._admin.Resume, admin_pb2.ResumeRequest())
+
+    async def drain(self) -> None:
+        """See ``Client``."""
+        await self._call(self._admin.Drain, admin_pb2.DrainRequest())
 
     async def cancel(self, request_id: str) -> None:
         """See ``Client``."""

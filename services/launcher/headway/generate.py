@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from headway.client import DEFAULT_ADDRESS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
-from headway.health import client_certificate
+from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.connection import add_connection_flags, client_of
 from headway.reporting import Screen, table
-from headway.settings import ConfigurationError, bytes_of_file, shown, token_of_file
+from headway.settings import ConfigurationError, bytes_of_file, shown
 from headway.streaming import Job, answer, answer_all
 
 INTERRUPTED_EXIT_CODE = 130
@@ -65,15 +65,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         '{"prompt": "...", "max_tokens": 32}; - reads lines from stdin',
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message of a chat")
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
-    )
-    server.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
-    server.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
-    server.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
-    server.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
-    server.add_argument(
+    add_connection_flags(parser)
+    parser.add_argument(
         "--concurrency",
         type=int,
         default=DEFAULT_CONCURRENCY,
@@ -168,18 +161,8 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
         raise ConfigurationError(f"--file: line {number} of {shown(file)}: {error}") from None
 
 
-def _client(arguments: argparse.Namespace) -> AsyncClient:
-    shown_to_server = client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate")
-    return AsyncClient(
-        arguments.address,
-        token=token_of_file(arguments.token_file, "--token-file") or None,
-        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
-        client_certificate=(shown_to_server.certificate, shown_to_server.key) if shown_to_server else None,
-    )
-
-
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
-    async with _client(arguments) as client:
+    async with client_of(arguments) as client:
         await client.model()  # One line if nobody is there, rather than one per prompt.
         return await (
             _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)

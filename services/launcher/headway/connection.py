@@ -1,0 +1,37 @@
+"""How a command reaches a running server: the flags for it, and the client that they describe.
+
+Owns: the flags' names, which commands that are clients share. Must not know: what is asked of the server.
+"""
+
+import argparse
+
+from headway.client import DEFAULT_ADDRESS, AsyncClient
+from headway.health import client_certificate
+from headway.settings import bytes_of_file, token_of_file
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say where the server is, and who asks, as a group of their own."""
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
+    )
+    server.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    server.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
+    server.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
+    server.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
+
+
+def client_of(arguments: argparse.Namespace) -> AsyncClient:
+    """Make the client; it lives in the event loop that runs.
+
+    Raises:
+        ConfigurationError: a file cannot be used.
+    """
+    shown_to_server = client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate")
+    return AsyncClient(
+        arguments.address,
+        token=token_of_file(arguments.token_file, "--token-file") or None,
+        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        client_certificate=(shown_to_server.certificate, shown_to_server.key) if shown_to_server else None,
+    )

@@ -1,0 +1,109 @@
+"""Figures as short texts: counts, durations, bars, sparklines, and names that came from outside.
+
+Owns: how one figure is written. Must not know: which figures there are.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+_REPLACEMENT = "?"
+
+
+class Glyphs(msgspec.Struct, frozen=True):
+    """The characters that bars and sparklines are made of; ``sparks`` from the lowest to the highest."""
+
+    filled: str
+    empty: str
+    sparks: str
+    ellipsis: str
+
+
+UNICODE = Glyphs("█", "░", "▁▂▃▄▅▆▇█", "…")
+ASCII = Glyphs("#", ".", "_.-=+*%#", "~")
+
+
+def glyphs_for(encoding: str) -> Glyphs:
+    """Return what an output with this encoding can show."""
+    try:
+        "".join(msgspec.structs.astuple(UNICODE)).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE
+
+
+def printable(text: str) -> str:
+    """Return a name that callers chose so that it cannot steer a terminal: no control, format or line characters."""
+    return "".join(character if character.isprintable() else _REPLACEMENT for character in text)
+
+
+def bar(share: float, width: int, glyphs: Glyphs) -> str:
+    """Return a bar of ``width`` cells. Anything above 0 fills a cell, and only 1 fills them all."""
+    filled = round(share * width)
+    if share > 0:
+        filled = max(filled, 1)
+    if share < 1:
+        filled = min(filled, width - 1)
+    filled = min(max(filled, 0), width)
+    return glyphs.filled * filled + glyphs.empty * (width - filled)
+
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
+    """Return the last ``width`` values as columns, the highest of them at full height; nothing where there is but one."""
+    shown = values[-width:] if width > 0 and len(values) > 1 else ()
+    highest = max(shown, default=0.0)
+    if highest <= 0:
+        return glyphs.sparks[0] * len(shown)
+    top = len(glyphs.sparks) - 1
+    return "".join(glyphs.sparks[round(top * value / highest)] for value in shown)
+
+
+def count(value: float) -> str:
+    """Return a count with separators, shortened from ten million on."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= 10 * size or (unit != "M" and value >= size):
+            return f"{value / size:.1f}{unit}"
+    return f"{value:,.0f}"
+
+
+def short_count(value: int) -> str:
+    """Return a count in about five characters: in thousands from ten thousand on, then in millions."""
+    if value < 10_000:
+        return f"{value:,}"
+    return f"{value / 1e3:.1f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
+
+
+def rate(value: float) -> str:
+    """Return events per second: with a decimal where they are few."""
+    return f"{value:.1f}" if 0 < value < 100 else count(value)
+
+
+def percent(share: float) -> str:
+    """Return a share as percent."""
+    return f"{100 * share:.1f}%"
+
+
+def age(seconds: float) -> str:
+    """Return a time that has passed, in its two largest units."""
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f}s"
+    minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
+    if hours < 1:
+        return f"{minutes}m{int(seconds) % 60:02d}s"
+    return f"{hours}h{minutes % 60:02d}m" if days < 1 else f"{days}d{hours % 24:02d}h"
+
+
+def duration(seconds: float) -> str:
+    """Return a measured time with three digits, in the unit that fits."""
+    if seconds <= 0:
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

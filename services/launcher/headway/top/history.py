@@ -1,0 +1,115 @@
+"""What the view knows of a server: its latest answer, and what changed between answers.
+
+Owns: looks at the server and the rates between them. Must not know: how anything is shown, or where looks come from.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from headway_proto import admin_pb2
+
+MAX_LOOKS = 240
+"""How many rates are kept; more than the widest terminal shows."""
+RATE_WINDOW_S = 5.0
+"""Rates that stand as a number are taken over so long, so that they can be read."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """The server at one moment. ``requests`` is None where they were too many to ask for; ``taken_at`` is in seconds."""
+
+    taken_at: float
+    status: admin_pb2.GetStatusResponse
+    requests: tuple[admin_pb2.RequestState, ...] | None
+
+
+class _Totals(msgspec.Struct, frozen=True):
+    """Counters of one look that rates are made of; ``by_tenant`` are output tokens."""
+
+    taken_at: float
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    by_tenant: dict[str, int]
+
+
+class History:
+    """The latest look, and the rates since those before it. A server that counts from zero again starts a new history."""
+
+    def __init__(self, first: Look) -> None:
+        self.latest = first
+        self._totals: deque[_Totals] = deque([_totals_of(first)], maxlen=MAX_LOOKS)
+
+    def add(self, look: Look) -> None:
+        """Take the next look in."""
+        totals, before = _totals_of(look), self._totals[-1]
+        if totals.num_steps < before.num_steps or totals.num_output_tokens < before.num_output_tokens:
+            self._totals.clear()
+        if not self._totals or totals.taken_at > before.taken_at:
+            self._totals.append(totals)
+        self.latest = look
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether there are two looks to compare."""
+        return len(self._totals) > 1
+
+    @property
+    def steps_per_s(self) -> float:
+        """Of the last seconds; 0 without a second look."""
+        first, last = self._window()
+        return _rate(first.num_steps, last.num_steps, last.taken_at - first.taken_at)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Of the last seconds; 0 without a second look."""
+        first, last = self._window()
+        return _rate(first.num_output_tokens, last.num_output_tokens, last.taken_at - first.taken_at)
+
+    def tenant_tokens_per_s(self, tenant: str) -> float:
+        """Output tokens of a tenant in the last seconds; 0 for one that was not there before."""
+        first, last = self._window()
+        now = last.by_tenant.get(tenant, 0)
+        return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)
+
+    @property
+    def output_rates(self) -> list[float]:
+        """Output tokens per second between each two looks, the oldest first."""
+        return _rates([(totals.taken_at, totals.num_output_tokens) for totals in self._totals])
+
+    @property
+    def prompt_rates(self) -> list[float]:
+        """The same of prompt tokens, which count when their request starts."""
+        return _rates([(totals.taken_at, totals.num_prompt_tokens) for totals in self._totals])
+
+    def _window(self) -> tuple[_Totals, _Totals]:
+        last = self._totals[-1]
+        recent = (totals for totals in self._totals if totals.taken_at >= last.taken_at - RATE_WINDOW_S)
+        first = next(recent)
+        if first is last and self.has_rates:  # Looks further apart than the window.
+            first = self._totals[-2]
+        return first, last
+
+
+def _totals_of(look: Look) -> _Totals:
+    status = look.status
+    return _Totals(
+        taken_at=look.taken_at,
+        num_steps=status.num_steps,
+        num_prompt_tokens=status.num_prompt_tokens,
+        num_output_tokens=status.num_output_tokens,
+        by_tenant={service.tenant: service.num_output_tokens for service in status.tenant_services},
+    )
+
+
+def _rates(counts: Sequence[tuple[float, int]]) -> list[float]:
+    return [
+        _rate(count_before, count, time - time_before)
+        for (time_before, count_before), (time, count) in pairwise(counts)
+    ]
+
+
+def _rate(before: int, after: int, elapsed_s: float) -> float:
+    return max(0, after - before) / elapsed_s if elapsed_s > 0 else 0.0
