@@ -346,7 +346,8 @@ def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, ro
 
 
 def percent(with_it: float, without: float) -> float:
-    return round((with_it / without - 1) * 100, 1)
+    """How much more; 0 where a run was too short for the clock of the processors."""
+    return round((with_it / without - 1) * 100, 1) if without else 0.0
 
 
 def report(record: dict[str, Any]) -> str:
