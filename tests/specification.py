@@ -302,7 +302,7 @@ class Specification:
     def add(self, new: NewRequestEvent, now: float) -> None:
         tokens = new.token_ids.tolist()
         objective_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
-        has_objective = objective_ms and len(tokens) == new.num_prompt_tokens
+        has_objective = objective_ms and len(tokens) == new.num_prompt_tokens and not new.has_run
         request = SpecRequest(
             origin=new.origin,
             arrival=self.arrivals,

@@ -65,7 +65,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt. ``max_tokens`` counts output tokens, those already held included. ``sampling.stop_token_ids`` and, unless
     ``ignore_eos``, the model's own end-of-sequence ids end the sequence; the one that did is its last token.
     ``request_id`` is the public one; ``index`` tells the continuations of a request apart. ``traceparent`` (W3C) is empty
-    where nobody traces the request.
+    where nobody traces the request. ``has_run``: it started on a link that is gone, so that it is owed its end, and it is no
+    longer ended because its first token is late.
     """
 
     handle: int
@@ -81,6 +82,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
     traceparent: str = ""
+    has_run: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):

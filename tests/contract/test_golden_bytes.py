@@ -147,7 +147,7 @@ def test_bytes_are_the_pinned_ones() -> None:
 ADDED = {
     step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0, "max_num_batched_tokens": 0},
     step.ExecutorOutput: {"move_time_us": 0},
-    ingress.Submit: {"traceparent": ""},
+    ingress.Submit: {"traceparent": "", "has_run": False},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},

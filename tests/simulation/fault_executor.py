@@ -116,7 +116,8 @@ class ExecutorProcess(Process):
             error = StepOutOfMemoryError(total, "simulated")
             self._num_memory_errors += 1
             with self.world.watching():
-                invariants.memory_respected(self._num_memory_errors)
+                num_requests = len(self.world.schedule.requests)
+                invariants.memory_respected(self._num_memory_errors, self.memory_tokens, num_requests)
         if error is not None and total % 2:
             raise error
         with self.world.watching():

@@ -15,7 +15,7 @@ from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
-from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.engine import LEAST_STEP_TOKENS, SchedulerEngine
 
 NAMES = (
     "BLOCK-CONSERVATION",
@@ -223,9 +223,13 @@ def one_executor(silent_s: float, least_s: float, who: str) -> None:
     require(silent_s >= least_s, "EPOCH-FENCE", f"{who} was replaced {silent_s:.3f} s after it was heard")
 
 
-def memory_respected(num_times: int) -> None:
-    """An executor that ran out of memory is sent smaller steps: halved each time, they soon fit."""
-    require(num_times <= MOST_MEMORY_ERRORS, "BUDGET", f"the executor ran out of memory {num_times} times")
+def memory_respected(num_times: int, memory_tokens: int, num_requests: int) -> None:
+    """An executor that ran out of memory is sent smaller steps: halved each time, they soon fit.
+
+    Where it holds fewer tokens than the least that is tried, nothing fits, and one request after the other is blamed.
+    """
+    most = MOST_MEMORY_ERRORS if memory_tokens >= LEAST_STEP_TOKENS else MOST_MEMORY_ERRORS * (1 + num_requests)
+    require(num_times <= most, "BUDGET", f"the executor ran out of memory {num_times} times")
 
 
 def taken_once(is_first_life: bool, who: str) -> None:

@@ -228,6 +228,19 @@ def test_silence_opens_a_new_link_and_resubmits_with_what_was_received():
     assert decode_column(submit.token_ids).tolist() == [*PROMPT, token_at(3, 0)]
     assert submit.num_prompt_tokens == len(PROMPT)
     assert submit.handle == sequence.handle
+    assert submit.has_run
+
+
+def test_what_has_not_run_is_submitted_again_as_it_was():
+    link, scheduler = opened()
+    link.submit(new_sequence(link))
+    deliver(link, scheduler, 0.0)
+    first = scheduler.bodies[-1]
+    link.tick(1.5)
+    replacement = ScriptedScheduler(900)
+    deliver(link, replacement, 1.5)
+    assert replacement.bodies[1] == first
+    assert not first.has_run
 
 
 @pytest.mark.parametrize("fault", ["damage", "frame gap", "token gap", "missing tokens at the end"])

@@ -174,6 +174,18 @@ def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink
     assert event.info.max_num_batched_tokens == 0
 
 
+def test_a_wish_for_smaller_steps_that_comes_late_holds_for_the_next_epoch(link: StepLink) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    late = executor.writer.encode(ResyncRequest(1, "out of memory", 40))
+    (event,) = link.receive(executor.peer, executor.hello(), 1.0)
+    assert isinstance(event, EpochOpened)
+    assert event.info.max_num_batched_tokens == 0
+    assert link.receive(executor.peer, late, 1.1) == []
+    (event,) = link.receive(executor.peer, executor.hello(), 2.0)
+    assert event.info.max_num_batched_tokens == 40
+
+
 def test_a_step_that_failed_is_told_with_the_epoch_and_a_limit_can_be_lifted(link: StepLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)

@@ -85,11 +85,10 @@ class LiveSequence:
 
     def to_submit(self) -> Submit:
         """What to send so that generation goes on behind the tokens already here."""
-        if not self.tokens:
+        if not self.tokens and not self.has_run:
             return self.submission
-        return msgspec.structs.replace(
-            self.submission, token_ids=self.submission.token_ids + encode_column(self.tokens)
-        )
+        token_ids = self.submission.token_ids + encode_column(self.tokens)
+        return msgspec.structs.replace(self.submission, token_ids=token_ids, has_run=self.has_run)
 
 
 class LinkPhase(enum.Enum):

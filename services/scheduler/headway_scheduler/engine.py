@@ -463,6 +463,7 @@ class SchedulerEngine:
             tenant=submit.tenant,
             ttft_slo_ms=submit.ttft_slo_ms,
             itl_slo_ms=submit.itl_slo_ms,
+            has_run=submit.has_run,
         )
 
     def _refusal(self, submit: Submit) -> Rejected | None:

@@ -169,7 +169,9 @@ class StepLink:
             self._heard_at = now
             if now - self._opened_at < REOPEN_INTERVAL_S:
                 return []  # sent before our answer arrived
-            return self._open(peer, hello.incarnation, hello.info, "the executor said hello again", now)
+            assert self._info is not None
+            info = msgspec.structs.replace(hello.info, max_num_batched_tokens=self._info.max_num_batched_tokens)
+            return self._open(peer, hello.incarnation, info, "the executor said hello again", now)
         if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
             return []  # it will say hello again, should the present executor be gone
         is_taken_over = self._peer is not None and hello.incarnation != self._executor
@@ -184,7 +186,10 @@ class StepLink:
         return self.reopen("steps may be large again", now)
 
     def _on_resync(self, frame: Frame, request: ResyncRequest, now: float) -> list[StepEvent]:
-        if frame.epoch not in {self.epoch, 0} or request.incarnation != self._executor:
+        if request.incarnation != self._executor:
+            return []
+        if frame.epoch not in {self.epoch, 0}:
+            self._respect(request.max_num_batched_tokens)  # late, and true of this executor all the same: for the next
             return []
         if request.is_leaving:
             return self._lose(f"it left: {request.reason}")

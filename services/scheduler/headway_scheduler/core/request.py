@@ -49,6 +49,7 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     ``max_tokens`` counts output tokens, those already held included. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives in
     milliseconds, 0 for none: the first token within the one of its arrival, every further one within the other.
+    ``has_run``: it started before it arrived here, under a scheduler or on a link that is gone; nothing of it is shed.
     """
 
     origin: Origin
@@ -63,6 +64,7 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     tenant: str = ""
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
+    has_run: bool = False
 
 
 class Request:

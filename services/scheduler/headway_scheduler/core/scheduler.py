@@ -300,7 +300,8 @@ class Scheduler:
             request.curve = self._lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self._requests[new.origin] = request
         ttft_slo_ms = new.ttft_slo_ms or self.limits.default_ttft_slo_ms
-        if ttft_slo_ms and len(new.token_ids) == new.num_prompt_tokens:  # or the first token has come before
+        # The first token may have come before, or be late already for what was not its own doing.
+        if ttft_slo_ms and len(new.token_ids) == new.num_prompt_tokens and not new.has_run:
             self._watch_first_token(request, ttft_slo_ms / 1e3)
         self._wait(request)
 

@@ -115,6 +115,7 @@ class FlightRecorder:
                 tenant=new.tenant,
                 ttft_slo_ms=new.ttft_slo_ms,
                 itl_slo_ms=new.itl_slo_ms,
+                has_run=new.has_run,
             )
         )
 

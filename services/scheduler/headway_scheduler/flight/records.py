@@ -62,6 +62,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
     tenant: str
     ttft_slo_ms: int
     itl_slo_ms: int
+    has_run: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):

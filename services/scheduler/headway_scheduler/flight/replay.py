@@ -193,4 +193,5 @@ def _new_request(record: Arrived) -> NewRequestEvent:
         tenant=record.tenant,
         ttft_slo_ms=record.ttft_slo_ms,
         itl_slo_ms=record.itl_slo_ms,
+        has_run=record.has_run,
     )
