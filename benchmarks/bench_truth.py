@@ -1,28 +1,32 @@
-"""The bench against what is known: steps of a known time, and the server's own timings of each request.
+"""The bench against what is known: steps of a known time, and what the scheduler's flight recorder saw of each request.
 
 Owns: a server whose every step takes ``--step-ms`` (the simulated backend), two loads, the comparison and the result file.
 Must not know: how ``headway bench`` measures.
 
-**ITL**: every decode step takes the known time, so each percentile of the gaps is that time. **TTFT** and **TPOT**: each
-request's end carries what the scheduler saw (``Finished.timings``), in milliseconds from its arrival there; their percentiles
-are the truth of which the bench's must be within ``--within``. Prompts take several chunks, so that TTFT has a spread; what
-gRPC, tokenising and validation add to a first token (1 to 2 ms) is part of what a client sees, and small beside it.
+The truth is computed from the flight log: the time from a request's arrival at the scheduler to its first token (**TTFT**),
+every gap between its tokens (**ITL**) and their mean (**TPOT**), of the requests of one tenant, which only the measured load
+has. The bench's percentiles must be within ``--within`` of these. Prompts take several chunks, so that TTFT has a spread;
+what gRPC, tokenising and validation add to a first token (1 to 2 ms) is part of what a client sees, and small beside it.
 
 Then the same server is asked for twenty times the rate, far beyond what it can serve: the bench must say that it was not reached.
 
-Exits with 1 if a ratio is off, or nothing was said; with 3 if the server's own timings say that its steps did not take the
-known time, because the machine was busy: then there is no truth to compare with.
+Exits with 1 if a ratio is off, or nothing was said; with 3 if even the recorded gaps say that steps did not take the known
+time, because the machine was busy: the server's and the client's lateness are then two different things.
 """
 
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
+import statistics
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from headway.bench.options import BenchOptions
 from headway.bench.report import warnings
 from headway.bench.session import BenchResult, bench
+from headway.flight.recording import Recording
+from headway.flight.source import Flight
 from headway.workload.percentiles import Percentiles, percentiles
 from provenance import provenance
 from served import DEMO_MODEL, served
@@ -30,33 +34,46 @@ from served import DEMO_MODEL, served
 CHUNK = 128
 MAX_NUM_SEQS = 32
 OVERLOAD = 20.0
+TENANT = "measured"
 BUSY_EXIT_CODE = 3
 
 
-def truths(result: BenchResult, step_ms: float) -> list[tuple[str, Percentiles, Percentiles]]:
-    """Of each figure: its name, the truth, and what the bench reports."""
+class Truth(NamedTuple):
+    """By the flight log, in milliseconds."""
 
-    def of_server(figure: Callable[..., float]) -> Percentiles:
-        return percentiles([figure(request.server) for request in result.requests if request.server is not None])
-
-    known = Percentiles(p50=step_ms, p90=step_ms, p99=step_ms)
-    return [
-        ("ITL", known, result.totals.itl_ms),
-        ("TTFT", of_server(lambda server: server.ttft_ms), result.totals.ttft_ms),
-        ("TPOT", of_server(lambda server: server.mean_itl_ms), result.totals.tpot_ms),
-    ]
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    tpot_ms: Percentiles
 
 
-def rows_of(result: BenchResult, step_ms: float) -> list[dict[str, object]]:
+def truth_of(log: Path) -> Truth:
+    """What the scheduler recorded of the measured load."""
+    flight, recording = Flight(str(log)), Recording()
+    for event in flight.events("the truth"):
+        recording.note(event, flight.replay.core)
+    measured = [request for request in recording.measurement().requests() if request.tenant == TENANT]
+    return Truth(
+        ttft_ms=percentiles([request.ttft_s * 1e3 for request in measured]),
+        itl_ms=percentiles([gap for request in measured for gap in request.itl_ms]),
+        tpot_ms=percentiles([statistics.fmean(request.itl_ms) for request in measured]),
+    )
+
+
+def rows_of(result: BenchResult, truth: Truth) -> list[dict[str, object]]:
     rows = []
-    for name, truth, reported in truths(result, step_ms):
+    totals = result.totals
+    for name, known, reported in (
+        ("ITL", truth.itl_ms, totals.itl_ms),
+        ("TTFT", truth.ttft_ms, totals.ttft_ms),
+        ("TPOT", truth.tpot_ms, totals.tpot_ms),
+    ):
         for share in ("p50", "p90", "p99"):
-            expected, seen = getattr(truth, share), getattr(reported, share)
+            expected, seen = getattr(known, share), getattr(reported, share)
             rows.append({"figure": name, "at": share, "truth_ms": expected, "bench_ms": seen, "ratio": seen / expected})
     return rows
 
 
-def options_of(address: str, arguments: argparse.Namespace, rate: float) -> BenchOptions:
+def options_of(address: str, arguments: argparse.Namespace, rate: float, tenant: str = "") -> BenchOptions:
     return BenchOptions(
         address=address,
         arrivals="poisson",
@@ -65,6 +82,7 @@ def options_of(address: str, arguments: argparse.Namespace, rate: float) -> Benc
         prompt_tokens=f"uniform:{CHUNK},{4 * CHUNK}",
         output_tokens=str(arguments.tokens),
         processes=arguments.processes,
+        tenants={tenant: "1"} if tenant else {},
         seed=arguments.seed,
     )
 
@@ -86,11 +104,16 @@ def main() -> None:
         *("--max-num-batched-tokens", str(CHUNK + MAX_NUM_SEQS), "--max-num-seqs", str(MAX_NUM_SEQS)),
         "--no-enable-prefix-caching",
     )
-    with served(*flags) as address:
-        asyncio.run(bench(options_of(address, arguments, 20.0), "requests to warm up"))
-        result = asyncio.run(bench(options_of(address, arguments, arguments.rate)))
-        overloaded = asyncio.run(bench(options_of(address, arguments, OVERLOAD * arguments.rate), "requests too many"))
-    rows = rows_of(result, arguments.step_ms)
+    with tempfile.TemporaryDirectory(prefix="hwtruth") as directory:
+        log = Path(directory) / "log"
+        with served(*flags, "--flight-log", str(log)) as address:
+            asyncio.run(bench(options_of(address, arguments, 20.0), "requests to warm up"))
+            result = asyncio.run(bench(options_of(address, arguments, arguments.rate, TENANT)))
+            overloaded = asyncio.run(
+                bench(options_of(address, arguments, OVERLOAD * arguments.rate), "requests too many")
+            )
+        truth = truth_of(log)
+    rows = rows_of(result, truth)
     print(f"{'':10}{'truth ms':>12}{'bench ms':>12}{'ratio':>9}")
     for row in rows:
         print(f"{row['figure']:5}{row['at']:5}{row['truth_ms']:12.2f}{row['bench_ms']:12.2f}{row['ratio']:9.4f}")
@@ -109,15 +132,14 @@ def main() -> None:
             "overload": said,
         }
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    raise SystemExit(exit_code(result, worst, arguments) if said else 1)
+    raise SystemExit(exit_code(truth, worst, arguments) if said else 1)
 
 
-def exit_code(result: BenchResult, worst: float, arguments: argparse.Namespace) -> int:
+def exit_code(truth: Truth, worst: float, arguments: argparse.Namespace) -> int:
     """0: the bench is right; 1: it is not; 3: this machine was too busy to tell."""
-    (_, tpot, _) = next(row for row in truths(result, arguments.step_ms) if row[0] == "TPOT")
-    stretched = (tpot.p90 or 0.0) / arguments.step_ms - 1
+    stretched = (truth.itl_ms.p90 or 0.0) / arguments.step_ms - 1
     if worst > arguments.within and stretched > arguments.within:
-        print(f"too busy: by the server's own timings, steps took {100 * stretched:.0f}% longer than they were to")
+        print(f"too busy: by the flight recorder, steps took {100 * stretched:.0f}% longer than they were to")
         return BUSY_EXIT_CODE
     return int(worst > arguments.within)
 
