@@ -4,6 +4,7 @@ Owns: every setting of a gateway process, its default, its description and its a
 Must not know: where values come from (flags, files, environment) or what is done with them.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -82,6 +83,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "guards it"
         ),
     ] = False
+    vllm_engine: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="serve vllm.grpc.engine.VllmEngine too, for the gateway smg; auto: if its stubs are installed "
+            "(extra smg)"
+        ),
+    ] = "auto"
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
@@ -106,6 +114,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
+        if self.vllm_engine == "on" and not serves_vllm_engine(self):
+            raise ValueError(
+                _refusal("vllm_engine", "on", "auto or off, because smg-grpc-proto is not installed (extra smg)")
+            )
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
@@ -129,6 +141,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
         raise ValueError(_refusal("grpc_address", address, "HOST:PORT with a port from 0 to 65535"))
     return host, int(port_text)
+
+
+def serves_vllm_engine(config: GatewayConfig) -> bool:
+    """Whether ``vllm.grpc.engine.VllmEngine`` is to be served, and its stubs are there."""
+    return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:

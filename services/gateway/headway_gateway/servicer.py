@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from urllib.parse import quote
 
 import grpc
@@ -63,6 +63,22 @@ _REFUSAL_CODES = {
 }
 
 
+class EventStream(Protocol):
+    """What a generation needs of the call that it answers: a gRPC context, or what turns the events into another API's."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the call's deadline, None without one."""
+        ...
+
+    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
+        """Tell the request's id, before any event."""
+        ...
+
+    async def write(self, message: api.GenerateResponse, /) -> None:
+        """Take the next event; returns when there is room for another."""
+        ...
+
+
 class ServingLimits(msgspec.Struct, frozen=True):
     """What one gateway process takes on."""
 
@@ -101,10 +117,27 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
         """Stream the continuations of one prompt. See generation.proto."""
+        await self.generate(request, context)
+
+    @property
+    def num_open_streams(self) -> int:
+        """Generations that have not ended, those included that wait to begin."""
+        return self._num_open_streams
+
+    async def generate(
+        self, request: api.GenerateRequest, events: EventStream, *, keeps_special_tokens: bool = False
+    ) -> None:
+        """Write the events of one generation; for ``Generate``, and for other APIs that are told in its words.
+
+        With ``keeps_special_tokens``, text (in which stop strings are looked for) has the special tokens in it.
+
+        Raises:
+            CallRefusedError: why the call ends without all its events.
+        """
         try:
-            async with asyncio.timeout(context.time_remaining()):
+            async with asyncio.timeout(events.time_remaining()):
                 async with self._counted():
-                    await self._generate(request, context)
+                    await self._generate(request, events, keeps_special_tokens=keeps_special_tokens)
         except TimeoutError:
             raise CallRefusedError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
@@ -119,7 +152,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
-        model = await self._serving_model()
+        model = await self.serving_model()
         if kind == "text":
             return api.TokenizeResponse(token_ids=await self._prompts.encode_text(request.text, model))
         wrong = dict(chat_violations(request.chat))
@@ -133,7 +166,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         context: "grpc.aio.ServicerContext[api.DetokenizeRequest, api.DetokenizeResponse]",  # noqa: ARG002
     ) -> api.DetokenizeResponse:
         """The text that Generate would give for these output tokens."""
-        model = await self._serving_model()
+        model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
 
@@ -143,7 +176,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         context: "grpc.aio.ServicerContext[api.GetModelRequest, api.GetModelResponse]",  # noqa: ARG002
     ) -> api.GetModelResponse:
         """What is served."""
-        model = await self._serving_model()
+        model = await self.serving_model()
         return api.GetModelResponse(
             name=model.name,
             fingerprint=model.fingerprint,
@@ -175,8 +208,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
             if not self._num_open_streams:
                 self._became_idle.ring()
 
-    async def _generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:
-        model = await self._serving_model(for_new_work=True)
+    async def _generate(self, request: api.GenerateRequest, events: EventStream, *, keeps_special_tokens: bool) -> None:
+        model = await self.serving_model(for_new_work=True)
         spec = check_request(request, model)
         if spec.request_id in self._live_request_ids:
             raise CallRefusedError(
@@ -190,7 +223,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
-                context=context,
+                events=events,
                 pace=self._pace,
                 slow_client_s=self._limits.slow_client_s,
                 spec=spec,
@@ -198,6 +231,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 max_tokens=max_tokens,
                 end_ids=frozenset(() if spec.ignore_eos else model.eos_token_ids)
                 | frozenset(spec.sampling.stop_token_ids),
+                keeps_special_tokens=keeps_special_tokens,
             )
             await call.run()
         finally:
@@ -213,8 +247,12 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 retry_after_s=wait_s,
             )
 
-    async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """The model, waiting a short while for one."""
+    async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
+        """The model, waiting a short while for one.
+
+        Raises:
+            CallRefusedError: UNAVAILABLE, there is none.
+        """
         try:
             model = await self._client.wait_until_serving(self._limits.unavailable_grace_s)
         except SchedulerUnavailableError as error:
@@ -247,18 +285,19 @@ class GenerationCall:
         *,
         client: SchedulerClient,
         text_model: TextModel,
-        context: GenerateContext,
+        events: EventStream,
         pace: WritePace,
         slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
         max_tokens: int,
         end_ids: frozenset[int],
+        keeps_special_tokens: bool,
     ) -> None:
         """``end_ids`` are the tokens that end an output."""
         self._client = client
         self._text_model = text_model
-        self._context = context
+        self._events = events
         self._pace = pace
         self._slow_client_s = slow_client_s
         self._spec = spec
@@ -266,6 +305,7 @@ class GenerationCall:
         self._prompt_column = encode_column(prompt_ids)
         self._max_tokens = max_tokens
         self._end_ids = end_ids
+        self._keeps_special_tokens = keeps_special_tokens
         self._wakeup = Wakeup()
         self._continuations = [self._continuation(index) for index in range(spec.num_continuations)]
 
@@ -279,9 +319,9 @@ class GenerationCall:
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
             # Only now, so that the scheduler works meanwhile.
-            await self._context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
+            await self._events.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
             await self._until_begun()
-            await self._context.write(api.GenerateResponse(accepted=self._accepted()))
+            await self._events.write(api.GenerateResponse(accepted=self._accepted()))
             await self._stream()
         finally:
             # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
@@ -313,7 +353,7 @@ class GenerationCall:
             ) from None
 
     async def _write_all(self, patience: asyncio.Timeout) -> None:
-        write, now = self._context.write, asyncio.get_running_loop().time
+        write, now = self._events.write, asyncio.get_running_loop().time
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
@@ -349,7 +389,8 @@ class GenerationCall:
             itl_slo_ms=spec.itl_slo_ms,
         )
         sequence = LiveSequence(submission, held, self._wakeup.ring)
-        text = OutputText(self._text_model.new_detokenizer(), spec.stops, spec.sampling.min_tokens)
+        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._keeps_special_tokens)
+        text = OutputText(detokenizer, spec.stops, spec.sampling.min_tokens)
         text.push(sequence.tokens)
         sequence.end = self._end_of_held(held, text)
         continuation = Continuation(
