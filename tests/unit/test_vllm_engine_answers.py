@@ -80,9 +80,9 @@ async def test_a_stream_is_chunks_of_new_tokens_and_an_end_per_output() -> None:
     assert not complete.output_ids
 
 
-async def test_without_a_stream_each_output_comes_whole() -> None:
+async def test_without_a_stream_outputs_come_whole_and_in_order() -> None:
     request = vllm.GenerateRequest(sampling_params=vllm.SamplingParams(logprobs=2, n=2))
-    second, first = await answers_to(
+    first, second = await answers_to(
         request,
         ACCEPTED,
         delta(0, [1], top=2),

@@ -44,7 +44,9 @@ class AnswerWriter:
         self._has_alternatives = request.sampling_params.logprobs > 0
         self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self._accepted = api.Accepted()
+        self._num_outputs = max(1, request.sampling_params.n)
         self._gathered: dict[int, vllm.GenerateComplete] = {}
+        self._ended: dict[int, vllm.GenerateComplete] = {}
 
     def time_remaining(self) -> float | None:
         """See ``EventStream``."""
@@ -66,7 +68,17 @@ class AnswerWriter:
         elif kind == "delta":
             await self._take_delta(message.delta)
         elif kind == "finished":
-            await self._answers.write(vllm.GenerateResponse(complete=self._complete(message.finished)))
+            await self._end(self._complete(message.finished))
+
+    async def _end(self, complete: vllm.GenerateComplete) -> None:
+        """Without a stream, outputs go out together and in order: callers take the first to come for the first."""
+        if self._streams:
+            await self._answers.write(vllm.GenerateResponse(complete=complete))
+            return
+        self._ended[complete.index] = complete
+        if len(self._ended) == self._num_outputs:
+            for index in range(self._num_outputs):
+                await self._answers.write(vllm.GenerateResponse(complete=self._ended[index]))
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if not delta.token_ids:
