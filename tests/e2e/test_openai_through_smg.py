@@ -13,16 +13,17 @@ pytest.importorskip("smg", reason="needs smg (extra smg)")
 pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine (extra smg)")
 
 import openai
+import psutil
 
 import headway
-from e2e.running_server import wait_until
+from e2e.running_server import command, wait_until
 from e2e.test_gateway_serving import served, spelling
 from headway.client import Client
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.ingress import REJECT_OVERLOADED, REJECT_UNAVAILABLE, Rejected
 from headway_scheduler.core.limits import SchedulerLimits
-from smg_process import smg_before
+from smg_process import free_ports, smg_before
 from threaded_headway import RunningHeadway, running
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -74,7 +75,6 @@ def test_a_chat_streams_and_comes_whole_as_headway_itself_has_it(client, native:
     assert whole.choices[0].message.content == expected.text
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
-    assert len(chunks) > 10  # It did stream.
     for usage in (whole.usage, chunks[-1].usage):
         assert (usage.prompt_tokens, usage.completion_tokens) == (expected.prompt_tokens, 24)
 
@@ -176,7 +176,7 @@ def test_what_the_model_cannot_do_is_told(client) -> None:
 
 
 def test_anthropics_api_is_served_by_the_same_way(client) -> None:
-    body = {"model": MODEL, "max_tokens": 8, "messages": CHAT}
+    body = GREEDY | {"max_tokens": 8, "messages": CHAT}
     answer = client.post("/messages", cast_to=dict, body=body)
     assert answer["stop_reason"] == "max_tokens"
     assert answer["usage"]["output_tokens"] == 8
@@ -226,3 +226,19 @@ async def test_a_tool_call_is_parsed_and_the_engines_refusals_are_told(tmp_path:
         with pytest.raises(openai.InternalServerError, match="gone") as caught:
             await client.chat.completions.create(**asked)
         assert caught.value.status_code == 503
+
+
+def test_serve_starts_smg_tells_where_and_ends_it() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    flags = ("--backend", "simulated", "--grpc-address", "127.0.0.1:0", "--log-level", "warning")
+    with command("serve", *flags, "--openai-address", address) as serving:
+        serving.wait_for_ready()
+        told = f"headway serve: OpenAI API on http://{address}/v1\n"
+        wait_until(lambda: told in serving.err or serving.process.poll() is not None, 60.0, "smg")
+        for client in connected_to(f"http://{address}/v1"):
+            assert client.completions.create(prompt=PROMPT, **GREEDY).usage.completion_tokens == 24
+        processes = psutil.Process(serving.process.pid).children(recursive=True)
+        assert len(processes) >= 4
+        assert serving.stop() == 0
+        assert "headway serve: stopping: smg, then gateway, then scheduler, then executor\n" in serving.err
+        assert not any(process.is_running() for process in processes)
