@@ -102,7 +102,7 @@ class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins.
+    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush.
 
     ``prefix`` is what to pin; for unpin its name suffices.
     """

@@ -19,9 +19,14 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, eventually, expected_tokens, served, spelling
+from headway.client import AsyncClient
+from headway_executor.backend import BackendConfig
+from headway_executor.backends.simulated import SimulatedBackend
 from headway_gateway.server import VLLM_ENGINE_SERVICE
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import FINISH_ERROR, PRIORITY_HIGH, REJECT_INVALID, REJECT_OVERLOADED, Rejected
+from headway_scheduler.core.limits import SchedulerLimits
+from threaded_headway import running
 
 SLOW = 0.01
 
@@ -189,13 +194,39 @@ async def test_the_tokenizer_comes_in_pieces_with_a_digest() -> None:
         assert files.read("tokenizer.json") == (DEMO / "tokenizer.json").read_bytes()
 
 
+async def test_the_prefix_cache_is_flushed_but_for_what_is_in_use(tmp_path: Path) -> None:
+    backend = BackendConfig(model=str(DEMO), block_size=4, num_kv_blocks=256, options={"step_base_us": "2000"})
+    with running(tmp_path, DEMO, SimulatedBackend(), backend, SchedulerLimits()) as headway_server:
+        async with (
+            AsyncClient(headway_server.address) as client,
+            grpc.aio.insecure_channel(headway_server.address) as channel,
+        ):
+            await client.wait_ready(20)
+            engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            await client.generate([9] * 40, max_tokens=2).result()
+            sent = request("r", max_tokens=900)
+            sent.tokenized.input_ids.extend([7] * 20)
+            using = engine.Generate(sent)
+            await using.read()
+            told = await engine.FlushCache(common_pb2.FlushCacheRequest())
+            assert not told.success
+            assert re.fullmatch(r"\d+ blocks are in use and stay cached; what nobody uses was dropped", told.message)
+            again = await client.generate([9] * 40, max_tokens=2).result()
+            assert again.cached_tokens == 0
+            await engine.Abort(vllm.AbortRequest(request_ids=["r"]))
+            assert (await engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=10))).success
+            core = headway_server.core_when_quiet()
+            assert (core.cache.num_cached, core.pool.num_free) == (0, 256)
+            with refused(grpc.StatusCode.INVALID_ARGUMENT, "^timeout_s: -1 is not allowed"):
+                await engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1))
+
+
 async def test_what_is_not_served_says_so() -> None:
     async with served() as (on, _):
         for call in (
             stub(on).Embed(vllm.EmbedRequest()),
             stub(on).StartProfile(common_pb2.StartProfileRequest()),
             stub(on).StopProfile(common_pb2.StopProfileRequest()),
-            stub(on).FlushCache(common_pb2.FlushCacheRequest()),
             stub(on).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
         ):
             with refused(grpc.StatusCode.UNIMPLEMENTED, r"\w+ \w+"):
@@ -219,8 +250,7 @@ async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:
             await answers(on, request(), **bearing("opss"))
         with refused(grpc.StatusCode.PERMISSION_DENIED, "the role admin"):
             await stub(on).FlushCache(common_pb2.FlushCacheRequest(), **bearing("bobs"))
-        with refused(grpc.StatusCode.UNIMPLEMENTED, "cannot be flushed"):
-            await stub(on).FlushCache(common_pb2.FlushCacheRequest(), **bearing("opss"))
+        assert (await stub(on).FlushCache(common_pb2.FlushCacheRequest(), **bearing("opss"))).success
         spoofing = bearing("alices", ("headway-tenant", "red"))
         await answers(on, request(), **spoofing)
         assert [submit.tenant for submit in scheduler.submits] == ["blue"]

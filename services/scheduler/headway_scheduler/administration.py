@@ -1,4 +1,4 @@
-"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins.
+"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins, flush.
 
 Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 """
@@ -61,6 +61,8 @@ class Administration:
             case "drain":
                 self._engine.drain()
                 return AdminReply(call_id=call.call_id)
+            case "flush":
+                return self._flush(call, now)
             case "pin" | "unpin" | "pins":
                 return self._answer_about_pins(call)
         return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
@@ -187,6 +189,13 @@ class Administration:
         self._engine.core.paused = paused
         self._engine.announce()
         return AdminReply(call_id=call.call_id)
+
+    def _flush(self, call: AdminCall, now: float) -> AdminReply:
+        """Drop cached blocks that nobody holds; the status tells what is left."""
+        if self._engine.core is None:
+            return AdminReply(call_id=call.call_id, error="no executor has joined yet")
+        self._engine.core.pool.drop_cached()
+        return AdminReply(call_id=call.call_id, status=self.status(now))
 
     def _answer_about_pins(self, call: AdminCall) -> AdminReply:
         if self._engine.core is None:

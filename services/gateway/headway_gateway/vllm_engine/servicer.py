@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from headway_gateway.interceptors import TENANT_METADATA_KEY
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.servicer import GenerationServicer
-from headway_gateway.statuses import CallRefusedError
+from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.requests import in_callers_words, translate
@@ -29,6 +29,8 @@ from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokeni
 from headway_proto.ingress import STATE_PAUSED, Status
 
 _ANSWER_TIMEOUT_S = 5.0
+_FLUSH_INTERVAL_S = 0.1
+_MOST_FLUSH_S = 3600.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -141,9 +143,23 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Refused."""
         raise _unimplemented("Headway serves models that generate text, and no embeddings")
 
-    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        """Refused."""
-        raise _unimplemented("the prefix cache cannot be flushed; what nobody uses is evicted when memory is needed")
+    async def FlushCache(  # noqa: N802
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Drop what is cached and not in use; a success if nothing is left within ``timeout_s``. Nobody is preempted."""
+        if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
+            raise invalid_argument(
+                "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"
+            )
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            num_left = (await self._status(context, "flush")).num_cached_blocks
+            if not num_left:
+                return common_pb2.FlushCacheResponse(success=True, message="nothing is cached any more")
+            if time.monotonic() >= deadline:
+                message = f"{num_left} blocks are in use and stay cached; what nobody uses was dropped"
+                return common_pb2.FlushCacheResponse(success=False, message=message)
+            await asyncio.sleep(_FLUSH_INTERVAL_S)
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
         """Refused."""
@@ -169,8 +185,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         finally:
             del self._tenants_by_live_id[request_id]
 
-    async def _status(self, context: Context) -> Status:
-        status = await self._ask("status", context)
+    async def _status(self, context: Context, method: str = "status") -> Status:
+        status = await self._ask(method, context)
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
         return status
@@ -179,9 +195,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         remaining_s = context.time_remaining()
         timeout_s = _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
         try:
-            return (await self._client.call_admin(method, request_id, timeout_s=timeout_s)).status
+            reply = await self._client.call_admin(method, request_id, timeout_s=timeout_s)
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        if reply.error and method == "flush":
+            raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
+        return reply.status
 
 
 def _metadata(context: Context) -> dict[str, str]:
