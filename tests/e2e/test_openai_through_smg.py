@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from e2e.running_server import command, wait_until
 from e2e.test_gateway_serving import served, spelling
 from headway.client import Client
 from headway_executor.backend import BackendConfig
+from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.ingress import REJECT_OVERLOADED, REJECT_UNAVAILABLE, Rejected
 from headway_scheduler.core.limits import SchedulerLimits
@@ -242,3 +244,35 @@ def test_serve_starts_smg_tells_where_and_ends_it() -> None:
         assert serving.stop() == 0
         assert "headway serve: stopping: smg, then gateway, then scheduler, then executor\n" in serving.err
         assert not any(process.is_running() for process in processes)
+
+
+def test_smg_learns_from_kv_events_who_has_a_prompt_cached(tmp_path: Path) -> None:
+    """Each prompt is warmed behind smg's back on one of two replicas; only their events can tell it which."""
+    config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=256, options={"real_time": "false"})
+    with contextlib.ExitStack() as stack:
+        replicas = []
+        for name in ("a", "b"):
+            directory = tmp_path / name
+            directory.mkdir(mode=0o700)
+            started = running(directory, DEMO, SimulatedBackend(), config, SchedulerLimits(), kv_events=True)
+            replicas.append(stack.enter_context(started))
+        natives = [stack.enter_context(Client(replica.address)) for replica in replicas]
+        for one in natives:
+            one.wait_ready()
+        workers = ("--worker-urls", *(f"grpc://{replica.address}" for replica in replicas))
+        flags = (*workers, "--policy", "cache_aware", "--log-level", "info")
+        log = tmp_path / "log"
+        url = stack.enter_context(smg_before(replicas[0].address, log=log, flags=flags))
+        client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none"))
+        wait_until(lambda: log.read_text().count("KV event stream connected") == 2, 20.0, "both event streams")
+
+        def num_routed_right(pause_s: float) -> int:
+            prompts = [f"{number}, {pause_s}: " + "a prompt that fills blocks, " * 20 for number in range(8)]
+            for number, prompt in enumerate(prompts):
+                natives[number % 2].generate(prompt, max_tokens=1).result()
+            time.sleep(pause_s)
+            answers = [client.completions.create(prompt=prompt, model=MODEL, max_tokens=1) for prompt in prompts]
+            return sum(answer.usage.prompt_tokens_details.cached_tokens >= 96 for answer in answers)
+
+        # How long the news takes on its way is smg's affair; without any, half of them would be right.
+        assert any(num_routed_right(pause_s) == 8 for pause_s in (0.5, 2.0, 8.0))

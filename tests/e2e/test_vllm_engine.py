@@ -221,6 +221,41 @@ async def test_the_prefix_cache_is_flushed_but_for_what_is_in_use(tmp_path: Path
                 await engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1))
 
 
+async def test_a_subscriber_hears_of_every_block_that_is_stored_and_removed(tmp_path: Path) -> None:
+    backend = BackendConfig(model=str(DEMO), block_size=4, num_kv_blocks=256, options={"real_time": "false"})
+    limits = SchedulerLimits(prefix_cache_scope="tenant")
+    with running(tmp_path, DEMO, SimulatedBackend(), backend, limits, kv_events=True) as headway_server:
+        async with (
+            AsyncClient(headway_server.address) as client,
+            grpc.aio.insecure_channel(headway_server.address) as channel,
+            asyncio.timeout(30),
+        ):
+            await client.wait_ready(20)
+            engine = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            await client.generate(list(range(20, 29)), max_tokens=1, tenant="t").result()
+            stream = engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=7))
+            first = await stream.read()
+            assert first.sequence_number == 8
+            cleared, stored = first.events
+            assert cleared.HasField("cleared")
+            blocks = stored.stored.blocks
+            assert [list(block.token_ids) for block in blocks] == [[20, 21, 22, 23], [24, 25, 26, 27]]
+            assert {block.block_size for block in blocks} == {4}
+            assert not stored.stored.HasField("parent_block_hash")
+            assert stored.stored.cache_salt == "t"
+            await client.generate([*range(20, 28), *range(40, 45)], max_tokens=1, tenant="t").result()
+            (behind,) = (await stream.read()).events
+            assert behind.stored.parent_block_hash == blocks[1].block_hash
+            assert [list(block.token_ids) for block in behind.stored.blocks] == [[40, 41, 42, 43]]
+            assert (await engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=5))).success
+            removed: set[int] = set()
+            while len(removed) < 3:
+                for event in (await stream.read()).events:
+                    removed |= set(event.removed.block_hashes)
+            assert removed == {block.block_hash for block in (*blocks, *behind.stored.blocks)}
+            stream.cancel()
+
+
 async def test_what_is_not_served_says_so() -> None:
     async with served() as (on, _):
         for call in (
@@ -248,6 +283,8 @@ async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:
             await answers(on, request())
         with refused(grpc.StatusCode.PERMISSION_DENIED, "the role generate"):
             await answers(on, request(), **bearing("opss"))
+        with refused(grpc.StatusCode.PERMISSION_DENIED, "the role admin"):
+            await stub(on).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), **bearing("bobs")).read()
         with refused(grpc.StatusCode.PERMISSION_DENIED, "the role admin"):
             await stub(on).FlushCache(common_pb2.FlushCacheRequest(), **bearing("bobs"))
         assert (await stub(on).FlushCache(common_pb2.FlushCacheRequest(), **bearing("opss"))).success

@@ -90,6 +90,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "(extra smg)"
         ),
     ] = "auto"
+    kv_events: Annotated[
+        bool,
+        Meta(
+            description="tell callers of VllmEngine with the role admin (everybody, without tokens) what is cached: the token "
+            "ids of prompts"
+        ),
+    ] = False
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""

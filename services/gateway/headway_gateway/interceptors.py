@@ -20,11 +20,12 @@ from headway_gateway.statuses import CallRefusedError
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REFLECTION_PREFIX = "/grpc.reflection."
+_ADMINS_METHODS = ("FlushCache", "SubscribeKvEvents", "StartProfile", "StopProfile")
 VLLM_ENGINE_PREFIX = "/vllm.grpc.engine.VllmEngine/"
 ROLE_OF_METHODS = {
     "/headway.v1.Generation/": GENERATE,
     "/headway.v1.Admin/": ADMIN,
-    **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in ("FlushCache", "StartProfile", "StopProfile")},
+    **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
     VLLM_ENGINE_PREFIX: GENERATE,
 }
 """The role that methods take, by the beginning of their names, the first that fits; any valid token will do for others."""

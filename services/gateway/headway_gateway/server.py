@@ -155,6 +155,7 @@ class GatewayServer:
             client=self._client,
             problem=lambda: self._health.problem,
             model_directory=Path(self._config.model),
+            publishes_kv_events=self._config.kv_events,
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
 

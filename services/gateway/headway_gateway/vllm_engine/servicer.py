@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -23,9 +22,11 @@ from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailab
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
+from headway_gateway.vllm_engine.cache_events import kv_event_batches
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.requests import in_callers_words, translate
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
+from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.ingress import STATE_PAUSED, Status
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -45,12 +46,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         client: SchedulerClient,
         problem: Callable[[], str | None],
         model_directory: Path,
+        publishes_kv_events: bool,
     ) -> None:
         """``problem`` tells why this gateway should not be sent requests, None if nothing speaks against it."""
         self._generation = generation
         self._client = client
         self._problem = problem
         self._model_directory = model_directory
+        self._publishes_kv_events = publishes_kv_events
         self._archive: asyncio.Task[TokenizerArchive] | None = None
         self._output_rate = OutputRate()
         self._tenants_by_live_id: dict[str, str] = {}
@@ -60,7 +63,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Generate ``n`` outputs, as a stream of chunks or each as a whole. See vllm_engine.proto."""
         metadata = _metadata(context)
-        self._last_request_at = time.time()
+        self._last_request_at = now().timestamp()
         native = translate(request, metadata)
         try:
             with self._abortable(request.request_id, native.tenant):
@@ -121,7 +124,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         status = await self._status(context)
         rate = self._output_rate.read(status.num_output_tokens, time.monotonic())
         return vllm.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(),
+            timestamp=now().isoformat(),
             version=version("headway"),
             dp_rank_count=1,
             loads=[scheduler_load(status, rate)],
@@ -169,9 +172,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Refused."""
         raise _unimplemented("profiles are not taken on a running server")
 
-    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        """Refused."""
-        raise _unimplemented("events of the prefix cache are not published; balance by load, or by what was sent where")
+    async def SubscribeKvEvents(  # noqa: N802
+        self,
+        request: common_pb2.SubscribeKvEventsRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """What is cached and every change of it, where the operator lets it be told: it has the tokens of prompts in it."""
+        if not self._publishes_kv_events:
+            raise _unimplemented("what is cached is not published; allowed: after --kv-events")
+        async for batch in kv_event_batches(self._client, request.start_sequence_number):
+            yield batch
 
     @contextmanager
     def _abortable(self, request_id: str, tenant: str) -> Iterator[None]:
