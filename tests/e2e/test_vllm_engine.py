@@ -5,6 +5,8 @@ import contextlib
 import hashlib
 import io
 import re
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -311,3 +313,8 @@ async def test_the_service_can_be_left_out() -> None:
         names = {service.name for service in answer.list_services_response.service}
         assert VLLM_ENGINE_SERVICE not in names
         assert api.DESCRIPTOR.services_by_name["Generation"].full_name in names
+
+
+def test_a_gateway_without_the_service_imports_none_of_its_stubs() -> None:
+    check = "import sys, headway_gateway.process; sys.exit(any(name.startswith('smg') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
