@@ -69,4 +69,8 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch) -> None:
         ConfigurationError, match=r"^--vllm-engine: 'on' .* smg-grpc-proto is not installed \(extra smg\)"
     ):
         plan(tmp_path, "--vllm-engine", "on")
+    with pytest.raises(
+        ConfigurationError, match=r"^--kv-events: 'true' .* VllmEngine, which tells them, is not served"
+    ):
+        plan(tmp_path, "--kv-events")
     assert plan(tmp_path).start_order == ["executor", "scheduler", "gateway"]

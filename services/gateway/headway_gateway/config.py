@@ -121,10 +121,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
-        if self.vllm_engine == "on" and not serves_vllm_engine(self):
-            raise ValueError(
-                _refusal("vllm_engine", "on", "auto or off, because smg-grpc-proto is not installed (extra smg)")
-            )
+        _check_vllm_engine(self)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
@@ -148,6 +145,19 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
         raise ValueError(_refusal("grpc_address", address, "HOST:PORT with a port from 0 to 65535"))
     return host, int(port_text)
+
+
+def _check_vllm_engine(config: GatewayConfig) -> None:
+    if serves_vllm_engine(config):
+        return
+    if config.vllm_engine == "on":
+        raise ValueError(
+            _refusal("vllm_engine", "on", "auto or off, because smg-grpc-proto is not installed (extra smg)")
+        )
+    if config.kv_events:
+        raise ValueError(
+            _refusal("kv_events", "true", "false, because the service VllmEngine, which tells them, is not served")
+        )
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:
