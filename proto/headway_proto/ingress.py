@@ -105,16 +105,24 @@ class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     token_ids: bytes = b""
 
 
-class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins.
+class CachePosition(msgspec.Struct, frozen=True, array_like=True):
+    """How far a reader has come: entry ``index`` of the log of one cache's ``life``."""
 
-    ``prefix`` is what to pin; for unpin its name suffices.
+    life: int
+    index: int
+
+
+class AdminCall(msgspec.Struct, frozen=True, array_like=True):
+    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache.
+
+    ``prefix`` is what to pin; for unpin its name suffices. ``position`` is where to go on reading the changes of the cache.
     """
 
     call_id: int
     method: str
     request_id: str = ""
     prefix: PrefixToPin | None = None
+    position: CachePosition | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -415,6 +423,29 @@ class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     age_ms: float
 
 
+class CacheChange(msgspec.Struct, frozen=True, array_like=True):
+    """``num_blocks`` blocks, numbered from ``first`` on, were stored or removed; without any, all are gone.
+
+    Stored ones hold ``token_ids`` (int32 column) behind block ``parent`` (0: they begin prompts of ``scope``); removed ones
+    name none. A block's number is never used again in one life of the cache.
+    """
+
+    first: int
+    num_blocks: int
+    parent: int
+    token_ids: bytes
+    scope: str
+
+
+class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Changes in order; ``position`` is where to go on, at once if there are ``more``."""
+
+    position: CachePosition
+    block_size: int
+    changes: tuple[CacheChange, ...]
+    more: bool
+
+
 class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The answer to an ``AdminCall``: what was asked for, or ``error`` ("not found")."""
 
@@ -425,6 +456,7 @@ class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error: str = ""
     tenants: tuple[TenantPrefixUse, ...] = ()
     pinned_prefixes: tuple[PinnedPrefix, ...] = ()
+    cache: CacheChanges | None = None
 
 
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {

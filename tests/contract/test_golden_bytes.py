@@ -108,6 +108,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
     (FROM_GATEWAY, ingress.AdminCall(1, "cancel", "a")),
+    (FROM_GATEWAY, ingress.AdminCall(2, "cache", position=ingress.CachePosition(1, 5))),
     (
         TO_GATEWAY,
         ingress.SchedulerHello(3, 4, 1, 100, MODEL, ingress.STATE_SERVING),
@@ -124,6 +125,18 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
     (TO_GATEWAY, ingress.AdminReply(call_id=1, error="not found")),
+    (
+        TO_GATEWAY,
+        ingress.AdminReply(
+            call_id=2,
+            cache=ingress.CacheChanges(
+                position=ingress.CachePosition(1, 6),
+                block_size=2,
+                changes=(ingress.CacheChange(1 << 24, 1, 0, encode_column([5, 6]), "t"),),
+                more=False,
+            ),
+        ),
+    ),
 ]
 
 GOLDEN = Path(__file__).with_name("golden_frames.txt")

@@ -114,6 +114,22 @@ def test_gateway(tmp_path, unused_tcp_port):
     assert "added to the first token" in printed
 
 
+def test_smg_overhead(tmp_path):
+    for module in ("smg", "smg_grpc_proto", "aiohttp"):
+        pytest.importorskip(module, reason="needs smg and a client of its API (extras smg and dev)")
+    result = tmp_path / "result.json"
+    load = ("--streams", "2", "--tokens", "8", "--rounds", "1", "--requests", "2", "--latency-tokens", "4")
+    printed = run("smg_overhead.py", *load, "--gap-ms", "1", "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert list(record["rows"]) == ["native", "vllm_engine", "openai_through_smg"]
+    for name, row in record["rows"].items():
+        assert row["tokens_per_s"] > 0
+        assert row["ttft_ms"] > 0
+        assert {"gateway_cpu_us_per_token", "smg_cpu_us_per_token"} <= row.keys()
+        assert name in printed
+
+
 def test_policies_memory(tmp_path):
     result = tmp_path / "result.json"
     sweep = ("--models", "llama-3-8b", "--contexts", "0.5k", "--bandwidths", "1,100", "--workloads", "pareto, cut")

@@ -225,6 +225,31 @@ def test_what_cannot_be_reached_behind_an_evicted_block_is_not_pinned_any_more()
     assert cache.num_resident("a") == 2
 
 
+def test_dropping_what_is_cached_leaves_what_somebody_holds(pool: BlockPool, cache: PrefixCache) -> None:
+    cached(pool, cache, 1)
+    find_again(pool, cache, 1)
+    cached(pool, cache, 2)
+    pool.reorder(cache.pin("a", "", column(3).tobytes()))
+    cached(pool, cache, 3)
+    held = pool.allocate(1)
+    register(cache, column(4), held)
+    fenced = pool.allocate(1)
+    register(cache, column(5), fenced)
+    pool.release(fenced, fence_step=7)
+    assert pool.drop_cached() == 3
+    pool.check(held)
+    assert cache.num_cached == 2
+    assert resident(cache, 4) == 1
+    assert (pool.num_free, cache.num_resident("a")) == (4, 0)
+    pool.complete_step(7)
+    assert pool.drop_cached() == 1
+    assert pool.drop_cached() == 0
+    pool.release(held, None)
+    assert pool.drop_cached() == 1
+    pool.check(indices())
+    assert sorted(pool.allocate(6).tolist()) == list(range(6))
+
+
 def test_evicted_blocks_are_counted(cache: PrefixCache) -> None:
     counters = SchedulerCounters()
     pool = BlockPool(6, cache, counters)

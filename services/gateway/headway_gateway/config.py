@@ -4,6 +4,7 @@ Owns: every setting of a gateway process, its default, its description and its a
 Must not know: where values come from (flags, files, environment) or what is done with them.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,6 +84,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "guards it"
         ),
     ] = False
+    vllm_engine: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="serve vllm.grpc.engine.VllmEngine too, for the gateway smg; auto: if its stubs are installed "
+            "(extra smg)"
+        ),
+    ] = "auto"
+    kv_events: Annotated[
+        bool,
+        Meta(
+            description="tell callers of VllmEngine with the role admin (everybody, without tokens) what is cached: the token "
+            "ids of prompts"
+        ),
+    ] = False
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
@@ -135,6 +150,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_files(self)
         _check_tracing(self)
         check_metrics_address(self.metrics_address, self.metrics_token_file, num_ports=self.workers)
+        _check_vllm_engine(self)
         guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
         if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
             raise ValueError(
@@ -158,6 +174,24 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
         raise ValueError(_refusal("grpc_address", address, "HOST:PORT with a port from 0 to 65535"))
     return host, int(port_text)
+
+
+def _check_vllm_engine(config: GatewayConfig) -> None:
+    if serves_vllm_engine(config):
+        return
+    if config.vllm_engine == "on":
+        raise ValueError(
+            _refusal("vllm_engine", "on", "auto or off, because smg-grpc-proto is not installed (extra smg)")
+        )
+    if config.kv_events:
+        raise ValueError(
+            _refusal("kv_events", "true", "false, because the service VllmEngine, which tells them, is not served")
+        )
+
+
+def serves_vllm_engine(config: GatewayConfig) -> bool:
+    """Whether ``vllm.grpc.engine.VllmEngine`` is to be served, and its stubs are there."""
+    return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:

@@ -36,7 +36,7 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Joins the bytes of tokens. ``table[id]`` is a token's bytes, empty for special tokens."""
+    """Joins the bytes of tokens. ``table[id]`` is a token's bytes, empty for tokens without a text."""
 
     __slots__ = ("_decode", "_table")
 
@@ -107,23 +107,47 @@ class WindowDetokenizer:
         return new_text
 
 
-def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
-    """A function that makes the right detokeniser for ``tokenizer``, one per output sequence."""
+class DetokenizerFactory(Protocol):
+    """Makes a detokeniser for one output sequence."""
+
+    def __call__(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
+        """Special tokens have no text, unless they are kept."""
+        ...
+
+
+def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
+    """The right kind of detokeniser for ``tokenizer``."""
     definition: dict[str, Any] = json.loads(tokenizer.to_str())
     special_ids = frozenset(
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
     )
     if _is_byte_level(definition.get("decoder")):
-        table = _byte_table(tokenizer, special_ids)
-        return lambda: ByteLevelDetokenizer(table)
+        return _byte_level_factory(tokenizer, special_ids)
+    return _window_factory(tokenizer, special_ids)
+
+
+def _byte_level_factory(tokenizer: Tokenizer, special_ids: frozenset[int]) -> DetokenizerFactory:
+    whole_table = _byte_table(tokenizer)
+    table = [b"" if token_id in special_ids else content for token_id, content in enumerate(whole_table)]
+
+    def make(*, keeps_special_tokens: bool = False) -> Detokenizer:
+        return ByteLevelDetokenizer(whole_table if keeps_special_tokens else table)
+
+    return make
+
+
+def _window_factory(tokenizer: Tokenizer, special_ids: frozenset[int]) -> DetokenizerFactory:
     vocabulary = tokenizer.get_vocab()
-    visible_ids = frozenset(vocabulary.values()) - special_ids
+    known_ids = frozenset(vocabulary.values())
     byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _is_byte_token(token))
 
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    def make(*, keeps_special_tokens: bool = False) -> Detokenizer:
+        def decode(token_ids: list[int]) -> str:
+            return tokenizer.decode(token_ids, skip_special_tokens=not keeps_special_tokens)
 
-    return lambda: WindowDetokenizer(decode, visible_ids, byte_ids)
+        return WindowDetokenizer(decode, known_ids if keeps_special_tokens else known_ids - special_ids, byte_ids)
+
+    return make
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
@@ -140,14 +164,11 @@ def _is_byte_token(token: str) -> bool:
     return all(digit in "0123456789ABCDEFabcdef" for digit in token[3:5])
 
 
-def _byte_table(tokenizer: Tokenizer, special_ids: frozenset[int]) -> list[bytes]:
+def _byte_table(tokenizer: Tokenizer) -> list[bytes]:
     byte_of_character = _byte_of_character()
     vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     width = max(vocabulary, default=-1) + 1
-    return [
-        b"" if token_id in special_ids else _bytes_of(vocabulary.get(token_id, ""), byte_of_character)
-        for token_id in range(width)
-    ]
+    return [_bytes_of(vocabulary.get(token_id, ""), byte_of_character) for token_id in range(width)]
 
 
 def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:

@@ -65,6 +65,11 @@ class HealthReporter:
         await self._tell()
         self._task = asyncio.create_task(self._keep_telling(), name="health")
 
+    @property
+    def problem(self) -> str | None:
+        """What was told last: why not to send requests here, None if nothing speaks against it."""
+        return self._told
+
     async def shut_down(self) -> None:
         """NOT_SERVING from now on, whatever happens."""
         self._is_shutting_down = True

@@ -24,6 +24,7 @@ from headway_proto.ingress import (
     Abort,
     AdminCall,
     AdminReply,
+    CachePosition,
     Finished,
     GatewayHeartbeat,
     GatewayHello,
@@ -186,10 +187,16 @@ class IngressLink:
             if self.phase is LinkPhase.OPEN:
                 self._aborted_handles.append(sequence.handle)
 
-    def call_admin(self, method: str, request_id: str = "", prefix: PrefixToPin | None = None) -> int:
+    def call_admin(
+        self,
+        method: str,
+        request_id: str = "",
+        prefix: PrefixToPin | None = None,
+        position: CachePosition | None = None,
+    ) -> int:
         """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
         self._last_call_id += 1
-        call = AdminCall(call_id=self._last_call_id, method=method, request_id=request_id, prefix=prefix)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, position)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

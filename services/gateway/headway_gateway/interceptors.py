@@ -22,8 +22,17 @@ from headway_gateway.statuses import CallRefusedError
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REFLECTION_PREFIX = "/grpc.reflection."
-ROLE_OF_SERVICE = {"/headway.v1.Generation/": GENERATE, "/headway.v1.Admin/": ADMIN}
-"""The role that a service takes; any valid token will do for the others."""
+_ADMINS_METHODS = ("FlushCache", "SubscribeKvEvents", "StartProfile", "StopProfile")
+VLLM_ENGINE_PREFIX = "/vllm.grpc.engine.VllmEngine/"
+ROLE_OF_METHODS = {
+    "/headway.v1.Generation/": GENERATE,
+    "/headway.v1.Admin/": ADMIN,
+    **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
+    VLLM_ENGINE_PREFIX: GENERATE,
+}
+"""The role that methods take, by the beginning of their names, the first that fits; any valid token will do for others."""
+TENANT_METADATA_KEY = "headway-tenant"
+"""Where a caller names its tenant if the request has no field for it."""
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARACTERS = 4096
 _TELL_INTERVAL_S = 5.0
@@ -134,11 +143,11 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _require_role(caller: Caller, method: str) -> None:
-    for prefix, role in ROLE_OF_SERVICE.items():
-        if method.startswith(prefix) and role not in caller.roles:
-            raise CallRefusedError(
-                grpc.StatusCode.PERMISSION_DENIED, f"this call takes a token with the role {role}, which yours lacks"
-            )
+    role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
+    if role is not None and role not in caller.roles:
+        raise CallRefusedError(
+            grpc.StatusCode.PERMISSION_DENIED, f"this call takes a token with the role {role}, which yours lacks"
+        )
 
 
 def _unauthenticated(message: str) -> CallRefusedError:
@@ -254,8 +263,9 @@ def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
 
 
 def _for_tenant(handler: Handler, tenant: str) -> Handler:
-    """The same method; whatever tenant a request names, it is this one's."""
+    """The same method; whatever tenant a request or its metadata names, it is this one's."""
     deserialize = handler.request_deserializer
+    behaviour = _behaviour(handler)
 
     def deserialize_for_tenant(data: bytes) -> Any:
         request: Any = deserialize(data) if deserialize is not None else data
@@ -263,7 +273,37 @@ def _for_tenant(handler: Handler, tenant: str) -> Handler:
             request.tenant = tenant
         return request
 
-    return _rebuilt(handler, _behaviour(handler), deserialize_for_tenant)
+    def behave_for_tenant(request: Any, context: Context) -> Any:
+        return behaviour(request, _TenantsContext(context, tenant))
+
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream_for_tenant(request: Any, context: Context) -> AsyncIterator[Any]:
+            async for response in behave_for_tenant(request, context):
+                yield response
+
+        return _rebuilt(handler, stream_for_tenant, deserialize_for_tenant)
+
+    async def call_for_tenant(request: Any, context: Context) -> Any:
+        return await behave_for_tenant(request, context)
+
+    return _rebuilt(handler, call_for_tenant, deserialize_for_tenant)
+
+
+class _TenantsContext:
+    """A call's context whose metadata names this tenant, whatever the caller wrote."""
+
+    def __init__(self, context: Context, tenant: str) -> None:
+        self._context = context
+        self._tenant = tenant
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """See ``grpc.aio.ServicerContext``."""
+        others = (pair for pair in self._context.invocation_metadata() or () if pair[0] != TENANT_METADATA_KEY)
+        return (*others, (TENANT_METADATA_KEY, self._tenant))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:

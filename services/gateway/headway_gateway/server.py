@@ -16,12 +16,13 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
 from headway_gateway.certificates import CertificateFiles
-from headway_gateway.config import GatewayConfig, split_address, token_file
+from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
 from headway_gateway.interceptors import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
+    VLLM_ENGINE_PREFIX,
     AuthenticationInterceptor,
     CallCountingInterceptor,
     ErrorInterceptor,
@@ -43,6 +44,7 @@ from headway_proto.snapshots import Snapshots
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+VLLM_ENGINE_SERVICE = VLLM_ENGINE_PREFIX.strip("/")
 _CANCEL_GRACE_S = 0.5
 _MOST_OTHER_CALLS = 1024
 """Beside generations, and generations that wait to be refused: those that go beyond are refused before they are looked at."""
@@ -91,10 +93,11 @@ class GatewayServer:
             load_report=self._load_report if config.load_reports else None,
         )
         self._load = LoadMonitor(self._client.link, self._statistics)
+        more_services = (VLLM_ENGINE_SERVICE,) if serves_vllm_engine(config) else ()
         health_service = health.aio.HealthServicer()
         self._health = HealthReporter(
             service=health_service,
-            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE),
+            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE, *more_services),
             client=self._client,
             tokenizer_width=text_model.vocab_size,
             stall_s=config.stall_s,
@@ -112,7 +115,9 @@ class GatewayServer:
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
         if config.load_reports:
             add_load_reports(self._server, self._load_report)
-        add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME))
+        if more_services:
+            self._add_vllm_engine()
+        add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, *more_services))
 
     @property
     def client(self) -> SchedulerClient:
@@ -174,13 +179,31 @@ class GatewayServer:
     def _load_report(self) -> OrcaLoadReport:
         return self._load.report()
 
+    def _add_vllm_engine(self) -> None:
+        from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+        from headway_gateway.vllm_engine.servicer import VllmEngineServicer
+
+        servicer = VllmEngineServicer(
+            generation=self._generation,
+            client=self._client,
+            problem=lambda: self._health.problem,
+            model_directory=Path(self._config.model),
+            publishes_kv_events=self._config.kv_events,
+        )
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+
     def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         interceptors: list[grpc.aio.ServerInterceptor] = [
             CallCountingInterceptor(self._statistics),
             ErrorInterceptor(self._statistics),
         ]
         if self._tokens is not None:
-            exempt = ((HEALTH_PREFIX, self._config.open_health), (REFLECTION_PREFIX, self._config.open_reflection))
+            exempt = (
+                (HEALTH_PREFIX, self._config.open_health),
+                (f"{VLLM_ENGINE_PREFIX}HealthCheck", self._config.open_health),
+                (REFLECTION_PREFIX, self._config.open_reflection),
+            )
             interceptors.append(
                 AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
             )

@@ -6,9 +6,9 @@ Must not know: ZeroMQ, how tokens become text, how errors are written on the wir
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from urllib.parse import quote
 
 import grpc
@@ -70,6 +70,30 @@ _REFUSAL_CODES = {
 }
 
 
+class EventStream(Protocol):
+    """What a generation needs of the call that it answers: a gRPC context, or what turns the events into another API's."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What came with the call."""
+        ...
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, bytes], ...], /) -> None:
+        """What goes with its end."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the call's deadline, None without one."""
+        ...
+
+    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
+        """Tell the request's id, before any event."""
+        ...
+
+    async def write(self, message: api.GenerateResponse, /) -> None:
+        """Take the next event; returns when there is room for another."""
+        ...
+
+
 class ServingLimits(msgspec.Struct, frozen=True):
     """What one gateway process takes on."""
 
@@ -122,12 +146,26 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def Generate(self, request: api.GenerateRequest, context: GenerateContext) -> None:  # noqa: N802
         """Stream the continuations of one prompt. See generation.proto."""
+        await self.generate(request, context)
+
+    async def generate(
+        self, request: api.GenerateRequest, events: EventStream, *, keeps_special_tokens: bool = False
+    ) -> None:
+        """Write the events of one generation; for ``Generate``, and for other APIs that are told in its words.
+
+        With ``keeps_special_tokens``, text (in which stop strings are looked for) has the special tokens in it.
+
+        Raises:
+            CallRefusedError: why the call ends without all its events.
+        """
         arrived_at = time.monotonic()
-        with self._begin_trace(context, arrived_at) as trace:
+        with self._begin_trace(events, arrived_at) as trace:
             try:
-                async with asyncio.timeout(context.time_remaining()):
+                async with asyncio.timeout(events.time_remaining()):
                     async with self._counted():
-                        await self._generate(request, context, trace, arrived_at)
+                        await self._generate(
+                            request, events, trace, arrived_at, keeps_special_tokens=keeps_special_tokens
+                        )
             except TimeoutError:
                 raise CallRefusedError(
                     grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
@@ -142,7 +180,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
-        model = await self._serving_model()
+        model = await self.serving_model()
         if kind == "text":
             return api.TokenizeResponse(token_ids=await self._prompts.encode_text(request.text, model))
         wrong = dict(chat_violations(request.chat))
@@ -156,7 +194,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         context: "grpc.aio.ServicerContext[api.DetokenizeRequest, api.DetokenizeResponse]",  # noqa: ARG002
     ) -> api.DetokenizeResponse:
         """The text that Generate would give for these output tokens."""
-        model = await self._serving_model()
+        model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
 
@@ -166,7 +204,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         context: "grpc.aio.ServicerContext[api.GetModelRequest, api.GetModelResponse]",  # noqa: ARG002
     ) -> api.GetModelResponse:
         """What is served."""
-        model = await self._serving_model()
+        model = await self.serving_model()
         return api.GetModelResponse(
             name=model.name,
             fingerprint=model.fingerprint,
@@ -199,15 +237,21 @@ class GenerationServicer(api_grpc.GenerationServicer):
             if not self.num_open_streams:
                 self._became_idle.ring()
 
-    def _begin_trace(self, context: GenerateContext, arrived_at: float) -> RequestTrace:
+    def _begin_trace(self, events: EventStream, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
             return Untraced()
-        return self._tracing.begin(tuple(context.invocation_metadata() or ()), arrived_at)
+        return self._tracing.begin(tuple(events.invocation_metadata() or ()), arrived_at)
 
     async def _generate(
-        self, request: api.GenerateRequest, context: GenerateContext, trace: RequestTrace, arrived_at: float
+        self,
+        request: api.GenerateRequest,
+        events: EventStream,
+        trace: RequestTrace,
+        arrived_at: float,
+        *,
+        keeps_special_tokens: bool,
     ) -> None:
-        model = await self._serving_model(for_new_work=True)
+        model = await self.serving_model(for_new_work=True)
         spec = check_request(request, model)
         if spec.request_id in self._live_request_ids:
             raise CallRefusedError(
@@ -223,7 +267,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
-                context=context,
+                events=events,
                 pace=self.pace,
                 statistics=self._statistics,
                 arrived_at=arrived_at,
@@ -234,10 +278,11 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 max_tokens=max_tokens,
                 end_ids=frozenset(() if spec.ignore_eos else model.eos_token_ids)
                 | frozenset(spec.sampling.stop_token_ids),
+                keeps_special_tokens=keeps_special_tokens,
             )
             await call.run()
             if self._load_report is not None:
-                context.set_trailing_metadata((trailer_of(self._load_report(), **call.cost()),))
+                events.set_trailing_metadata((trailer_of(self._load_report(), **call.cost()),))
         finally:
             self._live_request_ids.discard(spec.request_id)
 
@@ -252,8 +297,12 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 reason="tenant_rate",
             )
 
-    async def _serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """The model, waiting a short while for one."""
+    async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
+        """The model, waiting a short while for one.
+
+        Raises:
+            CallRefusedError: UNAVAILABLE, there is none.
+        """
         try:
             model = await self._client.wait_until_serving(self._limits.unavailable_grace_s)
         except SchedulerUnavailableError as error:
@@ -295,7 +344,7 @@ class GenerationCall:
         *,
         client: SchedulerClient,
         text_model: TextModel,
-        context: GenerateContext,
+        events: EventStream,
         pace: WritePace,
         statistics: GatewayStatistics,
         arrived_at: float,
@@ -305,11 +354,12 @@ class GenerationCall:
         prompt_ids: list[int],
         max_tokens: int,
         end_ids: frozenset[int],
+        keeps_special_tokens: bool,
     ) -> None:
         """``end_ids`` are the tokens that end an output; ``arrived_at`` is when the call came, in monotonic seconds."""
         self._client = client
         self._text_model = text_model
-        self._context = context
+        self._events = events
         self._pace = pace
         self._statistics = statistics
         self._arrived_at = arrived_at
@@ -320,6 +370,7 @@ class GenerationCall:
         self._prompt_column = encode_column(prompt_ids)
         self._max_tokens = max_tokens
         self._end_ids = end_ids
+        self._keeps_special_tokens = keeps_special_tokens
         self._wakeup = Wakeup()
         self._continuations = [self._continuation(index) for index in range(spec.num_continuations)]
 
@@ -333,9 +384,9 @@ class GenerationCall:
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
             # Only now, so that the scheduler works meanwhile.
-            await self._context.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
+            await self._events.send_initial_metadata(((REQUEST_ID_METADATA_KEY, _ascii(self._spec.request_id)),))
             await self._until_begun()
-            await self._context.write(api.GenerateResponse(accepted=self._accepted()))
+            await self._events.write(api.GenerateResponse(accepted=self._accepted()))
             _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._spec.tenant)
             await self._stream()
         finally:
@@ -380,7 +431,7 @@ class GenerationCall:
             ) from None
 
     async def _write_all(self, patience: asyncio.Timeout) -> None:
-        write, now = self._context.write, asyncio.get_running_loop().time
+        write, now = self._events.write, asyncio.get_running_loop().time
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
@@ -437,7 +488,8 @@ class GenerationCall:
             traceparent=self._trace.traceparent,
         )
         sequence = LiveSequence(submission, held, self._wakeup.ring)
-        text = OutputText(self._text_model.new_detokenizer(), spec.stops, spec.sampling.min_tokens)
+        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._keeps_special_tokens)
+        text = OutputText(detokenizer, spec.stops, spec.sampling.min_tokens)
         text.push(sequence.tokens)
         sequence.end = self._end_of_held(held, text)
         continuation = Continuation(

@@ -52,9 +52,9 @@ class TextModel:
         """Whether chats can be rendered."""
         return self._chat_template is not None
 
-    def new_detokenizer(self) -> Detokenizer:
-        """A detokeniser for one output sequence."""
-        return self._make_detokenizer()
+    def new_detokenizer(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
+        """A detokeniser for one output sequence, in whose text special tokens are left out or kept."""
+        return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
         """Refuse a text so long that even the longest tokens could not cover it with ``max_tokens``.

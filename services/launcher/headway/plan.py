@@ -15,16 +15,18 @@ from pathlib import Path
 
 import msgspec
 
+from headway import openai_front
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
 from headway.health import Target, client_certificate
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.services import SERVE, SERVICES, Service, serve_settings, sources_in_file, with_model_directory
 from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
 from headway.supervision import RestartPolicy
-from headway_gateway.config import GatewayConfig
+from headway_gateway.config import GatewayConfig, serves_vllm_engine
 
-START_ORDER = ("executor", "scheduler", "gateway")
-STOP_ORDER = ("gateway", "scheduler", "executor")
+SMG = "smg"
+START_ORDER = ("executor", "scheduler", "gateway", SMG)
+STOP_ORDER = (SMG, "gateway", "scheduler", "executor")
 METRICS_ORDER = ("scheduler", "executor", "gateway")
 """Whose metrics are at ``metrics_port``, and whose at the ports after it."""
 STOP_GRACE_S = 5.0
@@ -34,6 +36,7 @@ _NOTHING = Given("", "")
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the services. ``commands`` and ``stop_grace_s`` (seconds from SIGTERM to SIGKILL) are by name, the
     latter in the order of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``target`` is how this host reaches the gateway.
+    ``openai_address`` is where smg serves, empty without it.
     """
 
     commands: dict[str, list[str]]
@@ -41,6 +44,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_s: dict[str, float]
     hang_s: float
     target: Target
+    openai_address: str = ""
+
+    @property
+    def start_order(self) -> list[str]:
+        """The processes that there are, in the order in which they start."""
+        return [name for name in START_ORDER if name in self.commands]
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
@@ -74,13 +83,45 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         configs[service.name] = service.build(_with_a_port(values))
     gateway = configs["gateway"]
     assert isinstance(gateway, GatewayConfig)
+    commands = {name: _command(name, config) for name, config in configs.items()}
+    graces = {name: getattr(config, "grace_s", 0.0) for name, config in configs.items()}
+    if serve.openai_address:
+        commands[SMG] = _smg_command(serve, gateway)
+        graces[SMG] = gateway.grace_s
     return Plan(
-        commands={name: _command(name, config) for name, config in configs.items()},
+        commands=commands,
         restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
         hang_s=serve.hang_s,
         target=_target(gateway, serve, probe_token),
         # What a service allows its requests, and some time over to end in.
-        stop_grace_s={name: getattr(configs[name], "grace_s", 0.0) + STOP_GRACE_S for name in STOP_ORDER},
+        stop_grace_s={name: graces[name] + STOP_GRACE_S for name in STOP_ORDER if name in commands},
+        openai_address=serve.openai_address,
+    )
+
+
+def _smg_command(serve: ServeConfig, gateway: GatewayConfig) -> list[str]:
+    """Return the command line of the smg in front of the gateway.
+
+    Raises:
+        ConfigurationError: the gateway would not let it in, or does not speak to it.
+    """
+    for field in ("auth_token_file", "tls_cert_file"):
+        if getattr(gateway, field):
+            raise ConfigurationError(
+                f"--openai-address: not allowed together with --{field.replace('_', '-')}; allowed: without it, or an smg "
+                "that you start yourself, see docs/openai.md"
+            )
+    if not serves_vllm_engine(gateway):
+        raise ConfigurationError(
+            f"--vllm-engine: {gateway.vllm_engine!r} is not allowed; allowed: auto or on with the extra smg installed, "
+            "because --openai-address is given"
+        )
+    return openai_front.command(
+        openai_address=serve.openai_address,
+        gateway_address=gateway.grpc_address,
+        metrics_port=_free_port("127.0.0.1"),
+        grace_s=gateway.grace_s,
+        flags=serve.smg_flags,
     )
 
 
@@ -144,13 +185,22 @@ def _with_a_port(given: Layer) -> Layer:
     if address is None or not address.value.endswith(":0"):
         return given
     host = address.value.removesuffix(":0")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host.strip("[]"), 0))
-            port = probe.getsockname()[1]
+        port = _free_port(host)
     except OSError as error:
         raise ConfigurationError(
             f"{address.origin}: {shown(address.value)} cannot be bound: {error.strerror}"
         ) from None
     return {**given, "grpc_address": Given(f"{host}:{port}", address.origin)}
+
+
+def _free_port(host: str) -> int:
+    """Return a port that nobody listens on just now.
+
+    Raises:
+        OSError: ``host`` is not this machine's.
+    """
+    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host.strip("[]"), 0))
+        port: int = probe.getsockname()[1]
+        return port

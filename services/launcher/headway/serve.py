@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from headway import openai_front
 from headway.health import Target
-from headway.plan import START_ORDER, Plan, make_plan, without_settings
+from headway.plan import Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
 from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
 from headway.readiness import wait_until_serving
@@ -66,12 +67,13 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
     _deliver_signals(events)
     attendant = asyncio.create_task(_attend(plan.target, when_ready, events))
     watcher = asyncio.create_task(_watch_pulses(pulses, events))
+    announcer = asyncio.create_task(_announce_openai(plan.openai_address))
     try:
-        say(f"starting {', '.join(START_ORDER)}")
-        await _perform(fleet.start(START_ORDER), children)
+        say(f"starting {', '.join(plan.start_order)}")
+        await _perform(fleet.start(plan.start_order), children)
         return await _supervise(fleet, children, events)
     finally:
-        for task in (attendant, watcher):
+        for task in (attendant, watcher, announcer):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -101,6 +103,13 @@ async def _attend(target: Target, when_ready: WhenReady, events: "asyncio.Queue[
     finally:
         if not keep_serving:
             events.put_nowait(StopRequested(signal.SIGTERM))
+
+
+async def _announce_openai(address: str) -> None:
+    """Tell when the OpenAI API is served too, if it is to be."""
+    if address:
+        await openai_front.wait_until_serving(address)
+        say(f"OpenAI API on http://{address}/v1")
 
 
 async def _print_readiness(readiness_line: str, address: str) -> bool:

@@ -3,10 +3,13 @@
 Owns: those settings. Must not know: the services' own, or how anything is started.
 """
 
+import importlib.util
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from headway_proto.addresses import is_loopback
 
 DEMO_MODEL = "demo"
 
@@ -45,15 +48,44 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     probe_key_file: Annotated[str, Meta(description="PEM private key of probe_cert_file")] = ""
+    openai_address: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT on loopback to serve the OpenAI and Anthropic APIs on, by starting smg in front of the "
+            "gateway (extra smg); a gateway with TLS or tokens needs an smg of its own, see docs/openai.md"
+        ),
+    ] = ""
+    smg_flags: Annotated[
+        tuple[str, ...], Meta(description="more flags for that smg, as --smg-flags=--tool-call-parser,qwen")
+    ] = ()
 
     def validate(self) -> None:
         """Check what types alone cannot; the services check what they are given.
 
         Raises:
-            ValueError: one of certificate and key is missing.
+            ValueError: one of certificate and key is missing, or smg cannot be started.
         """
+        _check_openai(self)
         if bool(self.probe_cert_file) != bool(self.probe_key_file):
             missing = "probe_key_file" if self.probe_cert_file else "probe_cert_file"
             raise ValueError(
                 f"{missing}: '' is not allowed; allowed: a PEM file, because the other of the two is given"
             )
+
+
+def _check_openai(config: ServeConfig) -> None:
+    if config.smg_flags and not config.openai_address:
+        raise ValueError("smg_flags: not allowed without openai_address; allowed: both, or neither")
+    if not config.openai_address:
+        return
+    host, _, port = config.openai_address.rpartition(":")
+    if not (host and is_loopback(host.strip("[]")) and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(
+            f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: HOST:PORT of a loopback address, "
+            "because this smg asks nobody for a key"
+        )
+    if importlib.util.find_spec("smg") is None:
+        raise ValueError(
+            f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: nothing, because smg is not "
+            "installed (extra smg)"
+        )

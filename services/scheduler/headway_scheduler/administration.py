@@ -1,4 +1,4 @@
-"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins.
+"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins, flush.
 
 Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 """
@@ -13,6 +13,9 @@ from headway_proto.histogram import Histogram
 from headway_proto.ingress import (
     AdminCall,
     AdminReply,
+    CacheChange,
+    CacheChanges,
+    CachePosition,
     EndCount,
     ExecutorState,
     PinnedPrefix,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from headway_scheduler.engine import SchedulerEngine
 
 MAX_PIN_NAME_BYTES = 128
+MOST_TOKENS_IN_A_REPLY = 1 << 18
+"""Of changes of the cache: beyond it the reader is told that there are more."""
 
 MAX_REMEMBERED_ENDS = 16384
 """How many ended request ids are kept, so that cancelling one twice is no error."""
@@ -76,6 +81,10 @@ class Administration:
             case "drain":
                 self._engine.drain()
                 return AdminReply(call_id=call.call_id)
+            case "flush":
+                return self._flush(call, now)
+            case "cache":
+                return self._cache_changes(call)
             case "pin" | "unpin" | "pins":
                 return self._answer_about_pins(call)
         return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
@@ -216,6 +225,32 @@ class Administration:
             return AdminReply(call_id=call.call_id, error="no executor has joined yet")
         self._engine.pause(is_paused=paused)
         return AdminReply(call_id=call.call_id)
+
+    def _flush(self, call: AdminCall, now: float) -> AdminReply:
+        """Drop cached blocks that nobody holds; the status tells what is left."""
+        if self._engine.core is None:
+            return AdminReply(call_id=call.call_id, error="no executor has joined yet")
+        self._engine.drop_cached()
+        return AdminReply(call_id=call.call_id, status=self.status(now))
+
+    def _cache_changes(self, call: AdminCall) -> AdminReply:
+        core, position = self._engine.core, call.position
+        if core is None:
+            return AdminReply(call_id=call.call_id, error="no executor has joined yet")
+        block_size = core.capacity.block_size
+        index = position.index if position is not None and position.life == core.epoch else None
+        entries, next_index = core.cache.changes(index, max(1, MOST_TOKENS_IN_A_REPLY // block_size))
+        changes = tuple(
+            CacheChange(entry.first_node, entry.num_blocks, entry.parent_node, entry.token_bytes, entry.scope)
+            for entry in entries
+        )
+        told = CacheChanges(
+            position=CachePosition(core.epoch, next_index),
+            block_size=block_size,
+            changes=changes,
+            more=core.cache.has_changes_from(next_index),
+        )
+        return AdminReply(call_id=call.call_id, cache=told)
 
     def _answer_about_pins(self, call: AdminCall) -> AdminReply:
         if self._engine.core is None:

@@ -255,6 +255,13 @@ class SchedulerEngine:
             self.recorder.paused(is_paused=is_paused)
         self.announce()
 
+    def drop_cached(self) -> None:
+        """Let go of the cached blocks that nobody holds."""
+        assert self.core is not None
+        self.core.pool.drop_cached()
+        if self.recorder is not None:
+            self.recorder.cache_dropped()
+
     def _abort(self, core: Scheduler, origin: Origin, why: str, now: float) -> FinishedEvent | None:
         if self.recorder is not None:
             self.recorder.aborted(now, origin, why)

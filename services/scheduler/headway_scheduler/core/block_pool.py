@@ -126,6 +126,18 @@ class BlockPool:
             self._evictable.take_out(free)
             self._enqueue(free)
 
+    def drop_cached(self) -> int:
+        """Evict every free cached block, pinned ones too, and return how many; what somebody holds stays cached."""
+        dropped = np.concatenate(
+            [self._evictable.take_oldest(level, self._evictable.lengths[level]) for level in range(NUM_WORTHS)]
+        )
+        if len(dropped):
+            self._counters.num_evicted_blocks += len(dropped)
+            unpinned = self._cache.forget(dropped)
+            self._make_free(dropped)
+            self.reorder(unpinned)
+        return len(dropped)
+
     def num_held_once(self, blocks: BlockIndices) -> int:
         """How many of these blocks only one table has: those that become free when it is given up."""
         return int(np.count_nonzero(self._ref_count[blocks] == 1))

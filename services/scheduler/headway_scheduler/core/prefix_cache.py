@@ -21,11 +21,13 @@ it belongs to a prefix that an operator wants to keep. A pinned prefix is rememb
 *awaits* the branch with its next block, so that a registration costs it nothing unless it is the one awaited.
 """
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_scheduler.core.cache_log import CacheEntry, CacheLog
 from headway_scheduler.core.indices import NO_BLOCKS, BlockIndices
 
 ROOT_NODE = 0
@@ -96,6 +98,32 @@ class PrefixCache:
         self._pins: dict[str, _Pin] = {}
         self._awaited: dict[_Branch, list[_Pin]] = {}
         self.num_cached = 0
+        # What is cached takes one entry per run, each of a block or more and of weight one besides.
+        self._log = CacheLog(most_blocks=4 * num_blocks)
+
+    def changes(self, index: int | None, most_blocks: int) -> tuple[tuple[CacheEntry, ...], int]:
+        """What has changed since entry ``index``, about ``most_blocks`` blocks of it, and where to go on.
+
+        All that is cached, behind a clearing, where ``index`` is None or too long ago.
+        """
+        if index is None or not self._log.covers(index):
+            index = self._log.restart(self._cached_entries())
+        return self._log.read(index, most_blocks)
+
+    def has_changes_from(self, index: int) -> bool:
+        """Whether there are changes behind what was read."""
+        return index < self._log.end_index
+
+    def _cached_entries(self) -> Iterator[CacheEntry]:
+        # A run is made behind one that is there, so parents come first.
+        for run in self._runs.values():
+            if run.length and self._is_reachable(run.parent):
+                yield self._entry(run)
+
+    def _entry(self, run: _Run) -> CacheEntry:
+        scope = str(run.branch[0]) if run.parent == ROOT_NODE else ""
+        tokens = run.token_bytes[: run.length * self._block_bytes]
+        return CacheEntry(run.node(0), run.length, run.parent, tokens, scope)
 
     def holds(self, blocks: BlockIndices) -> NDArray[np.bool_]:
         """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
@@ -144,6 +172,8 @@ class PrefixCache:
         end_node = first_node + run.length
         self._node_of_block[blocks] = np.arange(first_node, end_node)
         self.num_cached += run.length
+        if self._log.is_on:
+            self._log.note(self._entry(run))
         if self._awaited:
             for pin in self._awaited.pop(branch, ()):
                 self._extend(pin)
@@ -260,6 +290,8 @@ class PrefixCache:
     def _cut(self, run: _Run, first: int, count: int) -> None:
         run.num_left -= count
         if first < run.length:
+            if self._log.is_on:
+                self._log.note(CacheEntry(run.node(first), run.length - first))
             run.length = first
             if first == 0:
                 del self._branches[run.branch]

@@ -22,6 +22,7 @@ from headway_scheduler.flight.records import (
     Aborted,
     Answered,
     Arrived,
+    CacheDropped,
     End,
     EpochBegan,
     ExecutorGone,
@@ -166,6 +167,10 @@ class FlightRecorder:
     def paused(self, *, is_paused: bool) -> None:
         """Admission was paused or resumed."""
         self._note(Paused(is_paused))
+
+    def cache_dropped(self) -> None:
+        """Cached blocks that nobody held were let go of."""
+        self._note(CacheDropped())
 
     def pinned(self, name: str, tenant: str, token_ids: bytes) -> None:
         """A prefix was pinned."""

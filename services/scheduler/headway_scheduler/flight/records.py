@@ -159,6 +159,10 @@ class StartedSlowly(msgspec.Struct, frozen=True, array_like=True, tag=12):
     origins: tuple[Origin, ...]
 
 
+class CacheDropped(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Cached blocks that nobody held were let go of."""
+
+
 Record: TypeAlias = (
     Header
     | EpochBegan
@@ -173,6 +177,7 @@ Record: TypeAlias = (
     | Unpinned
     | ExecutorGone
     | StartedSlowly
+    | CacheDropped
 )
 
 

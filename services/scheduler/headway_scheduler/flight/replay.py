@@ -21,6 +21,7 @@ from headway_scheduler.flight.records import (
     Aborted,
     Answered,
     Arrived,
+    CacheDropped,
     Decision,
     EpochBegan,
     Paused,
@@ -101,13 +102,21 @@ class Replay:
                 self._core.run_alone(record.origin, record.num_tokens)
             case StartedSlowly():
                 self._core.start_slowly(record.origins)
+            case _:
+                self._obey(record)
+        return Event(record, self.now)
+
+    def _obey(self, record: Record) -> None:
+        """What an operator has ordered."""
+        match record:
             case Paused():
                 self._core.paused = record.is_paused
             case Pinned():
                 self._core.pinned_prefixes.pin(record.name, record.tenant, decode_column(record.token_ids))
             case Unpinned():
                 self._core.pinned_prefixes.unpin(record.name)
-        return Event(record, self.now)
+            case CacheDropped():
+                self._core.pool.drop_cached()
 
     @property
     def _core(self) -> Scheduler:

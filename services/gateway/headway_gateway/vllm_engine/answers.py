@@ -1,0 +1,144 @@
+"""The events of a generation as VllmEngine's answers.
+
+Owns: chunks where the caller streams, one whole answer per output where it does not, and how an output's end is told.
+Must not know: where events come from.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from headway_gateway.statuses import CallRefusedError
+from headway_proto import generation_pb2 as api
+
+_FINISH_REASONS = {
+    api.FINISH_REASON_STOP: "stop",
+    api.FINISH_REASON_LENGTH: "length",
+    api.FINISH_REASON_ABORT: "abort",
+}
+
+
+class AnswerStream(Protocol):
+    """The part of a gRPC context that answers are written to."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What came with the call."""
+        ...
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, bytes], ...], /) -> None:
+        """What goes with its end."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the call's deadline, None without one."""
+        ...
+
+    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
+        """Send what comes before any answer."""
+        ...
+
+    async def write(self, message: vllm.GenerateResponse, /) -> None:
+        """Send an answer; returns when there is room for another."""
+        ...
+
+
+class AnswerWriter:
+    """Takes a generation's events, as ``EventStream`` does, and writes the answers to ``request``."""
+
+    def __init__(self, request: vllm.GenerateRequest, answers: AnswerStream) -> None:
+        self._answers = answers
+        self._streams = request.stream
+        self._has_alternatives = request.sampling_params.logprobs > 0
+        self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
+        self._accepted = api.Accepted()
+        self._num_outputs = max(1, request.sampling_params.n)
+        self._gathered: dict[int, vllm.GenerateComplete] = {}
+        self._ended: dict[int, vllm.GenerateComplete] = {}
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """See ``EventStream``."""
+        return self._answers.invocation_metadata()
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, bytes], ...], /) -> None:
+        """See ``EventStream``."""
+        self._answers.set_trailing_metadata(trailing_metadata)
+
+    def time_remaining(self) -> float | None:
+        """See ``EventStream``."""
+        return self._answers.time_remaining()
+
+    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
+        """See ``EventStream``."""
+        await self._answers.send_initial_metadata(initial_metadata)
+
+    async def write(self, message: api.GenerateResponse, /) -> None:
+        """See ``EventStream``.
+
+        Raises:
+            CallRefusedError: INTERNAL, an output could not be run. The service has no field that would tell why.
+        """
+        kind = message.WhichOneof("event")
+        if kind == "accepted":
+            self._accepted = message.accepted
+        elif kind == "delta":
+            await self._take_delta(message.delta)
+        elif kind == "finished":
+            await self._end(self._complete(message.finished))
+
+    async def _end(self, complete: vllm.GenerateComplete) -> None:
+        """Without a stream, outputs go out together and in order: callers take the first to come for the first."""
+        if self._streams:
+            await self._answers.write(vllm.GenerateResponse(complete=complete))
+            return
+        self._ended[complete.index] = complete
+        if len(self._ended) == self._num_outputs:
+            for index in range(self._num_outputs):
+                await self._answers.write(vllm.GenerateResponse(complete=self._ended[index]))
+
+    async def _take_delta(self, delta: api.Delta) -> None:
+        if not delta.token_ids:
+            return  # Text that was held back until the end: the caller has its tokens.
+        if not self._streams:
+            gathered = self._gathered.setdefault(delta.index, vllm.GenerateComplete())
+            gathered.output_ids.extend(delta.token_ids)
+            self._add_logprobs(gathered.output_logprobs, delta)
+            return
+        chunk = vllm.GenerateStreamChunk(
+            token_ids=delta.token_ids,
+            prompt_tokens=self._accepted.prompt_tokens,
+            completion_tokens=len(delta.token_ids),
+            cached_tokens=self._accepted.cached_tokens,
+            index=delta.index,
+        )
+        self._add_logprobs(chunk.output_logprobs, delta)
+        await self._answers.write(vllm.GenerateResponse(chunk=chunk))
+
+    def _add_logprobs(self, columns: vllm.OutputLogProbs, delta: api.Delta) -> None:
+        for entry in delta.logprobs:
+            columns.token_logprobs.append(entry.logprob)
+            columns.token_ids.append(entry.token_id)
+            if self._has_alternatives:
+                columns.top_logprobs.add(
+                    values=[top.logprob for top in entry.top], token_ids=[top.token_id for top in entry.top]
+                )
+
+    def _complete(self, finished: api.Finished) -> vllm.GenerateComplete:
+        reason = _FINISH_REASONS.get(finished.reason)
+        if reason is None:
+            raise CallRefusedError(
+                grpc.StatusCode.INTERNAL, f"output {finished.index} could not be run: {finished.error}"
+            )
+        complete = self._gathered.pop(finished.index, None) or vllm.GenerateComplete()
+        complete.index = finished.index
+        complete.finish_reason = reason
+        complete.prompt_tokens = finished.usage.prompt_tokens
+        complete.completion_tokens = finished.usage.output_tokens
+        complete.cached_tokens = finished.usage.cached_tokens
+        matched = finished.WhichOneof("matched")
+        if matched == "stop":
+            complete.matched_stop_str = finished.stop
+        elif matched == "stop_token_id" and finished.stop_token_id in self._stop_token_ids:
+            complete.matched_token_id = finished.stop_token_id  # The model's own end is not told as a match.
+        return complete

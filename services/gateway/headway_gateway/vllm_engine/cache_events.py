@@ -1,0 +1,75 @@
+"""What is cached, as VllmEngine's stream of KV events.
+
+Owns: reading the scheduler's log of changes for one subscriber, and the numbers of the batches.
+Must not know: how blocks are cached, or what a subscriber does with an event.
+
+A subscription begins with everything that is cached, behind a clearing, and so does whatever follows a restart of scheduler or
+executor, or a subscriber that fell too far behind: a subscriber is never wrong for long, and nothing is kept for it here.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+from smg_grpc_proto.generated import common_pb2
+
+from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.vllm_engine.wall_clock import now
+from headway_proto.columns import decode_column
+from headway_proto.ingress import CacheChange, CacheChanges, CachePosition
+
+_READ_INTERVAL_S = 0.1
+_ANSWER_TIMEOUT_S = 5.0
+
+
+async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
+    """Batches of events for ever, numbered from ``start`` + 1 on."""
+    position: CachePosition | None = None
+    number = start
+    while True:
+        told = await _read(client, position)
+        if told is not None:
+            position = told.position
+            events = [event for change in told.changes for event in _events(change, told.block_size)]
+            if events:
+                number += 1
+                yield common_pb2.KvEventBatch(
+                    sequence_number=number, timestamp=now().timestamp(), events=events, dp_rank=0
+                )
+        if told is None or not told.more:
+            await asyncio.sleep(_READ_INTERVAL_S)
+
+
+async def _read(client: SchedulerClient, position: CachePosition | None) -> CacheChanges | None:
+    """The next changes; None while nobody answers or nothing can be cached."""
+    try:
+        return (await client.call_admin("cache", position=position, timeout_s=_ANSWER_TIMEOUT_S)).cache
+    except SchedulerUnavailableError:
+        return None
+
+
+def _events(change: CacheChange, block_size: int) -> Iterator[common_pb2.KvCacheEvent]:
+    numbers = range(change.first, change.first + change.num_blocks)
+    if not change.num_blocks:
+        yield common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())
+    elif not change.token_ids:
+        yield common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=numbers))
+    else:
+        yield common_pb2.KvCacheEvent(stored=_stored(change, numbers, block_size))
+
+
+def _stored(change: CacheChange, numbers: range, block_size: int) -> common_pb2.KvBlocksStored:
+    token_ids = decode_column(change.token_ids).tolist()
+    blocks = [
+        common_pb2.KvBlock(
+            block_hash=number,
+            token_ids=token_ids[place * block_size : (place + 1) * block_size],
+            block_size=block_size,
+        )
+        for place, number in enumerate(numbers)
+    ]
+    stored = common_pb2.KvBlocksStored(blocks=blocks)
+    if change.parent:
+        stored.parent_block_hash = change.parent
+    if change.scope:
+        stored.cache_salt = change.scope
+    return stored

@@ -1,0 +1,47 @@
+"""How busy the engine is, in VllmEngine's figures.
+
+Owns: what each figure is made of, and the rate of output between two questions.
+Must not know: where the scheduler's status comes from, or a clock.
+"""
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from headway_proto.ingress import Status
+
+_LEAST_INTERVAL_S = 0.5
+
+
+class OutputRate:
+    """Tokens per second, from a count that grows and the times at which it was read."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._read_at: float | None = None
+        self._rate = 0.0
+
+    def read(self, count: int, now: float) -> float:
+        """Take in the count at ``now`` (seconds) and tell the rate since a former reading; 0 at first.
+
+        A count that has fallen is another scheduler's: its rate is told from the next reading on.
+        """
+        if self._read_at is None or count < self._count:
+            self._count, self._read_at, self._rate = count, now, 0.0
+        elif now - self._read_at >= _LEAST_INTERVAL_S:
+            self._rate = (count - self._count) / (now - self._read_at)
+            self._count, self._read_at = count, now
+        return self._rate
+
+
+def scheduler_load(status: Status, output_rate: float) -> vllm.SchedulerLoad:
+    """The load of the one rank there is. What the scheduler does not tell (tokens of KV memory) stays 0."""
+    used_blocks = status.num_total_blocks - status.num_free_blocks
+    return vllm.SchedulerLoad(
+        num_running_reqs=status.num_running,
+        num_waiting_reqs=status.num_waiting,
+        num_total_reqs=status.num_running + status.num_waiting,
+        token_usage=used_blocks / status.num_total_blocks if status.num_total_blocks else 0.0,
+        gen_throughput=output_rate,
+        cache_hit_rate=status.recent_prefix_hit_rate,
+        utilization=status.num_running / status.max_num_seqs if status.max_num_seqs else 0.0,
+        max_running_requests=status.max_num_seqs,
+    )

@@ -1,0 +1,188 @@
+"""A VllmEngine request in the words of ``headway.v1``, and complaints about it in the caller's own.
+
+Owns: which field becomes which, which are refused, and what the call's metadata adds.
+Must not know: ranges (``validation`` checks what comes out), sockets, tasks.
+
+A field is translated, or it is about the text that the caller makes of the tokens and has no meaning here, or the
+request is refused. Nothing that a caller set is passed over in silence, so neither are fields that newer stubs may add.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from headway_gateway.interceptors import TENANT_METADATA_KEY
+from headway_gateway.statuses import CallRefusedError, invalid_arguments, shown
+from headway_proto import generation_pb2 as api
+
+PRIORITY_METADATA_KEY = "headway-priority"
+TTFT_SLO_METADATA_KEY = "headway-ttft-slo-ms"
+ITL_SLO_METADATA_KEY = "headway-itl-slo-ms"
+
+TRANSLATED_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"})
+TRANSLATED_SAMPLING_FIELDS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "ignore_eos",
+        "n",
+        "logprobs",
+        "seed",
+        "logit_bias",
+    }
+)
+TEXT_SAMPLING_FIELDS = frozenset(
+    {
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        # Where a constraint begins. Without one there is nothing that could.
+        "grammar_from_first_token",
+    }
+)
+"""Accepted, and without effect on the tokens, which are all that goes back."""
+
+_NO_MEDIA = "media are not served; allowed: text and token ids"
+_NO_TRANSFER = "KV caches do not go from engine to engine; allowed: unset"
+_NO_CONSTRAINT = "output cannot be constrained; allowed: unset"
+_REASONS = {
+    "kv_transfer_params": _NO_TRANSFER,
+    "kv_transfer_params_json": _NO_TRANSFER,
+    "mm_inputs": _NO_MEDIA,
+    "extra_mm_inputs": _NO_MEDIA,
+    "media_refs": _NO_MEDIA,
+    "sampling_params.prompt_logprobs": "log probabilities of the prompt are not reported; allowed: unset",
+    "sampling_params.truncate_prompt_tokens": "prompts are not truncated; allowed: unset",
+    **{
+        f"sampling_params.{name}": _NO_CONSTRAINT
+        for name in ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice")
+    },
+}
+_UNKNOWN = "this version of Headway does not know the field; allowed: unset"
+_MOST_INT32 = (1 << 31) - 1
+_SEED_MASK = (1 << 64) - 1
+_PRIORITIES = {
+    "realtime": api.PRIORITY_REALTIME,
+    "high": api.PRIORITY_HIGH,
+    "normal": api.PRIORITY_NORMAL,
+    "low": api.PRIORITY_LOW,
+}
+_CALLERS_NAMES = (
+    ("sampling.", "sampling_params."),
+    ("token_ids.ids", "tokenized.input_ids"),
+    ("prompt", "input"),
+    ("tenant", f"metadata {TENANT_METADATA_KEY}"),
+)
+"""Beginnings of our fields' names, and what the caller knows them as."""
+
+
+def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:
+    """Say the same in ``headway.v1``; ranges are left to its own check.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT with every field that has no equal there.
+    """
+    wrong = dict(_refusals(request))
+    wrong.update(_metadata_refusals(metadata))
+    if wrong:
+        raise invalid_arguments(wrong)
+    native = api.GenerateRequest(
+        request_id=request.request_id,
+        sampling=_sampling(request.sampling_params),
+        priority=_PRIORITIES.get(metadata.get(PRIORITY_METADATA_KEY, ""), api.PRIORITY_UNSPECIFIED),
+        tenant=metadata.get(TENANT_METADATA_KEY, ""),
+        ttft_slo_ms=int(metadata.get(TTFT_SLO_METADATA_KEY, "0")),
+        itl_slo_ms=int(metadata.get(ITL_SLO_METADATA_KEY, "0")),
+    )
+    kind = request.WhichOneof("input")
+    if kind == "tokenized":
+        native.token_ids.SetInParent()
+        native.token_ids.ids.extend(request.tokenized.input_ids)
+    elif kind == "text":
+        native.text = request.text
+    return native
+
+
+def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
+    """The same refusal about the fields that the caller knows."""
+    if not refusal.violations:
+        return refusal
+    return invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
+
+
+def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
+    """What proto3 cannot tell from unset (0 where 0 makes no sense) is left to the default."""
+    native = api.SamplingParams(
+        min_tokens=given.min_tokens,
+        min_p=given.min_p,
+        top_k=min(given.top_k, _MOST_INT32),
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=[api.LogitBias(token_id=token_id, bias=bias) for token_id, bias in given.logit_bias.items()],
+        stop=given.stop,
+        stop_token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+    )
+    for name in ("temperature", "max_tokens", "logprobs"):
+        if given.HasField(name):
+            setattr(native, name, getattr(given, name))
+    for name in ("top_p", "repetition_penalty", "n"):
+        if getattr(given, name):
+            setattr(native, name, getattr(given, name))
+    if given.HasField("seed"):
+        native.seed = given.seed & _SEED_MASK
+    return native
+
+
+def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
+    yield from _untranslatable(request, "", TRANSLATED_FIELDS)
+    sampling = request.sampling_params
+    yield from _untranslatable(sampling, "sampling_params.", TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS)
+    if request.data_parallel_rank:
+        yield "data_parallel_rank", f"{request.data_parallel_rank} is not allowed; allowed: 0, there is one rank"
+    if sampling.logprobs < 0:
+        yield "sampling_params.logprobs", f"{sampling.logprobs} is not allowed; allowed: 0 to 20"
+    # Token ids travel as int32 from here on.
+    for field, token_ids in (
+        ("tokenized.input_ids", request.tokenized.input_ids),
+        ("sampling_params.stop_token_ids", sampling.stop_token_ids),
+    ):
+        if token_ids and max(token_ids) > _MOST_INT32:
+            yield field, f"{max(token_ids)} is not a token id of this model"
+
+
+def _untranslatable(message: Any, prefix: str, accepted: frozenset[str]) -> Iterable[tuple[str, str]]:
+    for descriptor, _ in message.ListFields():
+        if descriptor.name not in accepted:
+            field = prefix + descriptor.name
+            yield field, _REASONS.get(field, _UNKNOWN)
+
+
+def _metadata_refusals(metadata: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    priority = metadata.get(PRIORITY_METADATA_KEY)
+    if priority is not None and priority not in _PRIORITIES:
+        yield (
+            f"metadata {PRIORITY_METADATA_KEY}",
+            f"{shown(priority)} is not allowed; allowed: {', '.join(_PRIORITIES)}",
+        )
+    for key in (TTFT_SLO_METADATA_KEY, ITL_SLO_METADATA_KEY):
+        value = metadata.get(key, "0")
+        if not (value.isascii() and value.isdigit() and len(value) <= 9):
+            yield f"metadata {key}", f"{shown(value)} is not allowed; allowed: milliseconds as a whole number"
+
+
+def _callers_name(field: str) -> str:
+    for ours, theirs in _CALLERS_NAMES:
+        if field.startswith(ours):
+            return theirs + field.removeprefix(ours)
+    return field

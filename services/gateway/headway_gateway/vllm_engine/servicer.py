@@ -1,0 +1,238 @@
+"""The VllmEngine service: every call is told to the parts that serve ``headway.v1`` too.
+
+Owns: which call goes where, the requests that may be aborted through this service, and the facts about model and server.
+Must not know: how a generation runs, how fields are translated, how errors are written on the wire.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+from headway_gateway.interceptors import TENANT_METADATA_KEY
+from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_gateway.vllm_engine.answers import AnswerWriter
+from headway_gateway.vllm_engine.cache_events import kv_event_batches
+from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
+from headway_gateway.vllm_engine.requests import in_callers_words, translate
+from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
+from headway_gateway.vllm_engine.wall_clock import now
+from headway_proto.ingress import STATE_PAUSED, Status
+
+_ANSWER_TIMEOUT_S = 5.0
+_FLUSH_INTERVAL_S = 0.1
+_MOST_FLUSH_S = 3600.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Serves ``vllm.grpc.engine.VllmEngine`` beside ``headway.v1``, for the same model and scheduler."""
+
+    def __init__(
+        self,
+        *,
+        generation: GenerationServicer,
+        client: SchedulerClient,
+        problem: Callable[[], str | None],
+        model_directory: Path,
+        publishes_kv_events: bool,
+    ) -> None:
+        """``problem`` tells why this gateway should not be sent requests, None if nothing speaks against it."""
+        self._generation = generation
+        self._client = client
+        self._problem = problem
+        self._model_directory = model_directory
+        self._publishes_kv_events = publishes_kv_events
+        self._archive: asyncio.Task[TokenizerArchive] | None = None
+        self._output_rate = OutputRate()
+        self._tenants_by_live_id: dict[str, str] = {}
+        self._started_at = time.monotonic()
+        self._last_request_at = 0.0
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
+        """Generate ``n`` outputs, as a stream of chunks or each as a whole. See vllm_engine.proto."""
+        metadata = _metadata(context)
+        self._last_request_at = now().timestamp()
+        native = translate(request, metadata)
+        try:
+            with self._abortable(request.request_id, native.tenant):
+                await self._generation.generate(
+                    native,
+                    AnswerWriter(request, context),
+                    keeps_special_tokens=not request.sampling_params.skip_special_tokens,
+                )
+        except CallRefusedError as refusal:
+            raise in_callers_words(refusal) from refusal
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
+        """End requests that came through this service, with reason ``abort``; ids that are not live are passed over."""
+        tenant = _metadata(context).get(TENANT_METADATA_KEY)
+        for request_id in request.request_ids:
+            owner = self._tenants_by_live_id.get(request_id)
+            if owner is not None and tenant in {None, owner}:
+                await self._ask("cancel", context, request_id)
+        return vllm.AbortResponse()
+
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
+        """Whether to send requests here; as ``grpc.health.v1`` has it, with the reason."""
+        problem = self._problem()
+        return vllm.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
+
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:  # noqa: ARG002, N802
+        """What is served."""
+        model = await self._generation.serving_model()
+        config = await asyncio.to_thread(_model_config, self._model_directory)
+        return vllm.GetModelInfoResponse(
+            model_path=model.name,
+            served_model_name=model.name,
+            is_generation=True,
+            max_context_length=model.max_model_len,
+            max_req_input_len=min(model.max_model_len, model.max_request_tokens) - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            **config,
+        )
+
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:  # noqa: ARG002, N802
+        """What serves it, and since when."""
+        model = await self._generation.serving_model()
+        status = await self._status(context)
+        return vllm.GetServerInfoResponse(
+            active_requests=self._generation.num_open_streams,
+            is_paused=self._client.link.scheduler_state == STATE_PAUSED,
+            last_receive_timestamp=self._last_request_at,
+            uptime_seconds=time.monotonic() - self._started_at,
+            server_type="headway",
+            data_parallel_size=1,
+            model_dtype=model.dtype,
+            max_num_seqs=status.max_num_seqs,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802
+        """The scheduler's figures, which are those of all its gateways."""
+        status = await self._status(context)
+        rate = self._output_rate.read(status.num_output_tokens, time.monotonic())
+        return vllm.GetLoadsResponse(
+            timestamp=now().isoformat(),
+            version=version("headway"),
+            dp_rank_count=1,
+            loads=[scheduler_load(status, rate)],
+        )
+
+    async def GetTokenizer(  # noqa: N802
+        self,
+        request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """The tokenizer's files, so that the caller can tokenise by itself."""
+        if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
+            self._archive = asyncio.create_task(asyncio.to_thread(tokenizer_archive, self._model_directory))
+        archive = await asyncio.shield(self._archive)  # Others wait for it too.
+        for chunk in archive.chunks():
+            yield chunk
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        """Refused."""
+        raise _unimplemented("Headway serves models that generate text, and no embeddings")
+
+    async def FlushCache(  # noqa: N802
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Drop what is cached and not in use; a success if nothing is left within ``timeout_s``. Nobody is preempted."""
+        if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
+            raise invalid_argument(
+                "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"
+            )
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            num_left = (await self._status(context, "flush")).num_cached_blocks
+            if not num_left:
+                return common_pb2.FlushCacheResponse(success=True, message="nothing is cached any more")
+            if time.monotonic() >= deadline:
+                message = f"{num_left} blocks are in use and stay cached; what nobody uses was dropped"
+                return common_pb2.FlushCacheResponse(success=False, message=message)
+            await asyncio.sleep(_FLUSH_INTERVAL_S)
+
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        """Refused."""
+        raise _unimplemented("profiles are not taken on a running server")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        """Refused."""
+        raise _unimplemented("profiles are not taken on a running server")
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self,
+        request: common_pb2.SubscribeKvEventsRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """What is cached and every change of it, where the operator lets it be told: it has the tokens of prompts in it."""
+        if not self._publishes_kv_events:
+            raise _unimplemented("what is cached is not published; allowed: after --kv-events")
+        async for batch in kv_event_batches(self._client, request.start_sequence_number):
+            yield batch
+
+    @contextmanager
+    def _abortable(self, request_id: str, tenant: str) -> Iterator[None]:
+        """Let ``Abort`` find the request while it lives. A second one with its id is refused elsewhere."""
+        if not request_id or request_id in self._tenants_by_live_id:
+            yield
+            return
+        self._tenants_by_live_id[request_id] = tenant
+        try:
+            yield
+        finally:
+            del self._tenants_by_live_id[request_id]
+
+    async def _status(self, context: Context, method: str = "status") -> Status:
+        status = await self._ask(method, context)
+        if status is None:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
+        return status
+
+    async def _ask(self, method: str, context: Context, request_id: str = "") -> Status | None:
+        remaining_s = context.time_remaining()
+        timeout_s = _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+        try:
+            reply = await self._client.call_admin(method, request_id, timeout_s=timeout_s)
+        except SchedulerUnavailableError as error:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        if reply.error and method == "flush":
+            raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
+        return reply.status
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    """The call's metadata; of a key that comes several times, the last value."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _model_config(directory: Path) -> dict[str, Any]:
+    """What the checkpoint's config.json says of the model's kind and its special tokens."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    kinds = {"model_type": str, "bos_token_id": int, "pad_token_id": int}
+    known = {name: config[name] for name, kind in kinds.items() if isinstance(config.get(name), kind)}
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and all(isinstance(name, str) for name in architectures):
+        known["architectures"] = architectures
+    return known
+
+
+def _unimplemented(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.UNIMPLEMENTED, message)
