@@ -315,7 +315,8 @@ class FakeScheduler:
             mine = tuple(state for state in states if state.request_id == call.request_id)
             return msgspec.structs.replace(reply, sequences=mine, explanation="it runs")
         elif call.method == "status":
-            figures = dict.fromkeys(Status.__struct_fields__, 0)
+            required = Status.__struct_fields__[: -len(Status.__struct_defaults__)]
+            figures = dict.fromkeys(required, 0)
             figures |= {"scheduler_state": self.state, "executor_state": "ready", "num_running": len(states)}
             return msgspec.structs.replace(reply, status=Status(**figures))
         return reply
