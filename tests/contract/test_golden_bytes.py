@@ -109,6 +109,12 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
     (FROM_GATEWAY, ingress.AdminCall(1, "cancel", "a")),
     (
+        FROM_GATEWAY,
+        ingress.AdminCall(
+            2, "flight_log", place=ingress.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6)
+        ),
+    ),
+    (
         TO_GATEWAY,
         ingress.SchedulerHello(3, 4, 1, 100, MODEL, ingress.STATE_SERVING),
     ),
@@ -124,6 +130,19 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
     (TO_GATEWAY, ingress.AdminReply(call_id=1, error="not found")),
+    (
+        TO_GATEWAY,
+        ingress.AdminReply(
+            call_id=2,
+            flight_log=ingress.FlightLogPart(
+                life=3,
+                mark=4,
+                files=(ingress.FlightLogFile(segment=5, is_checkpoint=True, num_bytes=6),),
+                data=b"7",
+                is_gone=True,
+            ),
+        ),
+    ),
 ]
 
 GOLDEN = Path(__file__).with_name("golden_frames.txt")
@@ -150,6 +169,8 @@ ADDED = {
     ingress.Submit: {"traceparent": ""},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
+    ingress.AdminCall: {"place": None},
+    ingress.AdminReply: {"flight_log": None},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 

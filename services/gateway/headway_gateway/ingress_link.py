@@ -25,6 +25,7 @@ from headway_proto.ingress import (
     AdminCall,
     AdminReply,
     Finished,
+    FlightLogPlace,
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
@@ -187,10 +188,16 @@ class IngressLink:
             if self.phase is LinkPhase.OPEN:
                 self._aborted_handles.append(sequence.handle)
 
-    def call_admin(self, method: str, request_id: str = "", prefix: PrefixToPin | None = None) -> int:
+    def call_admin(
+        self,
+        method: str,
+        request_id: str = "",
+        prefix: PrefixToPin | None = None,
+        place: FlightLogPlace | None = None,
+    ) -> int:
         """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
         self._last_call_id += 1
-        call = AdminCall(call_id=self._last_call_id, method=method, request_id=request_id, prefix=prefix)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, place)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

@@ -20,7 +20,14 @@ from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
 from headway_gateway.link_keys import LinkKeys
 from headway_proto.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
-from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, AdminReply, ModelInfo, PrefixToPin
+from headway_proto.ingress import (
+    HEARTBEAT_INTERVAL_S,
+    STATE_WAITING_FOR_EXECUTOR,
+    AdminReply,
+    FlightLogPlace,
+    ModelInfo,
+    PrefixToPin,
+)
 
 _TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
 _MOST_FRAMES_PER_TURN = 32
@@ -123,14 +130,20 @@ class SchedulerClient:
         self._flush()
 
     async def call_admin(
-        self, method: str, request_id: str = "", prefix: PrefixToPin | None = None, *, timeout_s: float
+        self,
+        method: str,
+        request_id: str = "",
+        prefix: PrefixToPin | None = None,
+        place: FlightLogPlace | None = None,
+        *,
+        timeout_s: float,
     ) -> AdminReply:
         """Ask the scheduler one operator's question.
 
         Raises:
             SchedulerUnavailableError: no answer within ``timeout_s``.
         """
-        call_id = self._link.call_admin(method, request_id, prefix)
+        call_id = self._link.call_admin(method, request_id, prefix, place)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._admin_waiters[call_id] = waiter
         self._flush()

@@ -1,4 +1,4 @@
-"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins.
+"""What operators can ask and order: status, sequences, explanations, the flight log, cancel, pause, resume, drain, pins.
 
 Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 """
@@ -15,6 +15,7 @@ from headway_proto.ingress import (
     AdminReply,
     EndCount,
     ExecutorState,
+    FlightLogPlace,
     PinnedPrefix,
     PolicyNames,
     PredictionErrorState,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from headway_scheduler.engine import SchedulerEngine
 
 MAX_PIN_NAME_BYTES = 128
+
+NO_FLIGHT_LOG = "flight_log: the scheduler records nothing; allowed: a directory (--flight-log DIRECTORY)"
 
 MAX_REMEMBERED_ENDS = 16384
 """How many ended request ids are kept, so that cancelling one twice is no error."""
@@ -78,6 +81,8 @@ class Administration:
                 return AdminReply(call_id=call.call_id)
             case "pin" | "unpin" | "pins":
                 return self._answer_about_pins(call)
+            case "flight_log":
+                return self._flight_log(call, now)
         return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
 
     def status(self, now: float) -> Status:
@@ -239,6 +244,20 @@ class Administration:
         if recorder is not None:
             recorder.pinned(prefix.name, prefix.tenant, prefix.token_ids)
         return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
+
+    def _flight_log(self, call: AdminCall, now: float) -> AdminReply:
+        recorder, place = self._engine.recorder, call.place or FlightLogPlace()
+        if recorder is None or recorder.pieces is None:
+            return AdminReply(call_id=call.call_id, error=NO_FLIGHT_LOG)
+        pieces = recorder.pieces
+        if not place.life:
+            recorder.flush(now, None, is_final=True)  # without the core, so that no segment begins amid a beat
+            part = pieces.contents()
+        elif place.mark and place.life == pieces.life:
+            part = pieces.contents(place.mark)
+        else:
+            part = pieces.piece(place)
+        return AdminReply(call_id=call.call_id, flight_log=part)
 
 
 def _percentiles(histogram: Histogram) -> RecentPercentiles:
