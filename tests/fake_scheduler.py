@@ -25,6 +25,9 @@ from headway_proto.ingress import (
     AdminReply,
     Admitted,
     Finished,
+    FlightLogFile,
+    FlightLogPart,
+    FlightLogPlace,
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
@@ -108,6 +111,8 @@ class FakeScheduler:
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
         self.admin_calls: list[AdminCall] = []
+        self.flight_log: bytes | None = None
+        """One segment, told in pieces of 1000 bytes; None: nothing is recorded."""
         self.seen_request_ids: set[str] = set()
         self.num_steps = 0
         self._reader = scheduler_frame_reader()
@@ -287,6 +292,14 @@ class FakeScheduler:
             self.admin_calls.append(body)
             await self._send(link, await self._admin(body))
 
+    def _flight_log(self, place: FlightLogPlace) -> dict[str, object]:
+        if self.flight_log is None:
+            return {"error": "flight_log: the scheduler records nothing"}
+        if not place.life:
+            file = FlightLogFile(segment=0, is_checkpoint=False, num_bytes=len(self.flight_log))
+            return {"flight_log": FlightLogPart(life=1, mark=1, files=(file,))}
+        return {"flight_log": FlightLogPart(life=1, data=self.flight_log[place.offset :][:1000])}
+
     async def _admin(self, call: AdminCall) -> AdminReply:
         states = tuple(
             SequenceState(
@@ -314,8 +327,11 @@ class FakeScheduler:
         elif call.method == "explain":
             mine = tuple(state for state in states if state.request_id == call.request_id)
             return msgspec.structs.replace(reply, sequences=mine, explanation="it runs")
+        elif call.method == "flight_log":
+            return msgspec.structs.replace(reply, **self._flight_log(call.place or FlightLogPlace()))
         elif call.method in {"status", "flush"}:
-            figures = dict.fromkeys(Status.__struct_fields__, 0)
+            required = Status.__struct_fields__[: -len(Status.__struct_defaults__)]
+            figures = dict.fromkeys(required, 0)
             figures |= {"scheduler_state": self.state, "executor_state": "ready", "num_running": len(states)}
             return msgspec.structs.replace(reply, status=Status(**figures))
         return reply

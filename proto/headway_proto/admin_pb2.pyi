@@ -388,3 +388,25 @@ class ListPinnedPrefixesResponse(_message.Message):
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     prefixes: _containers.RepeatedCompositeFieldContainer[PinnedPrefix]
     def __init__(self, prefixes: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ...) -> None: ...
+
+class ReadFlightLogRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReadFlightLogResponse(_message.Message):
+    __slots__ = ("life", "segment", "is_checkpoint", "offset", "num_bytes", "num_log_bytes", "data")
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    IS_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    life: int
+    segment: int
+    is_checkpoint: bool
+    offset: int
+    num_bytes: int
+    num_log_bytes: int
+    data: bytes
+    def __init__(self, life: _Optional[int] = ..., segment: _Optional[int] = ..., is_checkpoint: _Optional[bool] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_log_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

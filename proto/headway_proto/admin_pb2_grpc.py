@@ -84,6 +84,11 @@ class AdminStub:
                 request_serializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.FromString,
                 _registered_method=True)
+        self.ReadFlightLog = channel.unary_stream(
+                '/headway.v1.Admin/ReadFlightLog',
+                request_serializer=headway__proto_dot_admin__pb2.ReadFlightLogRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.ReadFlightLogResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -157,6 +162,15 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadFlightLog(self, request, context):
+        """The flight log of the scheduler's present life as it is on disk, up to now, with the token ids of prompts and answers:
+        the files that a replay needs, one after the other, in pieces. FAILED_PRECONDITION if the scheduler records nothing;
+        ABORTED if a file went away before it was sent (the oldest does when the log is full): try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -209,6 +223,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListPinnedPrefixes,
                     request_deserializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.FromString,
                     response_serializer=headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.SerializeToString,
+            ),
+            'ReadFlightLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadFlightLog,
+                    request_deserializer=headway__proto_dot_admin__pb2.ReadFlightLogRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.ReadFlightLogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -481,6 +500,33 @@ class Admin:
             '/headway.v1.Admin/ListPinnedPrefixes',
             headway__proto_dot_admin__pb2.ListPinnedPrefixesRequest.SerializeToString,
             headway__proto_dot_admin__pb2.ListPinnedPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadFlightLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headway.v1.Admin/ReadFlightLog',
+            headway__proto_dot_admin__pb2.ReadFlightLogRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.ReadFlightLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

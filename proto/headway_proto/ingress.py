@@ -30,6 +30,8 @@ from headway_proto.sampling import SamplingParams
 
 MAX_REQUEST_TOKENS = 4_000_000
 """Prompt and output of a sequence: what a scheduler takes in one frame, with room for the rest of the message."""
+MAX_FLIGHT_LOG_PIECE_BYTES = 1 << 17
+"""Of a flight log in one answer: the scheduler reads them between two steps."""
 MAX_UNACKNOWLEDGED_FRAMES = 4096
 ACKNOWLEDGE_EVERY_FRAMES = 256
 HEARTBEAT_INTERVAL_S = 0.25
@@ -112,10 +114,26 @@ class CachePosition(msgspec.Struct, frozen=True, array_like=True):
     index: int
 
 
-class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """An operator's call. ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache.
+class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What to read of the flight log.
 
-    ``prefix`` is what to pin; for unpin its name suffices. ``position`` is where to go on reading the changes of the cache.
+    ``life`` 0: what has happened so far is to be written, and how much that is to be told. ``mark`` above 0: which files
+    there are, once so much is written. Otherwise a piece of a file, from byte ``offset`` on.
+    """
+
+    life: int = 0
+    mark: int = 0
+    segment: int = 0
+    is_checkpoint: bool = False
+    offset: int = 0
+
+
+class AdminCall(msgspec.Struct, frozen=True, array_like=True):
+    """An operator's call.
+
+    ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log.
+    ``prefix`` is what to pin; for unpin its name suffices. ``position`` is where to go on reading the changes of the cache,
+    ``place`` where to read the flight log.
     """
 
     call_id: int
@@ -123,6 +141,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     request_id: str = ""
     prefix: PrefixToPin | None = None
     position: CachePosition | None = None
+    place: FlightLogPlace | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -446,6 +465,27 @@ class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     more: bool
 
 
+class FlightLogFile(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A segment, or the checkpoint in which it begins, and its size."""
+
+    segment: int
+    is_checkpoint: bool
+    num_bytes: int
+
+
+class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What was asked for by a ``FlightLogPlace``.
+
+    ``files`` is empty while less than ``mark`` is written. ``is_gone``: the file, or the whole life, is no longer there.
+    """
+
+    life: int
+    mark: int = 0
+    files: tuple[FlightLogFile, ...] = ()
+    data: bytes = b""
+    is_gone: bool = False
+
+
 class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The answer to an ``AdminCall``: what was asked for, or ``error`` ("not found")."""
 
@@ -457,6 +497,7 @@ class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tenants: tuple[TenantPrefixUse, ...] = ()
     pinned_prefixes: tuple[PinnedPrefix, ...] = ()
     cache: CacheChanges | None = None
+    flight_log: FlightLogPart | None = None
 
 
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {

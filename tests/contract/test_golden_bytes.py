@@ -108,7 +108,15 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
     (FROM_GATEWAY, ingress.AdminCall(1, "cancel", "a")),
-    (FROM_GATEWAY, ingress.AdminCall(2, "cache", position=ingress.CachePosition(1, 5))),
+    (
+        FROM_GATEWAY,
+        ingress.AdminCall(
+            2,
+            "cache",
+            position=ingress.CachePosition(1, 5),
+            place=ingress.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
+        ),
+    ),
     (
         TO_GATEWAY,
         ingress.SchedulerHello(3, 4, 1, 100, MODEL, ingress.STATE_SERVING),
@@ -134,6 +142,13 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
                 block_size=2,
                 changes=(ingress.CacheChange(1 << 24, 1, 0, encode_column([5, 6]), "t"),),
                 more=False,
+            ),
+            flight_log=ingress.FlightLogPart(
+                life=3,
+                mark=4,
+                files=(ingress.FlightLogFile(segment=5, is_checkpoint=True, num_bytes=6),),
+                data=b"7",
+                is_gone=True,
             ),
         ),
     ),
@@ -163,6 +178,8 @@ ADDED = {
     ingress.Submit: {"traceparent": "", "has_run": False},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
+    ingress.AdminCall: {"place": None},
+    ingress.AdminReply: {"flight_log": None},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 

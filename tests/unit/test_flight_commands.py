@@ -1,14 +1,21 @@
 """The commands on flight logs: results, exit codes, pictures, traces, other policies."""
 
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
+import grpc
 import msgspec
 import pytest
 
 from flight_logs import MemoryLog, RecordedExactCore, recorder_into
 from headway.__main__ import main
+from headway.client import NotFoundError, ServerError
+from headway.flight import fetched, live
 from headway.flight.cells import Kind, StepCollector, StepRange
+from headway_proto.admin_pb2 import ExplainResponse, ReadFlightLogResponse
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.records import Turn
 from headway_scheduler.flight.replay import Divergence, Replay
@@ -164,3 +171,47 @@ def test_cells_add_up_to_the_steps(run: RecordedExactCore):
     for event in replay.run(run.log.records):
         part.note(event, replay.core)
     assert part.steps == collector.steps[10:20]
+
+
+class FakeClient:
+    """Gives the log of a directory in two pieces per file; breaks off as often as it is told to."""
+
+    def __init__(self, directory: str, num_failures: int) -> None:
+        self.directory = Path(directory)
+        self.num_failures = num_failures
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def explain(self, request_id: str) -> ExplainResponse:
+        raise NotFoundError(grpc.StatusCode.NOT_FOUND, f"{request_id} has ended")
+
+    def read_flight_log(self) -> Iterator[ReadFlightLogResponse]:
+        for path in sorted(self.directory.iterdir()):
+            data = path.read_bytes()
+            half = len(data) // 2
+            yield ReadFlightLogResponse(life=1, segment=0, data=data[:half])
+            if self.num_failures:
+                self.num_failures -= 1
+                raise ServerError(grpc.StatusCode.ABORTED, "the log went on; try again")
+            yield ReadFlightLogResponse(life=1, segment=0, offset=half, data=data[half:])
+
+
+def test_a_server_is_asked_once_more_where_its_log_went_on(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(live, "client_for", lambda arguments: FakeClient(log, num_failures=0))
+    monkeypatch.setattr(fetched, "client_for", lambda arguments: FakeClient(log, num_failures=1))
+    assert main(["explain", "server:1", "3"]) == 0
+    assert "Request 3 (tenant b, class low)" in capsys.readouterr().out
+    assert main(["timeline", "server:1", "--request", "3", "--perfetto", str(tmp_path / "t.json")]) == 0
+    assert (tmp_path / "t.json").exists()
+    monkeypatch.setattr(fetched, "client_for", lambda arguments: FakeClient(log, num_failures=2))
+    assert main(["explain", "server:1", "3"]) == 2
+    assert "server:1: ABORTED: the log went on; try again" in capsys.readouterr().err
+    assert list((tmp_path / "copies").iterdir()) == []

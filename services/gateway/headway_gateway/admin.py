@@ -4,11 +4,14 @@ Owns: the translation between admin.proto and ``AdminCall`` / ``AdminReply``.
 Must not know: how the scheduler answers them.
 """
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc
 import msgspec
 
+from headway_gateway.flight_log import flight_log_pieces
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
@@ -16,7 +19,15 @@ from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
-from headway_proto.ingress import AdminReply, PinnedPrefix, PrefixToPin, SequenceState, TenantPrefixUse
+from headway_proto.ingress import (
+    AdminReply,
+    FlightLogPart,
+    FlightLogPlace,
+    PinnedPrefix,
+    PrefixToPin,
+    SequenceState,
+    TenantPrefixUse,
+)
 
 _ANSWER_TIMEOUT_S = 5.0
 _NOT_FOUND = "not found"
@@ -30,6 +41,7 @@ class AdminServicer(api_grpc.AdminServicer):
     def __init__(self, client: SchedulerClient, prompts: PromptEncoder) -> None:
         self._client = client
         self._prompts = prompts
+        self._flight_log_turn = asyncio.Lock()
 
     async def GetStatus(self, request: api.GetStatusRequest, context: Context) -> api.GetStatusResponse:  # noqa: ARG002, N802
         """The scheduler's figures."""
@@ -104,6 +116,23 @@ class AdminServicer(api_grpc.AdminServicer):
         reply = await self._call("pins", context)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
+    async def ReadFlightLog(  # noqa: N802
+        self,
+        request: api.ReadFlightLogRequest,  # noqa: ARG002
+        context: Context,
+    ) -> AsyncIterator[api.ReadFlightLogResponse]:
+        """The flight log as it is now, in pieces. FAILED_PRECONDITION where there is none, ABORTED where it went on."""
+
+        async def ask(place: FlightLogPlace) -> FlightLogPart:
+            async with self._flight_log_turn:  # one read at a time, however many ask
+                part = (await self._call("flight_log", context, place=place)).flight_log
+            if part is None:
+                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told nothing of its flight log")
+            return part
+
+        async for piece in flight_log_pieces(ask):
+            yield piece
+
     async def _call_about(self, request_id: str, method: str, context: Context) -> AdminReply:
         if not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
             raise invalid_argument(
@@ -118,11 +147,14 @@ class AdminServicer(api_grpc.AdminServicer):
         request_id: str = "",
         *,
         prefix: PrefixToPin | None = None,
+        place: FlightLogPlace | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
         """Ask the scheduler; ``not_found`` is what to tell the caller if it knows no such thing."""
         try:
-            reply = await self._client.call_admin(method, request_id, prefix, timeout_s=_timeout_s(context))
+            reply = await self._client.call_admin(
+                method, request_id, prefix, place=place, timeout_s=_timeout_s(context)
+            )
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         if reply.error == _NOT_FOUND:

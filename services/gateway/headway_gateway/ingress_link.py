@@ -26,6 +26,7 @@ from headway_proto.ingress import (
     AdminReply,
     CachePosition,
     Finished,
+    FlightLogPlace,
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
@@ -193,10 +194,11 @@ class IngressLink:
         request_id: str = "",
         prefix: PrefixToPin | None = None,
         position: CachePosition | None = None,
+        place: FlightLogPlace | None = None,
     ) -> int:
         """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
         self._last_call_id += 1
-        call = AdminCall(self._last_call_id, method, request_id, prefix, position)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

@@ -25,6 +25,7 @@ from headway_proto.ingress import (
     STATE_WAITING_FOR_EXECUTOR,
     AdminReply,
     CachePosition,
+    FlightLogPlace,
     ModelInfo,
     PrefixToPin,
 )
@@ -136,6 +137,7 @@ class SchedulerClient:
         prefix: PrefixToPin | None = None,
         *,
         position: CachePosition | None = None,
+        place: FlightLogPlace | None = None,
         timeout_s: float,
     ) -> AdminReply:
         """Ask the scheduler one operator's question.
@@ -143,7 +145,7 @@ class SchedulerClient:
         Raises:
             SchedulerUnavailableError: no answer within ``timeout_s``.
         """
-        call_id = self._link.call_admin(method, request_id, prefix, position)
+        call_id = self._link.call_admin(method, request_id, prefix, position, place)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._admin_waiters[call_id] = waiter
         self._flush()

@@ -740,6 +740,18 @@ class Client:
         )
         return list(response.prefixes)
 
+    def read_flight_log(self) -> Iterator[admin_pb2.ReadFlightLogResponse]:
+        """The scheduler's flight log up to now, file after file, in pieces: with the token ids of prompts and answers.
+
+        Raises:
+            InvalidRequestError: it records nothing.
+            ServerError: ABORTED, a file went away before it was read; try again.
+        """
+        try:
+            yield from self._admin.ReadFlightLog(admin_pb2.ReadFlightLogRequest(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the gateway serves a model.
 
@@ -878,6 +890,14 @@ class AsyncClient:
             self._admin.ListPinnedPrefixes, admin_pb2.ListPinnedPrefixesRequest()
         )
         return list(response.prefixes)
+
+    async def read_flight_log(self) -> AsyncIterator[admin_pb2.ReadFlightLogResponse]:
+        """See ``Client``."""
+        try:
+            async for piece in self._admin.ReadFlightLog(admin_pb2.ReadFlightLogRequest(), metadata=self._metadata):
+                yield piece
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """See ``Client``."""

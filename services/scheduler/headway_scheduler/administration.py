@@ -1,4 +1,4 @@
-"""What operators can ask and order: status, the list of sequences, explanations, cancel, pause, resume, drain, pins, flush.
+"""What operators can ask and order: status, sequences, explanations, the flight log, the cache, cancel, pause, resume, drain, pins.
 
 Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
 """
@@ -18,6 +18,7 @@ from headway_proto.ingress import (
     CachePosition,
     EndCount,
     ExecutorState,
+    FlightLogPlace,
     PinnedPrefix,
     PolicyNames,
     PredictionErrorState,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 MAX_PIN_NAME_BYTES = 128
 MOST_TOKENS_IN_A_REPLY = 1 << 18
 """Of changes of the cache: beyond it the reader is told that there are more."""
+
+NO_FLIGHT_LOG = "flight_log: the scheduler records nothing; allowed: a directory (--flight-log DIRECTORY)"
 
 MAX_REMEMBERED_ENDS = 16384
 """How many ended request ids are kept, so that cancelling one twice is no error."""
@@ -81,13 +84,11 @@ class Administration:
             case "drain":
                 self._engine.drain()
                 return AdminReply(call_id=call.call_id)
-            case "flush":
-                return self._flush(call, now)
-            case "cache":
-                return self._cache_changes(call)
             case "pin" | "unpin" | "pins":
                 return self._answer_about_pins(call)
-        return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
+            case "flight_log":
+                return self._flight_log(call, now)
+        return self._answer_about_cache(call, now)
 
     def status(self, now: float) -> Status:
         """The figures of this moment."""
@@ -226,6 +227,14 @@ class Administration:
         self._engine.pause(is_paused=paused)
         return AdminReply(call_id=call.call_id)
 
+    def _answer_about_cache(self, call: AdminCall, now: float) -> AdminReply:
+        match call.method:
+            case "flush":
+                return self._flush(call, now)
+            case "cache":
+                return self._cache_changes(call)
+        return AdminReply(call_id=call.call_id, error=f"unknown method {call.method!r:.64}")
+
     def _flush(self, call: AdminCall, now: float) -> AdminReply:
         """Drop cached blocks that nobody holds; the status tells what is left."""
         if self._engine.core is None:
@@ -274,6 +283,20 @@ class Administration:
         if recorder is not None:
             recorder.pinned(prefix.name, prefix.tenant, prefix.token_ids)
         return AdminReply(call_id=call.call_id, pinned_prefixes=(_told(pinned),))
+
+    def _flight_log(self, call: AdminCall, now: float) -> AdminReply:
+        recorder, place = self._engine.recorder, call.place or FlightLogPlace()
+        if recorder is None or recorder.pieces is None:
+            return AdminReply(call_id=call.call_id, error=NO_FLIGHT_LOG)
+        pieces = recorder.pieces
+        if not place.life:
+            recorder.flush(now, None, is_final=True)  # without the core, so that no segment begins amid a beat
+            part = pieces.contents()
+        elif place.mark and place.life == pieces.life:
+            part = pieces.contents(place.mark)
+        else:
+            part = pieces.piece(place)
+        return AdminReply(call_id=call.call_id, flight_log=part)
 
 
 def _percentiles(histogram: Histogram) -> RecentPercentiles:

@@ -115,7 +115,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="directory to record every request and decision in, for headway replay, explain and timeline; it "
-            "holds the token ids of prompts and answers, readable by this user only"
+            "holds the token ids of prompts and answers, readable by this user and by callers with the role admin"
         ),
     ] = ""
     flight_log_mib: Annotated[int, Meta(description="most MiB that are kept in flight_log; the oldest go first")] = 256

@@ -25,6 +25,7 @@ from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLogWriter
+from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
@@ -161,7 +162,8 @@ def make_recorder(config: SchedulerConfig) -> FlightRecorder | None:
         log = FlightLogWriter(Path(config.flight_log), config.flight_log_mib << 20)
     except OSError as error:
         raise ValueError(f"flight_log: {config.flight_log!r:.64} cannot be used: {error.strerror}") from error
-    return FlightRecorder(log, config.limits(), importlib.metadata.version("headway"), ForkingCheckpointer(log))
+    version = importlib.metadata.version("headway")
+    return FlightRecorder(log, config.limits(), version, ForkingCheckpointer(log), LogPieces(log))
 
 
 def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:

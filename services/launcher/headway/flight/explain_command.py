@@ -7,12 +7,11 @@ Must not know: how a life is gathered or told.
 
 import argparse
 import sys
-from pathlib import Path
 
 from headway.flight.explanation import explanation
 from headway.flight.life import Follower
 from headway.flight.notable import Notables
-from headway.flight.source import Flight
+from headway.flight.source import Flight, NoFlightLogError, add_log_flags, is_address, log_on_disk
 from headway_scheduler.flight.replay import Divergence
 
 NOT_FOUND_EXIT_CODE = 1
@@ -20,7 +19,7 @@ NOT_FOUND_EXIT_CODE = 1
 
 def add_explain_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway explain``."""
-    parser.add_argument("log", metavar="LOG|HOST:PORT", help="a flight log, or where a gateway serves gRPC")
+    add_log_flags(parser)
     parser.add_argument(
         "request",
         metavar="REQUEST",
@@ -28,8 +27,6 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         help="the request's id; without it, some that are worth a look",
     )
-    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token of an operator")
-    parser.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,21 +35,22 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the log or the server cannot be used.
     """
-    if _is_address(arguments.log):
+    try:
+        with log_on_disk(arguments) as path:
+            flight = Flight(path)
+            exit_code = _explain(flight, arguments.request) if arguments.request else _list(flight)
+    except NoFlightLogError:
         from headway.flight.live import explain_live
 
         return explain_live(arguments)
-    flight = Flight(arguments.log)
-    try:
-        return _explain(flight, arguments.request) if arguments.request else _list(flight)
     except Divergence as found:
         sys.stderr.write(f"headway explain: the replay differs from the recording: {found}\n")
         return NOT_FOUND_EXIT_CODE
+    if arguments.request and is_address(arguments.log):
+        from headway.flight.live import tell_now
 
-
-def _is_address(text: str) -> bool:
-    _, colon, port = text.rpartition(":")
-    return bool(colon) and port.isdigit() and not Path(text).exists()
+        tell_now(arguments)
+    return exit_code
 
 
 def _explain(flight: Flight, request_id: str) -> int:

@@ -1,18 +1,16 @@
-"""The life of a request that a running server has: what ``Admin.Explain`` says of it.
+"""Where a request of a running server is now: what ``Admin.Explain`` says of it.
 
-Owns: the call, and what is told where there is no more than that. Must not know: flight logs.
+Owns: the call, and what is told where the server records nothing. Must not know: flight logs.
 """
 
 import argparse
 import sys
 
-from headway.client import Client, HeadwayError
-from headway.settings import ConfigurationError, bytes_of_file, token_of_file
+from headway.client import HeadwayError
+from headway.flight.fetched import client_for
+from headway.settings import ConfigurationError
 
-HINT = (
-    "For its whole life, serve with --flight-log DIRECTORY, and ask with headway explain DIRECTORY REQUEST on the "
-    "scheduler's host.\n"
-)
+HINT = "For its whole life, also when it has ended, serve with --flight-log DIRECTORY.\n"
 NOT_FOUND_EXIT_CODE = 1
 
 
@@ -23,18 +21,25 @@ def explain_live(arguments: argparse.Namespace) -> int:
         ConfigurationError: the server cannot be asked.
     """
     if not arguments.request:
-        raise ConfigurationError("REQUEST is required where a server is asked; allowed: the id of a live request")
-    client = Client(
-        arguments.log,
-        token=token_of_file(arguments.token_file, "--token-file") or None,
-        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
-    )
-    with client:
+        raise ConfigurationError(
+            "REQUEST is required where a server without a flight log is asked; allowed: the id of a live request"
+        )
+    with client_for(arguments) as client:
         try:
             answer = client.explain(arguments.request)
         except HeadwayError as error:
-            sys.stderr.write(f"headway explain: {error}\n")
+            sys.stderr.write(f"headway explain: {error}\n{HINT}")
             return NOT_FOUND_EXIT_CODE
     state = answer.request
     sys.stdout.write(f"Request {state.request_id} is {state.state}. {answer.explanation}\n{HINT}")
     return 0
+
+
+def tell_now(arguments: argparse.Namespace) -> None:
+    """Print where the request is, if it is live; its log has been told already."""
+    with client_for(arguments) as client:
+        try:
+            answer = client.explain(arguments.request)
+        except HeadwayError:  # it has ended
+            return
+    sys.stdout.write(f"\nNow it is {answer.request.state}. {answer.explanation}\n")

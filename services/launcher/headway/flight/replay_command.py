@@ -15,7 +15,7 @@ import msgspec
 
 from headway.flight.policies import compared, comparison_text, policy_cases
 from headway.flight.recording import Recording
-from headway.flight.source import Flight
+from headway.flight.source import Flight, add_log_flags, log_on_disk
 from headway.settings import ConfigurationError, shown
 from headway.simulate.cases import Case
 from headway.simulate.report import CaseResult, as_json
@@ -52,9 +52,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway replay``."""
-    parser.add_argument(
-        "log", metavar="LOG", help="directory of a flight log (its newest life), or a segment of a life"
-    )
+    add_log_flags(parser)
     parser.add_argument(
         "--policy",
         action="append",
@@ -72,7 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the log or a flag cannot be used.
     """
-    flight = Flight(arguments.log)
+    with log_on_disk(arguments) as path:
+        return _run(Flight(path), arguments)
+
+
+def _run(flight: Flight, arguments: argparse.Namespace) -> int:
     cases = policy_cases(flight.replay.limits, arguments.policy) if arguments.policy else ()
     recording = Recording() if cases else None
     result = replayed(flight, recording)

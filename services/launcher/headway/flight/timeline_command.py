@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headway.flight.cells import StepCollector, StepRange, TimelineStep
 from headway.flight.perfetto import chrome_trace
-from headway.flight.source import Flight
+from headway.flight.source import Flight, add_log_flags, log_on_disk
 from headway.settings import ConfigurationError, shown
 from headway_scheduler.flight.replay import Divergence
 
@@ -25,9 +25,7 @@ _MARGIN_STEPS = 4
 
 def add_timeline_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway timeline``."""
-    parser.add_argument(
-        "log", metavar="LOG", help="directory of a flight log (its newest life), or a segment of a life"
-    )
+    add_log_flags(parser)
     parser.add_argument("--png", metavar="FILE", default="", help="draw rows against steps; needs matplotlib")
     parser.add_argument("--perfetto", metavar="FILE", default="", help="write a Chrome trace, for ui.perfetto.dev")
     parser.add_argument(
@@ -47,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check(arguments)
     try:
-        return _run(arguments)
+        with log_on_disk(arguments) as path:
+            return _run(arguments, path)
     except Divergence as found:
         sys.stderr.write(f"headway timeline: the replay differs from the recording: {found}\n")
         return NOTHING_EXIT_CODE
@@ -65,11 +64,11 @@ def _check(arguments: argparse.Namespace) -> None:
             )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, path: str) -> int:
     wanted = StepRange.parse(arguments.steps) if arguments.steps else _ALL_STEPS
     if arguments.request:
-        wanted = _steps_of(arguments.log, arguments.request)
-    flight = Flight(arguments.log)
+        wanted = _steps_of(path, arguments.request)
+    flight = Flight(path)
     collector = StepCollector(wanted)
     for event in flight.events("timeline"):
         collector.note(event, flight.replay.core)

@@ -62,6 +62,16 @@ class SegmentPaths(NamedTuple):
             path.unlink(missing_ok=True)
 
 
+class Written(NamedTuple):
+    """How far a log is written: always up to the end of a frame."""
+
+    num_items: int
+    """Of those that were queued, batches and rotations."""
+    segment: int
+    num_bytes: int
+    """Of that segment."""
+
+
 def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
     """The files of a segment of a life."""
     stem = f"{life:06d}-{segment:06d}"
@@ -90,7 +100,7 @@ class FlightLogWriter:
             OSError: the directory cannot be made or written.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory = directory
+        self.directory = directory
         self._max_bytes = max_bytes
         self._segment_bytes = max(max_bytes // _SEGMENTS_PER_LOG, _LEAST_SEGMENT_BYTES)
         self.life = max((life for life, _ in segments_in(directory)), default=0) + 1
@@ -100,6 +110,10 @@ class FlightLogWriter:
         """Why nothing is written any more; empty while all is well."""
         self._segment_size = 0
         self._num_batches = 0
+        self.num_queued = 0
+        """Items, since the beginning."""
+        self.written = Written(0, 0, len(SEGMENT_MAGIC))
+        """Replaced as a whole, so that any thread may look."""
         self._file = _create(paths_of(directory, self.life, 0).segment)
         # Bounded, or a disk that cannot take it would fill the memory instead.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
@@ -124,7 +138,7 @@ class FlightLogWriter:
         """Let what is appended from now on go into the next segment; return its files."""
         self.segment += 1
         self._segment_size = 0
-        paths = paths_of(self._directory, self.life, self.segment)
+        paths = paths_of(self.directory, self.life, self.segment)
         self._put(paths)
         return paths
 
@@ -145,6 +159,8 @@ class FlightLogWriter:
             self._queue.put_nowait(item)
         except queue.Full:
             self.failure = "the disk is too slow for it"
+        else:
+            self.num_queued += 1
 
     def _run(self) -> None:
         try:
@@ -165,23 +181,26 @@ class FlightLogWriter:
         os.fsync(self._file)
         os.close(self._file)
         self._file = _create(paths.segment)
+        self.written = Written(self.written.num_items + 1, self.written.segment + 1, len(SEGMENT_MAGIC))
         self._keep_within_bound()
 
     def _write(self, batch: bytes) -> None:
         view = memoryview(framed(batch))
-        self._segment_size += len(view)
+        num_bytes = len(view)
+        self._segment_size += num_bytes
         self._num_batches += 1
         if self._num_batches % _BATCHES_PER_LOOK == 0:
             self._keep_within_bound()  # the checkpoint that lets the oldest go may be there now
         while view:
             view = view[os.write(self._file, view) :]
+        self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
 
     def _keep_within_bound(self) -> None:
         """Delete the oldest segments, as long as there is a later one that can be replayed without them."""
-        keys = segments_in(self._directory)
-        paths = [paths_of(self._directory, *key) for key in keys]
+        keys = segments_in(self.directory)
+        paths = [paths_of(self.directory, *key) for key in keys]
         sizes = [files.num_bytes for files in paths]
-        starts = [key for key in keys if _is_start(self._directory, *key)]
+        starts = [key for key in keys if is_start(self.directory, *key)]
         total = sum(sizes)
         # The segment that begins now will be as large as allowed, and its checkpoint about as large as any.
         largest = max(files.checkpoint.stat().st_size if files.checkpoint.exists() else 0 for files in paths)
@@ -192,7 +211,7 @@ class FlightLogWriter:
                 if total > self._max_bytes:
                     self.stop(f"it holds {total} bytes, and no checkpoint allows deleting the oldest")
                 return
-            paths_of(self._directory, *key).remove()
+            paths_of(self.directory, *key).remove()
             total -= size
 
 
@@ -220,7 +239,7 @@ def segments_in(directory: Path) -> list[tuple[int, int]]:
     return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
 
-def _is_start(directory: Path, life: int, segment: int) -> bool:
+def is_start(directory: Path, life: int, segment: int) -> bool:
     """Whether a replay can begin with this segment."""
     return segment == 0 or paths_of(directory, life, segment).checkpoint.exists()
 
@@ -246,7 +265,7 @@ class FlightLog:
         """
         directory, life = _place_of(path)
         segments = [segment for found, segment in segments_in(directory) if found == life]
-        starts = [segment for segment in segments if _is_start(directory, life, segment)]
+        starts = [segment for segment in segments if is_start(directory, life, segment)]
         if not starts:
             raise FlightLogError(f"{path}: no segment that a replay can begin with")
         wanted = range(starts[0], segments[-1] + 1)

@@ -17,6 +17,7 @@ from headway_scheduler.core.events import FinishedEvent
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.records import (
     LOG_VERSION,
     Aborted,
@@ -76,12 +77,19 @@ class FlightRecorder:
     """Told in the order of the calls. Times in seconds, monotonic."""
 
     def __init__(
-        self, log: Log, limits: SchedulerLimits, headway_version: str, checkpointer: Checkpointer | None = None
+        self,
+        log: Log,
+        limits: SchedulerLimits,
+        headway_version: str,
+        checkpointer: Checkpointer | None = None,
+        pieces: LogPieces | None = None,
     ) -> None:
         self._log = log
         self._limits = limits
         self._headway_version = headway_version
         self._checkpointer = checkpointer
+        self.pieces = pieces
+        """The log's files, for those who want a copy; None where it has none."""
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: list[Record | _Sent | _Taken] = []
         self._num_flushed = 0
