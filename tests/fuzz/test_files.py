@@ -246,6 +246,7 @@ def test_a_chat_template(parts: list[str], messages: list[tuple[str, str]]) -> N
 @example(lines=[b"[" * 100_000])
 @example(lines=[b'{"prompt": ' + b'{"a":' * 100_000])
 @example(lines=[b'{"prompt": "\\ud800"}'])
+@example(lines=[b'{"\\n":'])
 @example(lines=[b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"])
 def test_prompts_of_a_file(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
     path = shared(tmp_path_factory, "prompts") / "p.jsonl"

@@ -17,7 +17,7 @@ import msgspec
 from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
 from headway.connection import add_connection_flags, client_of
 from headway.reporting import Screen, table
-from headway.settings import ConfigurationError, bytes_of_file, shown
+from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway.streaming import Job, answer, answer_all
 
 INTERRUPTED_EXIT_CODE = 130
@@ -158,7 +158,7 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
     try:
         return msgspec.json.decode(line, type=JobLine)
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ConfigurationError(f"--file: line {number} of {shown(file)}: {error}") from None
+        raise ConfigurationError(f"--file: line {number} of {shown(file)}: {one_line(error)}") from None
 
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:

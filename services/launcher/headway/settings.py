@@ -135,6 +135,11 @@ def shown(value: object) -> str:
     return repr(cut)
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, in one line: a decoder's may quote what it found, line ends and all."""
+    return " ".join(str(error).split())
+
+
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:
     """Return what is in a file that a setting names, or None where it names none.
 

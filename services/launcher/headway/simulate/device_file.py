@@ -5,7 +5,7 @@ Owns: what such a file holds, and reading it. Must not know: where its figures a
 
 import msgspec
 
-from headway.settings import ConfigurationError, bytes_of_file, shown
+from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway.simulate.hardware import Accelerator
 from headway.simulate.model_shapes import ModelShape
 
@@ -26,4 +26,4 @@ def read_device(path: str) -> DescribedDevice:
     try:
         return msgspec.json.decode(bytes_of_file(path, "--hardware-file") or b"", type=DescribedDevice)
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ConfigurationError(f"--hardware-file: {shown(path)}: {error}") from None
+        raise ConfigurationError(f"--hardware-file: {shown(path)}: {one_line(error)}") from None

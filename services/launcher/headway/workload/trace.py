@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway.settings import ConfigurationError, bytes_of_file, shown
+from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway.workload.requests import (
     MOST_OBJECTIVE_MS,
     NO_OBJECTIVES,
@@ -87,7 +87,7 @@ def _lines(path: str) -> Iterator[TraceLine]:
         try:
             line = msgspec.json.decode(text, type=TraceLine)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise ConfigurationError(f"--trace: line {number} of {shown(path)}: {error}") from None
+            raise ConfigurationError(f"--trace: line {number} of {shown(path)}: {one_line(error)}") from None
         if line.prefix_tokens > line.prompt_tokens:
             raise ConfigurationError(
                 f"--trace: line {number} of {shown(path)}: prefix_tokens {line.prefix_tokens} is not allowed; "
