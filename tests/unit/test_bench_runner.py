@@ -25,10 +25,10 @@ class FakeTarget:
         self.sent = []
 
     async def open(self):
-        raise NotImplementedError
+        raise AssertionError("whoever sends a share neither opens nor closes the target")
 
     async def close(self):
-        raise NotImplementedError
+        raise AssertionError("whoever sends a share neither opens nor closes the target")
 
     def prepare(self, request):
         return request

@@ -135,9 +135,9 @@ def shown(value: object) -> str:
     return repr(cut)
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, in one line: a decoder's may quote what it found, line ends and all."""
-    return " ".join(str(error).split())
+def one_line(told: object) -> str:
+    """What an error or a server says, in one line: a decoder's words may quote what it found, line ends and all."""
+    return " ".join(str(told).split())
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:

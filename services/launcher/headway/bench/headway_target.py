@@ -15,7 +15,7 @@ import grpc.aio
 from headway.bench.records import CUT_SHORT, Answer, RequestFailed, ServerTimings
 from headway.bench.target import TargetError, TargetInfo
 from headway.client import Endpoint
-from headway.workload.requests import PRIORITIES, PlannedRequest, PromptSource
+from headway.workload.requests import PRIORITY_NAMES, PlannedRequest, PromptSource
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 
@@ -23,7 +23,7 @@ _GENERATE = "/headway.v1.Generation/Generate"
 _OPEN_TIMEOUT_S = 10.0
 # Without it all channels to one address are one connection.
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
-_PRIORITIES = {number: f"PRIORITY_{name.upper()}" for name, number in PRIORITIES.items()}
+_PRIORITIES = {number: f"PRIORITY_{name.upper()}" for number, name in PRIORITY_NAMES.items()}
 _GOOD_ENDS = frozenset({api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH})
 
 

@@ -30,7 +30,7 @@ from headway.bench.records import RequestRecord, ServerTimings
 from headway.bench.share import ShareResult
 from headway.workload.load import Load
 from headway.workload.percentiles import Percentiles, percentiles, ratio
-from headway.workload.requests import PRIORITIES, PlannedRequest
+from headway.workload.requests import PRIORITY_NAMES, PlannedRequest
 
 REACHED_SHARE = 0.95
 """Of the rate at which requests arrive: below it, they are not answered as fast as they come."""
@@ -38,7 +38,6 @@ REACHED_SHARE = 0.95
 _LEAST_FOR_A_RATE = 40
 _EDGE = 0.05
 _TWO_SIGMA = 2.0
-_PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +202,7 @@ class Measurement:
         return RequestFigures(
             number=record.number,
             tenant=request.tenant,
-            priority=_PRIORITY_NAMES[request.priority],
+            priority=PRIORITY_NAMES[request.priority],
             status=record.status,
             error=record.error,
             num_prompt_tokens=record.num_prompt_tokens,
@@ -253,7 +252,7 @@ class Measurement:
         groups: dict[int, list[RequestRecord]] = {}
         for record in self._measured:
             groups.setdefault(self._of(record).priority, []).append(record)
-        return {_PRIORITY_NAMES[priority]: self._group(groups[priority], window_s) for priority in sorted(groups)}
+        return {PRIORITY_NAMES[priority]: self._group(groups[priority], window_s) for priority in sorted(groups)}
 
     def _group(self, records: Sequence[RequestRecord], window_s: float) -> GroupTotals:
         ok = [record for record in records if record.is_ok]

@@ -21,6 +21,7 @@ from headway.bench.event_stream import EventStreamParser
 from headway.bench.records import CUT_SHORT, DISCONNECTED, MALFORMED, Answer, RequestFailed
 from headway.bench.target import UNKNOWN_CONTEXT, TargetError, TargetInfo
 from headway.bench.words import WordSource
+from headway.settings import one_line
 from headway.workload.requests import PlannedRequest
 from headway_proto.ingress import PRIORITY_NORMAL
 
@@ -195,7 +196,7 @@ class OpenAITarget:
                 body = await response.read()
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise TargetError(" ".join((str(error) or type(error).__name__).split())) from None
+            raise TargetError(one_line(str(error) or type(error).__name__)) from None
         models: list[_Model] = []
         with contextlib.suppress(msgspec.DecodeError, UnicodeError):
             models = msgspec.json.decode(body, type=_Models).data

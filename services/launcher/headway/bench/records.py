@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from headway.settings import one_line
+
 OK = "OK"
 TIMEOUT = "TIMEOUT"
 DISCONNECTED = "DISCONNECTED"
@@ -57,7 +59,7 @@ class RequestFailed(Exception):  # noqa: N818  # it names what happened
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.message = " ".join(message.split())
+        self.message = one_line(message)
 
 
 class Answer:

@@ -11,6 +11,7 @@ import msgspec
 from headway.doctor.expectation import BATCHES, CONTEXT_TOKENS, StepDevice, expected_step
 from headway.doctor.findings import DeviceFinding, Figure, Findings, KernelFinding
 from headway.doctor.host import describe_host, installed_packages
+from headway.settings import one_line
 from headway.simulate.model_shapes import ModelShape
 from headway_executor.backend_report import backend_reports
 
@@ -37,7 +38,7 @@ def examine() -> Findings:
         report = examine_host()
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
         torch = next(package for package in packages if package.name == "torch")
-        said = " ".join(str(error).split())
+        said = one_line(error)
         problem = f"cannot be used: {said:.160}" if torch.version else f"not installed: {torch.install}"
         return Findings(
             host=host,
@@ -96,7 +97,7 @@ def with_measurements(findings: Findings, model: Model, say: Say) -> Findings:
         try:
             found, device = measure(findings, model, say)
         except (RuntimeError, MemoryError) as error:
-            problems.append(" ".join(str(error).split())[:160])
+            problems.append(one_line(error)[:160])
             continue
         figures += found
         devices.append(device)

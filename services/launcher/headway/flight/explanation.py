@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from headway.flight.life import FlightStep, Life, Wait, few_names
-from headway.workload.requests import PRIORITIES
+from headway.workload.requests import PRIORITY_NAMES
 
-_CLASSES = {priority: name for name, priority in PRIORITIES.items()}
 _STANDS_OUT = 2.5
 """A gap is told if it is so many times the median,"""
 _MOST_GAPS = 5
@@ -42,7 +41,7 @@ def _lines(life: Life, first_s: float) -> Iterator[str]:
         yield f"{name} ({who}{life.num_prompt_tokens} tokens) was {life.end}, {life.arrival_s - first_s:.3f} s into it."
         return
     what = f"{life.num_prompt_tokens} prompt tokens, up to {life.max_tokens} of output"
-    yield f"{name} ({who}class {_CLASSES.get(life.priority, life.priority)}): {what}."
+    yield f"{name} ({who}class {PRIORITY_NAMES.get(life.priority, life.priority)}): {what}."
     yield ""
     yield _at(
         life, life.arrival_s, f"It arrived, {life.arrival_s - first_s:.3f} s into the recording. {_company(life)}"

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from headway.simulate.device import StepRecord
 from headway.workload.percentiles import Percentiles, percentiles, ratio, rounded
-from headway.workload.requests import PRIORITIES, PlannedRequest
+from headway.workload.requests import PRIORITY_NAMES, PlannedRequest
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.events import FinishedEvent
 
 _NEVER = float("nan")
-_PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +160,7 @@ class Measurement:
         return RequestFigures(
             number=number,
             tenant=request.tenant,
-            priority=_PRIORITY_NAMES[request.priority],
+            priority=PRIORITY_NAMES[request.priority],
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=event.num_output_tokens,
             num_preemptions=event.num_preemptions,
@@ -240,7 +239,7 @@ class Measurement:
         for number in measured:
             numbers_of.setdefault(self._requests[number].priority, []).append(number)
         return {
-            _PRIORITY_NAMES[priority]: self._group(numbers_of[priority], window_s) for priority in sorted(numbers_of)
+            PRIORITY_NAMES[priority]: self._group(numbers_of[priority], window_s) for priority in sorted(numbers_of)
         }
 
     def _group(self, numbers: list[int], window_s: float) -> GroupTotals:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import grpc
 
 from headway.client import AsyncClient, HeadwayError
+from headway.settings import one_line
 from headway.top.controls import Order, OrderKind
 from headway.top.history import Look
 
@@ -81,7 +82,7 @@ async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
 
 
 def _in_words(error: HeadwayError) -> str:
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     if error.code is grpc.StatusCode.PERMISSION_DENIED:
         return f"the token needs the role admin ({reason})"
     if error.code is grpc.StatusCode.UNAUTHENTICATED:

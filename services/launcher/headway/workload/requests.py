@@ -22,6 +22,7 @@ PRIORITIES = {
     "normal": PRIORITY_NORMAL,
     "low": PRIORITY_LOW,
 }
+PRIORITY_NAMES = {priority: name for name, priority in PRIORITIES.items()}
 NO_PREFIX = -1
 TENANT_NOTATION = "NAME=SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]"
 MOST_OBJECTIVE_MS = 1 << 30
