@@ -6,7 +6,7 @@ Must not know: transformers, so that a process which only runs kernels starts qu
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from headway_executor.kv_pool import KvPool
 from headway_executor.models.compiled import CompiledModel, load_compiled
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
-from headway_executor.models.forward import ForwardPass, StepRows
+from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, Decoder, PackedLinear, Team, WeightForm
@@ -82,12 +82,19 @@ class Sequences:
         numbers, num_computed, num_new = np.array(
             [(span.row, span.num_computed, span.num_new) for span in spans], dtype=np.int64
         ).T.copy()
-        return StepRows(numbers, num_new, num_computed, self.tables[numbers], np.arange(len(spans)))
+        return StepRows(numbers, num_new, num_computed, self.tables[numbers], last_tokens(num_new))
 
     def last_logits(self, forward: ForwardPass, spans: Sequence[Span]) -> Tensor:
         """Run a step; logits of the last token of each span."""
         with torch.inference_mode():
             return forward.run(self.step_rows(spans), torch.from_numpy(self.token_ids))
+
+    def logits_of_all_tokens(self, forward: ForwardPass, spans: Sequence[Span]) -> Tensor:
+        """Run a step; logits of every token, span after span."""
+        rows = self.step_rows(spans)
+        rows = replace(rows, wanted=np.arange(int(rows.num_new.sum())))
+        with torch.inference_mode():
+            return forward.run(rows, torch.from_numpy(self.token_ids))
 
     def all_logits(self, decoder: Decoder, pool: KvPool, spans: Sequence[Span]) -> list[Tensor]:
         """Run a step; for each span the logits of all its tokens."""

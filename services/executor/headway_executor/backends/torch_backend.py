@@ -26,7 +26,7 @@ from headway_executor.model_settings import check_options, check_quantization, d
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.forward import ForwardPass, StepRows
+from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import Sampler
@@ -128,7 +128,7 @@ class _OpenModel:
         for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
             if new:
                 first = np.zeros(1, dtype=np.int64)
-                rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first)
+                rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
                 self.forward.run(rows, self._token_ids)
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -148,7 +148,7 @@ class _OpenModel:
             num_new=batch.num_scheduled_tokens.astype(np.int64),
             num_computed=batch.num_computed_tokens.astype(np.int64),
             tables=batch.block_table[batch.rows],
-            sampled=sampling,
+            wanted=last_tokens(batch.num_scheduled_tokens.astype(np.int64))[sampling],
         )
         logits = self.forward.run(rows, self._token_ids)
         if len(sampling):

@@ -58,7 +58,7 @@ class CompiledModel:
             num_tokens=rows.num_new,
             first_positions=rows.num_computed,
             tables=rows.tables,
-            sampled=rows.last_tokens(),
+            sampled=rows.wanted,
             pool=self.pool.layers,
         )
 

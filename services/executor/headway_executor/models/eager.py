@@ -6,6 +6,7 @@ Must not know: files, or how the decoder computes.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.kv_pool import KvPool
@@ -35,14 +36,20 @@ class EagerModel:
         block_size = self.pool.block_size
         slots = ordered.tables[token_rows, positions // block_size].astype(np.int64) * block_size
         slots += positions % block_size
-        last = np.empty_like(ordered.starts)
-        last[ordered.order] = ordered.starts + ordered.num_new - 1
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
         plan = AttentionPlan(self._shape, self.pool, ordered, slots)
-        sampled = torch.from_numpy(last[rows.sampled]).to(device)
-        return self._decoder.forward(token_ids[store_rows, store_positions], store_positions, plan, sampled)
+        wanted = torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
+        return self._decoder.forward(token_ids[store_rows, store_positions], store_positions, plan, wanted)
+
+
+def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
+    """For every token of ``rows``, row after row, where it stands among those of ``ordered``: shape ``[tokens]``."""
+    starts = np.empty_like(ordered.starts)
+    starts[ordered.order] = ordered.starts
+    places, positions = rows.token_places()
+    return starts[places] + positions - rows.num_computed[places]
 
 
 def load_eager(

@@ -24,19 +24,15 @@ class StepRows:
     """The rows of one step, ``n`` of them.
 
     Row i runs ``num_new[i]`` tokens, the first at position ``num_computed[i]``; ``numbers[i]`` is its row in the store of
-    token ids. ``tables`` int32, shape ``[n, blocks]``; the others int64, shape ``[n]``. ``sampled`` int64, shape ``[m]``,
-    ascending: the rows, as places in ``numbers``, whose last token's logits are asked for.
+    token ids. ``tables`` int32, shape ``[n, blocks]``; the others int64, shape ``[n]``. ``wanted`` int64, shape ``[m]``,
+    ascending: the tokens whose logits are asked for, by where they stand when all rows' tokens stand row after row.
     """
 
     numbers: Int64Array
     num_new: Int64Array
     num_computed: Int64Array
     tables: Int32Array
-    sampled: Int64Array
-
-    def last_tokens(self) -> Int64Array:
-        """Where the last token of each sampled row stands when all rows' tokens stand row after row."""
-        return (np.cumsum(self.num_new) - 1)[self.sampled]
+    wanted: Int64Array
 
     def token_places(self) -> tuple[Int64Array, Int64Array]:
         """For every token, row after row: its row's place, and its position in the sequence; each ``[tokens]``."""
@@ -45,13 +41,18 @@ class StepRows:
         return places, np.arange(len(places)) + first[places]
 
 
+def last_tokens(num_new: Int64Array) -> Int64Array:
+    """Where the last token of each row stands when all rows' tokens, ``num_new`` of each, stand row after row."""
+    return np.cumsum(num_new) - 1
+
+
 class ForwardPass(Protocol):
     """A loaded model with its pool of keys and values."""
 
     pool: KvPool
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
-        """Logits of the last token of each sampled row: floating, shape ``[m, vocab]``.
+        """Logits of the wanted tokens: floating, shape ``[m, vocab]``.
 
         ``token_ids`` int32, shape ``[max rows, max length]``: every row's tokens. Keys and values of all tokens of the
         step are stored on the way.
