@@ -428,10 +428,15 @@ class Specification:
             return False
         steps = [[r for row in reversed(self.tokens) for r in self.running if r.row == row and self._is_planned(r)]]
         for step in reversed(self.in_flight):
-            steps.append([r for r, stay, _, computed, _ in reversed(step.ran) if stay == r.stay and self._is_chunk(r, computed)])
+            steps.append(
+                [r for r, stay, _, computed, _ in reversed(step.ran) if stay == r.stay and self._is_chunk(r, computed)]
+            )
         newest = list(dict.fromkeys(r for ran in steps for r in ran))[:8]
         return any(
-            r is not request and r.scope == request.scope and r.prompt_end // size * size >= end and r.tokens[:end] == request.tokens[:end]
+            r is not request
+            and r.scope == request.scope
+            and r.prompt_end // size * size >= end
+            and r.tokens[:end] == request.tokens[:end]
             for r in newest
         )
 

@@ -48,7 +48,9 @@ def bottleneck_of(core: Scheduler, request: Request) -> Bottleneck:
     if not core.is_admitting:
         return Bottleneck(Reason.BATCH, f"batching is {core.limits.batching}, and the batch that runs has to end first")
     if core.waits_for_prefix(request):
-        return Bottleneck(Reason.PREFIX, "another request is computing the beginning of its prompt, which it will share")
+        return Bottleneck(
+            Reason.PREFIX, "another request is computing the beginning of its prompt, which it will share"
+        )
     needed, free = core.blocks_for_start(request)
     if needed > free:
         tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"

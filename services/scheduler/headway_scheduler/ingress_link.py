@@ -119,7 +119,9 @@ class GatewayLink:
         self._finished += finished
         for prompt in prompt_logprobs:
             self._prompt_logprobs.append(prompt)
-            self._num_held += prompt.values.num_positions * (1 + prompt.values.num_alternatives) + _TOKENS_WORTH_OF_A_PART
+            self._num_held += (
+                prompt.values.num_positions * (1 + prompt.values.num_alternatives) + _TOKENS_WORTH_OF_A_PART
+            )
 
     @property
     def is_overfull(self) -> bool:

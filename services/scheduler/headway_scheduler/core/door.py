@@ -47,7 +47,9 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
             f"blocks of {capacity.block_size})",
         )
     if new.sampling.prompt_logprobs != NO_LOGPROBS and not capacity.supports_prompt_logprobs:
-        raise RequestRejected("invalid", "prompt_logprobs", "the executor's backend does not report them; allowed: unset")
+        raise RequestRejected(
+            "invalid", "prompt_logprobs", "the executor's backend does not report them; allowed: unset"
+        )
     if not 0 <= new.num_prompt_logprobs < new.num_prompt_tokens:
         raise RequestRejected(
             "invalid", "num_prompt_logprobs", f"{new.num_prompt_logprobs} of {new.num_prompt_tokens} prompt tokens"

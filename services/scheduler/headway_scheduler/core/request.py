@@ -157,11 +157,10 @@ class Request:
         self.lost_work = 0, WasteReason.RECOMPUTE
         self.num_predicted_tokens: int | None = None
         """The output expected of it when it first ran, where outputs are predicted."""
+        # Prompt tokens, from the second on, whose log probabilities have been told, where it wants them.
         self.num_prompt_logprobs = new.num_prompt_logprobs
-        """Prompt tokens, from the second on, whose log probabilities have been told, where it wants them."""
+        # Leading blocks of its table that the prefix cache knows, and the prefix-cache node of the last of them.
         self.num_cached_blocks = 0
-        """Leading blocks of its table that the prefix cache knows."""
-        # The prefix-cache node of the last of them.
         self.cache_node = 0
 
     @property

@@ -1299,9 +1299,14 @@ class Scheduler:
         for row, values in ((entry.row, entry.values) for entry in reported):
             chunk = chunks.pop(row, None)
             if chunk is None:
-                raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}, which ran none of it")
+                raise StateMismatch(
+                    f"log probabilities of row {row}'s prompt in step {step.step}, which ran none of it"
+                )
             problem = values.problem()
-            if problem is None and (values.first_position, values.end) != (chunk.start + 1, chunk.end_of_prompt_logprobs):
+            if problem is None and (values.first_position, values.end) != (
+                chunk.start + 1,
+                chunk.end_of_prompt_logprobs,
+            ):
                 problem = f"positions {values.first_position} to {values.end - 1} follow from no tokens of it"
             if problem is not None:
                 raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}: {problem}")
