@@ -82,7 +82,6 @@ def run_ahead(
     token_ids: Tensor,
     chunks: Sequence[PromptChunk],
     *,
-    most_logits_bytes: int = MOST_LOGITS_BYTES,
     vocab_size: int,
 ) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
     """Run the tokens of ``chunks``; return what is left of the step, and the reports, rows ascending.
@@ -91,7 +90,7 @@ def run_ahead(
     ``ForwardPass.run``.
     """
     parts: dict[int, list[PromptLogprobColumns]] = {}
-    for piece in _pieces(chunks, max(1, most_logits_bytes // (4 * vocab_size))):
+    for piece in _pieces(chunks, max(1, MOST_LOGITS_BYTES // (4 * vocab_size))):
         for chunk, values in zip(piece, _run(forward, rows, token_ids, piece), strict=True):
             parts.setdefault(chunk.row, []).append(values)
     ahead = np.zeros_like(rows.num_new)
