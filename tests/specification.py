@@ -426,12 +426,14 @@ class Specification:
         end = -(-(start + limits.prefix_wait_tokens) // size) * size
         if request.host_blocks or end > self._most_cached(request) // size * size:
             return False
-        steps = [[r for row in reversed(self.tokens) for r in self.running if r.row == row and self._is_planned(r)]]
-        for step in reversed(self.in_flight):
-            steps.append(
-                [r for r, stay, _, computed, _ in reversed(step.ran) if stay == r.stay and self._is_chunk(r, computed)]
-            )
-        newest = list(dict.fromkeys(r for ran in steps for r in ran))[:8]
+        planned = [r for row in reversed(self.tokens) for r in self.running if r.row == row and self._is_planned(r)]
+        in_flight = [
+            r
+            for step in reversed(self.in_flight)
+            for r, stay, _, computed, _ in reversed(step.ran)
+            if stay == r.stay and self._is_chunk(r, computed)
+        ]
+        newest = list(dict.fromkeys(planned + in_flight))[:8]
         return any(
             r is not request
             and r.scope == request.scope

@@ -225,6 +225,6 @@ async def test_a_backend_without_them_is_not_asked(tmp_path: Path) -> None:
     with running(tmp_path, DEMO, WithoutReports(), SIMULATED, SchedulerLimits()) as server:
         async with AsyncClient(server.address) as client:
             await client.wait_ready(20)
-            with pytest.raises(InvalidRequestError, match="sampling.prompt_logprobs: the backend simulated does not"):
+            with pytest.raises(InvalidRequestError, match=r"sampling.prompt_logprobs: the backend simulated does not"):
                 await client.generate([1, 2], prompt_logprobs=0).result()
             assert len((await client.generate([1, 2], max_tokens=2, echo=True).result()).token_ids) == 2
