@@ -94,7 +94,7 @@ class AnswerWriter:
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
         """Without a stream, outputs go out together and in order: callers take the first to come for the first."""
-        if complete.index not in self._knows_prompt:
+        if complete.index not in self._knows_prompt and (complete.index == 0 or not self._streams):
             self._tell_prompt(complete.index, complete.input_logprobs)
         if self._streams:
             await self._answers.write(vllm.GenerateResponse(complete=complete))
