@@ -40,7 +40,7 @@ that a second one leaves few to be tried.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -1001,28 +1001,30 @@ class Scheduler:
         end = -(-(start + self.limits.prefix_wait_tokens) // size) * size
         if request.num_swapped_tokens or end > self._most_cached_blocks(request, len(request.token_ids)) * size:
             return False
-        wanted = request.token_ids[:end]
+        last_token, token_at = int(request.token_ids[end - 1]), rows.token_ids.item
         for other in self._newest_prompts(planned):
-            if other is request or other.num_admitted_tokens // size * size < end:
+            # Most that differ do so in any place: one is looked at before all of them.
+            if token_at(other.row, end - 1) != last_token or other is request:
                 continue
-            found = rows.token_ids[other.row, :end]
-            # Most that differ do so in any place: the last one is looked at before all of them.
-            if found[-1] != wanted[-1] or (self._caches_by_tenant and other.new.tenant != request.new.tenant):
+            if other.num_admitted_tokens // size * size < end:
                 continue
-            if np.array_equal(found, wanted):
+            if self._caches_by_tenant and other.new.tenant != request.new.tenant:
+                continue
+            if np.array_equal(rows.token_ids[other.row, :end], request.token_ids[:end]):
                 return True
         return False
 
-    def _newest_prompts(self, planned: list[PrefillChunk]) -> list[Request]:
+    def _newest_prompts(self, planned: list[PrefillChunk]) -> Iterator[Request]:
         """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
-        found: list[Request] = []
+        seen: set[int] = set()
         for chunks in (planned, *(step.chunks for step in reversed(self._in_flight))):
             for chunk in reversed(chunks):
-                if chunk.holds_blocks and chunk.request not in found:
-                    found.append(chunk.request)
-                    if len(found) == NUM_COMPARED_PREFIXES:
-                        return found
-        return found
+                if chunk.row in seen or not chunk.holds_blocks:
+                    continue
+                seen.add(chunk.row)
+                yield chunk.request
+                if len(seen) == NUM_COMPARED_PREFIXES:
+                    return
 
     def _note_admission(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
         """A request has a row; its tokens from ``start`` on are to be computed."""
