@@ -6,8 +6,8 @@ Must not know: how a forward pass computes, sampling, or where a step comes from
 The tokens from which they follow run **ahead of the step**, in passes of their own with the logits of every token; what is
 left of the rows (at most the last token of a prompt, and output behind it) stays with the step. So a step costs one pass
 more where somebody wants them, and nothing else of it changes. A pass takes as many tokens as have ``MOST_LOGITS_BYTES`` of
-logits: 128 tokens of a vocabulary of 128k, whatever the step's size. Beside the logits there are their log probabilities,
-as large.
+logits: 128 tokens of a vocabulary of 128k, whatever the step's size. Beside them there is once as much for a moment, their
+exponentials.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,12 +99,6 @@ def run_ahead(
     return _without(rows, ahead), tuple(RowPromptLogprobs(row, _joined(columns)) for row, columns in parts.items())
 
 
-def alternatives_of(distribution: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The ``most`` largest of each row of ``[n, vocab]``, or all there are: values and indices, best first."""
-    best = distribution.topk(min(most, distribution.shape[-1]), dim=-1)
-    return best.values, best.indices
-
-
 def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[PromptChunk]]:
     """The chunks in order, cut into pieces of at most ``most_tokens`` tokens in all."""
     piece: list[PromptChunk] = []
@@ -139,15 +133,17 @@ def _run(
         ),
         token_ids,
     )
-    distribution = logits.float().log_softmax(-1)
+    logits = logits.float()
+    normalisers = logits.logsumexp(-1, keepdim=True)
     most = max(chunk.num_alternatives for chunk in piece)
-    top_values, top_ids = (part.cpu().numpy() for part in alternatives_of(distribution, most))
+    best = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    top_ids, top_values = best.indices.cpu().numpy(), (best.values - normalisers).cpu().numpy()
     for chunk, end in zip(piece, ends.tolist(), strict=True):
         own = slice(end - (chunk.end - chunk.start), end)
         targets = token_ids[chunk.row, chunk.start + 1 : chunk.end + 1].long()
         yield PromptLogprobColumns(
             chunk.start + 1,
-            encode_floats(distribution[own].gather(1, targets[:, None]).squeeze(1).cpu().numpy()),
+            encode_floats((logits[own].gather(1, targets[:, None]) - normalisers[own]).squeeze(1).cpu().numpy()),
             encode_column(top_ids[own, : chunk.num_alternatives]),
             encode_floats(top_values[own, : chunk.num_alternatives]),
         )
