@@ -70,6 +70,9 @@ class SpecRequest:
     """1: it has been told to be at risk, 2: to be too late."""
     sampled_ahead: int = 0
     """Tokens that steps in flight will bring to this stay."""
+    wants_prompt_logprobs: bool = False
+    told: int = 0
+    """Prompt tokens, from the second on, whose log probabilities are known."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -320,6 +323,8 @@ class Specification:
             scope=new.tenant if self.limits.prefix_cache_scope == "tenant" else "",
         )
         request.objective_s = objective_ms / 1e3
+        request.wants_prompt_logprobs = new.sampling.prompt_logprobs >= 0
+        request.told = new.num_prompt_logprobs
         if self.predicts:
             request.curve = self.lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self.arrivals += 1
@@ -406,7 +411,39 @@ class Specification:
     def _find_cached(self, request: SpecRequest) -> tuple[list[int], list[int]]:
         if not self.limits.enable_prefix_caching:
             return [], []
-        return self.pool.find(request.tokens, len(request.tokens) - 1, request.scope)
+        return self.pool.find(request.tokens, self._most_cached(request), request.scope)
+
+    def _most_cached(self, request: SpecRequest) -> int:
+        """Tokens that need not run: not the last, nor those from which log probabilities are still to come."""
+        is_owed = request.wants_prompt_logprobs and request.told < request.num_prompt_tokens - 1
+        return min(len(request.tokens) - 1, request.told) if is_owed else len(request.tokens) - 1
+
+    def _waits_for_prefix(self, request: SpecRequest, start: int) -> bool:
+        """Another computes a beginning of this prompt that is worth sharing, and some of it is in this step or in flight."""
+        limits, size = self.limits, self.capacity.block_size
+        if not limits.prefix_wait_tokens or not limits.enable_prefix_caching or limits.batching == "static":
+            return False
+        end = -(-(start + limits.prefix_wait_tokens) // size) * size
+        if request.host_blocks or end > self._most_cached(request) // size * size:
+            return False
+        planned = [r for row in reversed(self.tokens) for r in self.running if r.row == row and self._is_planned(r)]
+        in_flight = [
+            r
+            for step in reversed(self.in_flight)
+            for r, stay, _, computed, _ in reversed(step.ran)
+            if stay == r.stay and self._is_chunk(r, computed)
+        ]
+        newest = list(dict.fromkeys(planned + in_flight))[:8]
+        return any(
+            r is not request
+            and r.scope == request.scope
+            and r.prompt_end // size * size >= end
+            and r.tokens[:end] == request.tokens[:end]
+            for r in newest
+        )
+
+    def _is_chunk(self, request: SpecRequest, computed: int) -> bool:
+        return request.row is not None and computed <= request.prompt_end
 
     def _mind_first_tokens(self, now: float) -> None:
         watched = [r for r in self.waiting if r.latest_start is not None and not r.has_started]
@@ -719,6 +756,8 @@ class Specification:
         unshared = self.pool.num_free - sum(map(self.pool.is_evictable, shared))
         free = unshared - self._owed()
         start = max(len(shared) * size, request.swapped)
+        if self._waits_for_prefix(request, start):
+            return False
         chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
         missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
@@ -901,6 +940,8 @@ class Specification:
             if request.row is not None and request.stay == stay:
                 request.confirmed = computed
                 self._cache_prompt(request)
+            if request in self.running or request in self.waiting:
+                request.told = max(request.told, min(computed, request.num_prompt_tokens - 1))
         delivered: list[tuple[Origin, int, int]] = []
         ended: list[tuple[Origin, str, int]] = []
         sampling = sorted((entry for entry in step.ran if entry[4]), key=lambda entry: entry[2])

@@ -1,6 +1,6 @@
-"""Integer columns: how a numpy int32 array travels inside a message.
+"""Columns: how a numpy array of 32-bit numbers travels inside a message.
 
-Owns: the byte layout of a column (little-endian int32, no header) and of a column group (each column whole, one after
+Owns: the byte layout of a column (little-endian int32 or float32, no header) and of a column group (each column whole, one after
 another). Must not know: what the columns mean.
 
 A column group of k columns over n entries is ``4 * k * n`` bytes: all of column 0, then all of column 1, and so on, so
@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
+Float32Array: TypeAlias = NDArray[np.float32]
 
 INT32 = np.dtype("<i4")
+FLOAT32 = np.dtype("<f4")
 EMPTY_COLUMN = np.empty(0, dtype=INT32)
 
 
@@ -45,3 +47,17 @@ def decode_columns(data: bytes, num_columns: int) -> Int32Array:
         ValueError: the length is not a multiple of ``4 * num_columns``.
     """
     return np.frombuffer(data, dtype=INT32).reshape(num_columns, -1)
+
+
+def encode_floats(values: NDArray[np.floating] | Sequence[float]) -> bytes:
+    """Encode numbers, shape ``[n]``, as ``4 * n`` bytes of little-endian float32."""
+    return np.asarray(values, dtype=FLOAT32).tobytes()
+
+
+def decode_floats(data: bytes) -> Float32Array:
+    """View ``data`` as a read-only float32 column, shape ``[n]``.
+
+    Raises:
+        ValueError: the length is not a multiple of four.
+    """
+    return np.frombuffer(data, dtype=FLOAT32)

@@ -26,6 +26,7 @@ Links and lives:
 import msgspec
 
 from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 MAX_REQUEST_TOKENS = 4_000_000
@@ -68,7 +69,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``ignore_eos``, the model's own end-of-sequence ids end the sequence; the one that did is its last token.
     ``request_id`` is the public one; ``index`` tells the continuations of a request apart. ``traceparent`` (W3C) is empty
     where nobody traces the request. ``has_run``: it started on a link that is gone, so that it is owed its end, and it is no
-    longer ended because its first token is late.
+    longer ended because its first token is late. ``num_prompt_logprobs``: of how many prompt tokens, from the second on, the
+    gateway holds what ``sampling.prompt_logprobs`` asks for; the others are owed.
     """
 
     handle: int
@@ -85,6 +87,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     itl_slo_ms: int = 0
     traceparent: str = ""
     has_run: bool = False
+    num_prompt_logprobs: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +160,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     max_request_tokens: int
     """The most tokens (prompt + output) that fit the KV pool, at most ``max_model_len``."""
+    supports_prompt_logprobs: bool = False
+    """Whether it reports log probabilities of prompts."""
 
 
 class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
@@ -216,6 +221,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of tokens of a sequence's prompt."""
+
+    handle: int
+    values: PromptLogprobColumns
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A sequence ended. Times in milliseconds, counted from the sequence's arrival at the scheduler.
 
@@ -241,13 +253,15 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """All that one step brought one gateway, in this order: admissions, tokens, ends.
 
     ``columns`` is a column group (handle, index, token id): output token ``index`` of sequence ``handle``. A handle
-    may occur several times, its indices ascending.
+    may occur several times, its indices ascending. ``prompt_logprobs`` come before the tokens: of each sequence all, in order
+    of position and none twice on one link, with its first token at the latest.
     """
 
     admitted: tuple[Admitted, ...] = ()
     columns: bytes = b""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finished: tuple[Finished, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -22,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     ``min_tokens`` counts output tokens; until it is reached the ids in ``stop_token_ids`` cannot be drawn.
     Penalties follow the usual definitions: repetition over prompt and output (divide positive logits, multiply negative
     ones), presence and frequency over output only (subtract). The generator is keyed by ``seed`` (an unsigned 64-bit
-    integer) and the position of the drawn token in its sequence.
+    integer) and the position of the drawn token in its sequence. ``prompt_logprobs`` asks for the same of the prompt's own
+    tokens, from the second on: so many alternatives beside each; ``NO_LOGPROBS`` for nothing.
     """
 
     temperature: float = 1.0
@@ -37,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = NO_LOGPROBS
     seed: int = 0
+    prompt_logprobs: int = NO_LOGPROBS
 
 
 def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str]]:
@@ -69,6 +71,12 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
     require(0 <= sampling.seed < 1 << 64, "seed", sampling.seed, "allowed: 0 to 2^64 - 1")
     require(
         NO_LOGPROBS <= sampling.logprobs <= MAX_LOGPROBS, "logprobs", sampling.logprobs, f"allowed: 0 to {MAX_LOGPROBS}"
+    )
+    require(
+        NO_LOGPROBS <= sampling.prompt_logprobs <= MAX_LOGPROBS,
+        "prompt_logprobs",
+        sampling.prompt_logprobs,
+        f"allowed: 0 to {MAX_LOGPROBS}",
     )
     require(
         len(sampling.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES,

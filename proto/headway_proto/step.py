@@ -21,7 +21,9 @@ The executor keeps per row: token ids, block table, ``num_computed_tokens`` and 
    reads only what a ``swap_out`` of this epoch, its own step's included, has written.
 7. The positions below a new row's ``num_computed_tokens`` are in its blocks by the time it runs: left there by earlier
    steps, written by other rows of its first step (a shared prefix), or brought by ``swap_in`` or ``block_copies`` of
-   that step.
+   that step. Of a row with ``prompt_logprobs`` they are not written by other rows of that step: it may run before them.
+8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the positions ``a + 1`` to ``b`` as far as they are
+   of its prompt, in every step, whether or not it samples.
 
 So a decode step in which nothing changes is a message of constant size, whatever the batch.
 
@@ -41,6 +43,7 @@ from numpy.typing import NDArray
 
 from headway_proto.columns import INT32, Int32Array
 from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 DIGEST_INTERVAL_STEPS = 64
@@ -58,6 +61,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``max_num_rows`` is how many rows it can hold. ``num_host_blocks`` blocks can be swapped out to main memory (0: it
     cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
     opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
+    ``supports_prompt_logprobs``: it follows rule 8.
     """
 
     backend: str
@@ -74,6 +78,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_host_blocks: int = 0
     swap_us_per_block: float = 0.0
     max_num_batched_tokens: int = 0
+    supports_prompt_logprobs: bool = False
 
 
 _RANGES = (
@@ -151,6 +156,13 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...]
 
 
+class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of tokens of a row's prompt (rule 8)."""
+
+    row: int
+    values: PromptLogprobColumns
+
+
 class RowError(msgspec.Struct, frozen=True, array_like=True):
     """A row that could not be run; the others of its step are unaffected."""
 
@@ -163,7 +175,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves (0
     where it had none), which came before them and may have run beside the step before; neither contains the other. Both in
-    microseconds.
+    microseconds. ``prompt_logprobs``: at most one entry for each row.
     """
 
     epoch: int
@@ -174,6 +186,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     device_time_us: int = 0
     state_digest: int | None = None
     move_time_us: int = 0
+    prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):

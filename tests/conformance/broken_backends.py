@@ -213,6 +213,32 @@ class ReportsOtherTokens(WrappedBackend):
         return replace(result, logprobs=entries)
 
 
+class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
+    """Reports, for each token of a prompt, how likely the one before it was: off by one."""
+
+    found_by = ("prompts_that_are_reported", "parameters_mixed_in_a_batch")
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        return replace(result, prompt_logprobs=tuple(map(self._shifted, result.prompt_logprobs)))
+
+    def _shifted(self, entry):
+        values = entry.values
+        return replace(entry, values=replace(values, logprobs=values.logprobs[-4:] + values.logprobs[:-4]))
+
+
+class ForgetsPromptsOfChunks(WrappedBackend):
+    """Reports a prompt with its first token only, as far as that step computed it."""
+
+    found_by = ("prompts_that_are_reported",)
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        drawn = set(batch.rows[batch.samples != 0].tolist())
+        kept = tuple(entry for entry in result.prompt_logprobs if entry.row in drawn)
+        return replace(result, prompt_logprobs=kept)
+
+
 class SwapsInBeforeOut(WrappedBackend):
     """Reads host blocks before the step has written its own, and overwrites device blocks that are to be saved."""
 

@@ -53,7 +53,8 @@ def test_built_in_backends(backend, scenario, checkpoints):
 def test_the_triton_backend(scenario, checkpoints):
     """On a device if there is one; or else interpreted, where every step is over when it has been launched."""
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
-    check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
+    outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
+    assert outcome is Outcome.PASSED or scenario.name != "prompts_that_are_reported"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

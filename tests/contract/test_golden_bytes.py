@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headway_proto import ingress, step
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import encode_column, encode_columns, encode_floats
 from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 INFO = step.BackendInfo(
@@ -26,6 +27,7 @@ INFO = step.BackendInfo(
     max_num_rows=8,
     num_host_blocks=32,
     swap_us_per_block=12.5,
+    supports_prompt_logprobs=True,
 )
 MODEL = ingress.ModelInfo(
     name="demo",
@@ -37,10 +39,19 @@ MODEL = ingress.ModelInfo(
     vocab_size=4096,
     eos_token_ids=(0, 2),
     max_request_tokens=1024,
+    supports_prompt_logprobs=True,
 )
 SAMPLING = SamplingParams(
-    temperature=0.5, top_k=3, top_p=0.25, logit_bias=((7, -1.5),), stop_token_ids=(2,), logprobs=1, seed=(1 << 64) - 1
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    logit_bias=((7, -1.5),),
+    stop_token_ids=(2,),
+    logprobs=1,
+    seed=(1 << 64) - 1,
+    prompt_logprobs=1,
 )
+PROMPT = PromptLogprobColumns(1, encode_floats([-0.5]), encode_column([6]), encode_floats([-0.25]))
 NEW_REQUEST = step.NewRequest(
     row=1,
     token_ids=encode_column([5, 6, 7]),
@@ -86,6 +97,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             device_time_us=1234,
             state_digest=0xDEADBEEF,
             move_time_us=321,
+            prompt_logprobs=(step.RowPromptLogprobs(0, PROMPT),),
         ),
     ),
     (TO_SCHEDULER, step.ExecutorHello(2, INFO)),
@@ -103,6 +115,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             max_tokens=16,
             sampling=SAMPLING,
             tenant="t",
+            num_prompt_logprobs=1,
         ),
     ),
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
@@ -129,6 +142,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             columns=encode_columns(np.array([[5], [0], [11]], dtype=np.int32)),
             logprobs=(ingress.TokenLogprobs(5, 0, -0.5, (11,), (-0.5,)),),
             finished=(FINISHED,),
+            prompt_logprobs=(ingress.PromptLogprobs(5, PROMPT),),
         ),
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
@@ -173,9 +187,15 @@ def test_bytes_are_the_pinned_ones() -> None:
 
 
 ADDED = {
-    step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0, "max_num_batched_tokens": 0},
-    step.ExecutorOutput: {"move_time_us": 0},
-    ingress.Submit: {"traceparent": "", "has_run": False},
+    step.BackendInfo: {
+        "num_host_blocks": 0,
+        "swap_us_per_block": 0.0,
+        "max_num_batched_tokens": 0,
+        "supports_prompt_logprobs": False,
+    },
+    step.ExecutorOutput: {"move_time_us": 0, "prompt_logprobs": ()},
+    ingress.Submit: {"traceparent": "", "has_run": False, "num_prompt_logprobs": 0},
+    ingress.Tokens: {"prompt_logprobs": ()},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
     ingress.AdminCall: {"place": None},

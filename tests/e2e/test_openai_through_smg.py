@@ -116,6 +116,13 @@ def test_a_stop_string_ends_the_text_before_it(client) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
 
 
+def test_an_echo_is_the_prompt_before_the_output(client) -> None:
+    text = client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    assert client.completions.create(prompt=PROMPT, echo=True, **GREEDY).choices[0].text == PROMPT + text
+    chunks = client.completions.create(prompt=PROMPT, echo=True, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + text
+
+
 def test_log_probabilities_are_headways(client, native: Client) -> None:
     answer = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=3, **GREEDY)
     entries = answer.choices[0].logprobs.content

@@ -154,6 +154,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         max_num_rows=draw(st.integers(min_value=1, max_value=12) | st.just(20)),
         num_host_blocks=draw(st.sampled_from([0, 3, 100])),
         max_num_batched_tokens=draw(st.sampled_from([0, 0, 3, 20])),
+        supports_prompt_logprobs=True,
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),
@@ -169,6 +170,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         prefix_aware=draw(st.booleans()),
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         prefix_cache_scope=draw(st.sampled_from(["shared", "shared", "tenant"])),
+        prefix_wait_tokens=draw(st.sampled_from([0, 1, 1, 3, 8])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
@@ -184,7 +186,7 @@ def random_request(rng: np.random.Generator, number: int, max_model_len: int) ->
         token_ids=np.concatenate((shared[:split], own)),
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=int(rng.integers(1, max_model_len)),
-        sampling=SamplingParams(min_tokens=int(rng.integers(0, 4))),
+        sampling=SamplingParams(min_tokens=int(rng.integers(0, 4)), prompt_logprobs=int(rng.choice([-1, -1, 0]))),
         stop_token_ids=frozenset({0} if rng.integers(0, 2) else ()),
         priority=int(rng.integers(1, 5)),
         tenant=TENANTS[int(rng.integers(0, len(TENANTS)))],

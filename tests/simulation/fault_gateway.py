@@ -6,6 +6,8 @@ Must not know: the scheduler beyond whether it still has a sequence, executors, 
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.ingress import (
@@ -18,6 +20,7 @@ from headway_proto.ingress import (
     Rejected,
     Submit,
 )
+from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.request import Origin
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
@@ -99,6 +102,8 @@ class Client:
             self.world.at(self.world.now + CLIENT_RETRY_S, self.ask)
             return
         plan, sampling = self.plan, sampling_of(self.plan)
+        if self.delivered:  # before which the prompt was told
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=NO_LOGPROBS)
         submission = Submit(
             handle=gateway.link.next_handle(),
             request_id=f"request-{plan.number}",
@@ -131,6 +136,8 @@ class Client:
             if sequence is not self.sequence or self.is_done:
                 raise Violation("TERMINAL-ONCE", f"{who} is told more than its end")
             start, tokens = len(self.delivered), sequence.tokens
+            if sequence.submission.sampling.prompt_logprobs != NO_LOGPROBS:
+                self._look_at_prompt(sequence, who)
             if self.plan.is_bad and tokens:
                 raise Violation("ISOLATION", f"{who} is invalid and ran")
             invariants.prefix_stable(self.delivered, tokens)
@@ -138,6 +145,12 @@ class Client:
             self.delivered += tokens[start:]
             if sequence.end is not None:
                 self._on_end(sequence, sequence.end, who)
+
+    def _look_at_prompt(self, sequence: LiveSequence, who: str) -> None:
+        told = [value for part in sequence.prompt_logprobs for value in part.values()[0].tolist()]
+        invariants.oracle_equal(told, 0, self.answer.prompt_logprobs)
+        if sequence.tokens:
+            invariants.exactly_once(len(told), len(self.plan.prompt) - 1, f"the prompt of {who}")
 
     def _on_end(self, sequence: LiveSequence, end: Finished | Rejected, who: str) -> None:
         if isinstance(end, Rejected):

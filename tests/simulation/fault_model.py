@@ -13,9 +13,10 @@ from collections.abc import Callable
 import msgspec
 
 from headway_executor.backend import StepBatch, StepResult
-from headway_proto.columns import decode_column, encode_column
+from headway_proto.columns import decode_column, encode_column, encode_floats
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
-from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 from simulation.fault_schedule import END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
 
 _MASK = (1 << 64) - 1
@@ -50,6 +51,7 @@ def _whole_info(settings: Settings) -> BackendInfo:
         max_num_rows=settings.num_rows,
         num_host_blocks=settings.num_host_blocks,
         swap_us_per_block=1.0,
+        supports_prompt_logprobs=True,
     )
 
 
@@ -59,6 +61,7 @@ def sampling_of(plan: RequestPlan) -> SamplingParams:
         seed=(plan.fails_at + 1) << _NAN_SEED_BITS | plan.seed,
         stop_token_ids=plan.stop,
         logprobs=0 if plan.wants_logprobs else NO_LOGPROBS,
+        prompt_logprobs=0 if plan.wants_prompt_logprobs else NO_LOGPROBS,
     )
 
 
@@ -94,8 +97,11 @@ class Answer:
             plan.max_tokens, min(MAX_MODEL_LEN, settings.num_blocks * settings.block_size + 1) - len(plan.prompt)
         )
         prefix = _EMPTY
+        self.prompt_logprobs: list[float] = []
         for token in plan.prompt:
             prefix = grown(prefix, token)
+            self.prompt_logprobs.append(logprob_of(prefix))
+        del self.prompt_logprobs[0]
         for index in range(limit):
             if index == plan.fails_at:
                 self.reason = "error"
@@ -159,7 +165,7 @@ class ModelOfBlocks:
         }
         self._write(work, tables)
         self._read(work, tables)
-        return self._sample(work)
+        return msgspec.structs.replace(self._sample(work), prompt_logprobs=self._report(work))
 
     def _write(self, work: list[tuple[int, int, int, int]], tables: dict[int, list[int]]) -> None:
         size, written = self._size, {}
@@ -180,6 +186,16 @@ class ModelOfBlocks:
                 last = min(first + size, end)
                 if self._blocks[block][: last - first] != prefixes[first + 1 : last + 1]:
                     self._complain(f"row {row}: block {block} does not hold its tokens {first} to {last - 1}")
+
+    def _report(self, work: list[tuple[int, int, int, int]]) -> tuple[RowPromptLogprobs, ...]:
+        reports = []
+        for number, start, count, _ in work:
+            row = self._rows[number]
+            end = min(start + count, row.num_prompt - 1)
+            if row.sampling.prompt_logprobs != NO_LOGPROBS and end > start:
+                values = [logprob_of(prefix) for prefix in row.prefixes[start + 2 : end + 2]]
+                reports.append(RowPromptLogprobs(number, PromptLogprobColumns(start + 1, encode_floats(values))))
+        return tuple(reports)
 
     def _sample(self, work: list[tuple[int, int, int, int]]) -> StepResult:
         tokens, errors, logprobs = [], [], []

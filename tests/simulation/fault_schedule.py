@@ -65,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wire_s: float
     window: int
     digest_every: int
+    prefix_wait_tokens: int = 128
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,6 +90,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     fails_at: int = -1
     deadline_s: float = 0.0
     is_bad: bool = False
+    wants_prompt_logprobs: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,9 +137,21 @@ def draw(seed: int) -> Schedule:
     if rng.random() < FLOOD_SHARE:
         settings, requests = _flooded(rng, settings, requests)
     faults = _draw_faults(rng, settings, min(len(requests), MOST_REQUESTS))
+    settings, requests = _with_prompts(random.Random(~seed), settings, requests)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
+
+
+def _with_prompts(
+    rng: random.Random, settings: Settings, requests: tuple[RequestPlan, ...]
+) -> tuple[Settings, tuple[RequestPlan, ...]]:
+    """What is drawn by itself, so that the rest of a seed's schedule stays what it was: what concerns prompts."""
+    settings = msgspec.structs.replace(settings, prefix_wait_tokens=rng.choice((0, 1, 4, 8, 128)))
+    share = rng.choice((0.0, 0.3, 0.8))
+    return settings, tuple(
+        msgspec.structs.replace(request, wants_prompt_logprobs=rng.random() < share) for request in requests
+    )
 
 
 def _draw_settings(rng: random.Random) -> Settings:

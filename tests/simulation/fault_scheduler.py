@@ -81,6 +81,7 @@ class SchedulerProcess(Process):
             self, limits, incarnation=(world.schedule.seed * 0x9E3779B1 + life * 7919) % (1 << 61)
         )
         self.next_index: dict[tuple[int, int], int] = {}
+        self.next_position: dict[tuple[int, int], int] = {}
         self.written: dict[int, dict[int, Request]] = {}
         """By step in flight: the blocks that it writes, and for whom."""
         self.peer = b""
@@ -161,6 +162,11 @@ class SchedulerProcess(Process):
         link = links.get(owner)
         if link is not None:
             invariants.credits_kept(frame.sequence, link._acknowledged, self.world.schedule.settings.window)
+        for prompt in tokens.prompt_logprobs:
+            key = owner, prompt.handle
+            first = prompt.values.first_position
+            invariants.exactly_once(first, self.next_position.get(key, first), f"the prompt of handle {prompt.handle}")
+            self.next_position[key] = prompt.values.end
         handles, indices, _ = decode_columns(tokens.columns, 3).tolist() if tokens.columns else ((), (), ())
         for handle, index in zip(handles, indices, strict=True):
             expected = self.next_index[owner, handle]

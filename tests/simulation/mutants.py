@@ -545,6 +545,20 @@ MUTANTS["delivered-tokens-replaced"] = Mutant(
 )
 
 
+@_mutant("a prompt that is to be reported is found in the cache", (Scheduler, "_most_cached_blocks"))
+def _prompts_found_in_the_cache(original):
+    return lambda self, request, num_tokens: (num_tokens - 1) // self.rows.block_size
+
+
+@_mutant("a preempted request is told of its prompt again", (Scheduler, "_keep_tokens"))
+def _prompts_told_again(original):
+    def keep_tokens(self, request, reason):
+        request.num_prompt_logprobs = 0
+        original(self, request, reason)
+
+    return keep_tokens
+
+
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:
     """Hunt the mutants one after another."""
     verdicts = []

@@ -45,6 +45,17 @@ def test_torch_cpu(tmp_path):
         assert str(row["output_rate"]) in printed
 
 
+def test_prompt_work(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--prompt", "200", "--requests", "3", "--rounds", "1", "--model", str(DEMO_MODEL))
+    run("prompt_work.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert PROVENANCE | {"load", "results"} <= record.keys()
+    computed = [row["prompt_tokens_computed"] for row in record["results"].values()]
+    # Of 200 tokens, twelve blocks of sixteen are shared by those who waited for them.
+    assert computed == [200, 200, 200, 200 + 2 * 8, 3 * 200]
+
+
 def test_scheduler_step(tmp_path):
     result, profile = tmp_path / "result.json", tmp_path / "profile.txt"
     printed = run(

@@ -213,6 +213,36 @@ async def test_the_async_client_does_the_same(serve):
     assert [list(request.resume.token_ids) for request in servicer.requests] == [[], TOKENS[:3]]
 
 
+def piece(first: int, ids: list[int]) -> api.GenerateResponse:
+    entries = [api.TokenLogprob(token_id=token, logprob=-0.5) for token in ids[first == 0 :]]
+    prompt = api.Prompt(first_token_index=first, token_ids=ids, logprobs=entries, text="p" if first == 0 else "")
+    return api.GenerateResponse(prompt=prompt)
+
+
+def breaks_in_the_prompt(request, context):
+    yield accepted(request)
+    yield piece(0, [7, 8])
+    context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+
+def breaks_behind_the_prompt(request, context):
+    yield accepted(request)
+    yield piece(0, [7, 8])
+    yield piece(2, [9])
+    yield delta(0, TOKENS[:2])
+    context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+
+def test_a_prompt_is_told_once_whatever_breaks(serve):
+    servicer, address = serve(breaks_in_the_prompt, breaks_behind_the_prompt, whole)
+    with Client(address) as client:
+        result = client.generate("x", prompt_logprobs=1, echo=True).result()
+    assert (result.prompt.token_ids, result.prompt.text, result.token_ids) == ([7, 8, 9], "p", TOKENS)
+    assert [entry.token_id for entry in result.prompt.logprobs] == [8, 9]
+    asked = [(request.sampling.HasField("prompt_logprobs"), request.echo) for request in servicer.requests]
+    assert asked == [(True, True), (True, True), (False, False)]
+
+
 def test_resuming_is_tried_a_bounded_number_of_times(serve):
     servicer, address = serve(breaks_after(2), breaks_after(0))
     with Client(address) as client, pytest.raises(UnavailableError, match="going away"):
@@ -236,7 +266,9 @@ def test_what_was_never_accepted_or_has_several_continuations_is_not_resumed(ser
     servicer, address = serve(breaks_after(1))
     with Client(address) as client, pytest.raises(UnavailableError):
         client.generate("x", n=2).result()
-    assert len(servicer.requests) == 1
+    with Client(address) as client, pytest.raises(UnavailableError):
+        client.generate("x", best_of=2).result()
+    assert len(servicer.requests) == 2
 
 
 def test_resuming_ends_with_the_time_given(serve, monkeypatch):

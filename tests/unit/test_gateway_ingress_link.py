@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
-from headway_proto.columns import decode_column, encode_column, encode_columns
+from headway_proto.columns import decode_column, encode_column, encode_columns, encode_floats
 from headway_proto.framing import Frame
 from headway_proto.ingress import (
     ACKNOWLEDGE_EVERY_FRAMES,
@@ -24,6 +24,7 @@ from headway_proto.ingress import (
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
+    PromptLogprobs,
     Rejected,
     SchedulerHello,
     SchedulerStatus,
@@ -33,6 +34,7 @@ from headway_proto.ingress import (
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 MODEL = ModelInfo(
@@ -229,6 +231,50 @@ def test_silence_opens_a_new_link_and_resubmits_with_what_was_received():
     assert submit.num_prompt_tokens == len(PROMPT)
     assert submit.handle == sequence.handle
     assert submit.has_run
+
+
+def of_prompt(handle: int, first: int, *values: float) -> Tokens:
+    """One alternative beside each value."""
+    columns = PromptLogprobColumns(
+        first, encode_floats(values), encode_column(range(len(values))), encode_floats(values)
+    )
+    return Tokens(admitted=(Admitted(handle, 0),), prompt_logprobs=(PromptLogprobs(handle, columns),))
+
+
+def test_what_is_held_of_a_prompt_is_told_on_a_new_link_and_what_comes_twice_is_dropped():
+    link, scheduler = opened()
+    sequence = new_sequence(link)
+    link.submit(sequence)
+    deliver(link, scheduler, 0.0)
+    scheduler.say(of_prompt(sequence.handle, 1, -1.0))
+    deliver(link, scheduler, 0.0)
+    assert link.take_news() == [sequence]
+    link.tick(1.5)
+    replacement = ScriptedScheduler(900)
+    deliver(link, replacement, 1.5)
+    submit = replacement.bodies[1]
+    assert (submit.num_prompt_logprobs, submit.has_run) == (1, True)
+    assert decode_column(submit.token_ids).tolist() == PROMPT
+    replacement.say(of_prompt(sequence.handle, 1, -9.0, -2.0))
+    deliver(link, replacement, 1.5)
+    parts = [[column.tolist() for column in part.values()] for part in sequence.prompt_logprobs]
+    assert parts == [[[-1.0], [[0]], [[-1.0]]], [[-2.0], [[1]], [[-2.0]]]]
+    assert sequence.num_prompt_logprobs == 2
+    assert link.phase is LinkPhase.OPEN
+
+
+@pytest.mark.parametrize(("first", "values"), [(2, (-1.0,)), (1, (-1.0, -1.0, -1.0)), (0, (-1.0,))])
+def test_a_gap_in_a_prompt_or_what_is_none_of_it_opens_a_new_link(first, values):
+    link, scheduler = opened()
+    sequence = new_sequence(link)
+    link.submit(sequence)
+    deliver(link, scheduler, 0.0)
+    scheduler.say(of_prompt(sequence.handle, first, *values))
+    for frame in scheduler.outgoing:
+        link.receive(frame, 0.0)
+    assert link.phase is LinkPhase.HAILING
+    assert link.counters.token_gaps == 1
+    assert not sequence.prompt_logprobs
 
 
 def test_what_has_not_run_is_submitted_again_as_it_was():

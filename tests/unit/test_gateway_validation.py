@@ -3,6 +3,7 @@
 import math
 
 import grpc
+import msgspec
 import pytest
 
 from headway_gateway.statuses import CallRefusedError
@@ -22,7 +23,7 @@ from headway_proto.sampling import SamplingParams as WireSampling
 
 MODEL = ModelInfo(
     name="demo", fingerprint="f", backend="b", device="cpu", dtype="float32", max_model_len=100, vocab_size=50,
-    eos_token_ids=(0,), max_request_tokens=80,
+    eos_token_ids=(0,), max_request_tokens=80, supports_prompt_logprobs=True,
 )  # fmt: skip
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -86,6 +87,16 @@ BAD = [
     (sampled(stop_token_ids=[-1]), "sampling.stop_token_ids", "-1 is not allowed"),
     (sampled(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "65 entries are not allowed; allowed: at most 64"),
     (request(resume=Resume(seed=1), sampling=SamplingParams(n=2)), "resume", "not allowed together with n = 2"),
+    (request(resume=Resume(seed=1), sampling=SamplingParams(best_of=2)), "resume", "together with best_of = 2"),
+    (
+        request(resume=Resume(token_ids=[1]), sampling=SamplingParams(prompt_logprobs=1)),
+        "sampling.prompt_logprobs",
+        "not allowed together with resume.token_ids, before which they were told; allowed: unset",
+    ),
+    (sampled(prompt_logprobs=21), "sampling.prompt_logprobs", "21 is not allowed; allowed: 0 to 20"),
+    (sampled(best_of=0), "sampling.best_of", "0 is not allowed; allowed: n, 1, to 16"),
+    (sampled(n=3, best_of=2), "sampling.best_of", "2 is not allowed; allowed: n, 3, to 16"),
+    (sampled(best_of=17), "sampling.best_of", "17 is not allowed; allowed: n, 1, to 16"),
     (request(resume=Resume(seed=1), sampling=SamplingParams(seed=2)), "resume.seed", "1 differs from sampling.seed 2"),
     (request(resume=Resume(token_ids=[1, 50])), "resume.token_ids", "50 is not a token id of this model"),
 ]  # fmt: skip
@@ -206,3 +217,17 @@ def test_room_behind_the_prompt(sampling, held, code, words):
 def test_unset_max_tokens_takes_the_room():
     assert resolve_max_tokens(check_request(request(), MODEL), 10, MODEL) == 70
     assert resolve_max_tokens(check_request(sampled(max_tokens=70), MODEL), 10, MODEL) == 70
+
+
+def test_only_the_first_continuation_reports_the_prompt_and_all_report_themselves_where_some_are_chosen():
+    spec = check_request(sampled(n=2, best_of=3, prompt_logprobs=4, seed=8), MODEL)
+    assert (spec.num_continuations, spec.num_told, spec.is_choice) == (3, 2, True)
+    asked = [(one.seed, one.prompt_logprobs, one.logprobs) for one in map(spec.sampling_of, range(3))]
+    assert asked == [(8, 4, 0), (9, NO_LOGPROBS, 0), (10, NO_LOGPROBS, 0)]
+    assert not check_request(sampled(n=2, best_of=2), MODEL).is_choice
+
+
+def test_a_backend_without_reports_of_prompts_is_not_asked():
+    without = msgspec.structs.replace(MODEL, supports_prompt_logprobs=False)
+    with pytest.raises(CallRefusedError, match=r"sampling.prompt_logprobs: the backend b does not report them"):
+        check_request(sampled(prompt_logprobs=0), without)

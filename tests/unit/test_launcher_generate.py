@@ -5,10 +5,11 @@ import io
 
 import pytest
 
+from headway.client import PromptTokens, TokenLogprob
 from headway.configuration import OneLineParser
 from headway.demo import demo_jobs
 from headway.generate import add_generate_flags, jobs_of
-from headway.reporting import Screen, block, table
+from headway.reporting import Screen, block, prompt_table, table
 from headway.settings import ConfigurationError
 from headway.streaming import Answer, Job
 
@@ -123,3 +124,21 @@ def test_the_demonstration_has_at_least_eight_prompts():
     jobs = demo_jobs(max_tokens=16)
     assert len({job.title for job in jobs}) >= 8
     assert all(job.options == {"max_tokens": 16, "temperature": 0.0} for job in jobs)
+
+
+def test_flags_about_the_prompt_and_the_choice():
+    (job,) = jobs_of(arguments("--prompt", "hi", "--echo", "--prompt-logprobs", "0", "--best-of", "3"))
+    assert job.options == {"echo": True, "prompt_logprobs": 0, "best_of": 3}
+
+
+def test_a_prompt_is_shown_token_by_token_and_before_its_answer():
+    entries = [TokenLogprob(965, -7.5, ((20, -2.25), (3, -2.5))), TokenLogprob(6, -0.5, ())]
+    shown = prompt_table(PromptTokens("", [1, 965, 6], entries))
+    assert shown == (
+        "token  logprob  alternatives\n"
+        "  965   -7.500  20 -2.250  3 -2.500\n"
+        "    6   -0.500\n"
+        "sum -8.000, perplexity 54.60\n"
+    )
+    told = Answer(text=" there", prompt=PromptTokens(text="hi"))
+    assert block(0, Job(title="hi", prompt="hi", options={}), told) == "[1] hi\n    hi there\n\n"

@@ -167,3 +167,42 @@ def test_the_rate_of_output_is_that_between_readings() -> None:
     assert rate.read(1101, 12.1) == 50.0  # Too soon for a new one.
     assert rate.read(5, 20.0) == 0.0  # Another scheduler counts from 0.
     assert rate.read(15, 21.0) == 10.0
+
+
+def prompt_pieces() -> list[api.GenerateResponse]:
+    """A prompt of three tokens in two pieces, with one alternative each."""
+    entries = [
+        api.TokenLogprob(token_id=token_id, logprob=-0.25, top=[api.TopLogprob(token_id=9, logprob=-0.125)])
+        for token_id in (6, 7)
+    ]
+    first = api.Prompt(first_token_index=0, token_ids=[5, 6], logprobs=entries[:1])
+    second = api.Prompt(first_token_index=2, token_ids=[7], logprobs=entries[1:])
+    return [api.GenerateResponse(prompt=first), api.GenerateResponse(prompt=second)]
+
+
+def input_logprobs(*, alternatives: bool) -> vllm.InputLogProbs:
+    made = vllm.InputLogProbs(token_ids=[5, 6, 7])
+    made.token_logprobs.add()
+    for _ in range(2):
+        made.token_logprobs.add(value=-0.25)
+    if alternatives:
+        made.top_logprobs.add()
+        for _ in range(2):
+            made.top_logprobs.add(values=[-0.125], token_ids=[9])
+    return made
+
+
+async def test_the_prompt_is_told_once_in_a_stream_and_with_every_whole_output() -> None:
+    reason = api.FINISH_REASON_LENGTH
+    ends = [finished(index, 2, reason=reason) for index in (0, 1)]
+    events = [ACCEPTED, *prompt_pieces(), delta(0, [1]), delta(0, [2]), ends[0], delta(1, [3]), ends[1]]
+    for count in (0, 1):
+        expected = input_logprobs(alternatives=count > 0)
+        sampling = vllm.SamplingParams(n=2, prompt_logprobs=count)
+        told = await answers_to(vllm.GenerateRequest(stream=True, sampling_params=sampling), *events)
+        chunks = [answer.chunk for answer in told if answer.HasField("chunk")]
+        assert [chunk.HasField("input_logprobs") for chunk in chunks] == [True, False, False]
+        assert chunks[0].input_logprobs == expected
+        assert not any(answer.complete.HasField("input_logprobs") for answer in told if answer.HasField("complete"))
+        whole = await answers_to(vllm.GenerateRequest(sampling_params=sampling), *events)
+        assert [answer.complete.input_logprobs for answer in whole] == [expected, expected]

@@ -56,6 +56,11 @@ TRANSLATIONS = [
     ("logprobs", 5, "logprobs", 5),
     ("seed", 11, "seed", 11),
     ("seed", -1, "seed", (1 << 64) - 1),
+    ("prompt_logprobs", 0, "prompt_logprobs", 0),
+    ("prompt_logprobs", 20, "prompt_logprobs", 20),
+    # Of the prompt, not of the sampling: see below.
+    ("truncate_prompt_tokens", 2, "stop", []),
+    ("truncate_prompt_tokens", 9, "stop", []),
     ("logit_bias", {7: -2.5}, "logit_bias", [api.LogitBias(token_id=7, bias=-2.5)]),
     # Of the text in which stop strings are looked for: an argument of the generation, not a field of ours.
     ("skip_special_tokens", True, "stop", []),
@@ -87,8 +92,6 @@ def test_a_field_about_text_changes_nothing(field) -> None:
 
 
 REFUSED_SAMPLING = {
-    "prompt_logprobs": 0,
-    "truncate_prompt_tokens": -1,
     "json_schema": "{}",
     "regex": "a+",
     "grammar": 'root ::= "a"',
@@ -149,6 +152,28 @@ def test_every_wrong_field_is_told_at_once() -> None:
 def test_a_token_id_beyond_int32_is_refused() -> None:
     wrong = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1, 4_000_000_000]))
     assert refusal(wrong).message == "tokenized.input_ids: 4000000000 is not a token id of this model"
+
+
+def test_the_end_of_a_prompt_is_kept() -> None:
+    assert list(translate(request(truncate_prompt_tokens=1), {}).token_ids.ids) == [6]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (request(prompt_logprobs=-1), "sampling_params.prompt_logprobs: -1 is not allowed; allowed: 0 to 20"),
+        (
+            request(truncate_prompt_tokens=0),
+            "sampling_params.truncate_prompt_tokens: 0 is not allowed; allowed: 1 or more",
+        ),
+        (
+            vllm.GenerateRequest(text="abc", sampling_params=vllm.SamplingParams(truncate_prompt_tokens=2)),
+            "sampling_params.truncate_prompt_tokens: text is not truncated; allowed: with token ids",
+        ),
+    ],
+)
+def test_what_cannot_be_said_of_a_prompt_is_refused(wrong, message) -> None:
+    assert refusal(wrong).message == message
 
 
 def test_text_is_a_prompt_too() -> None:

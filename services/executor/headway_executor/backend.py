@@ -17,7 +17,7 @@ import msgspec
 
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, RowError, RowLogprobs
+from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` of a backend that decides for itself."""
@@ -97,7 +97,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     ``sampled_token_ids`` int32, one per row with ``samples == 1``, rows ascending; ``ERRORED_ROW`` where ``errors``
     names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` is the time of the
     step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out; it may have
-    run beside the step before.
+    run beside the step before. ``prompt_logprobs`` for the rows that ask for them and ran tokens from which they follow
+    (rule 8 of ``headway_proto.step``), rows ascending, if the backend announces ``supports_prompt_logprobs``.
     """
 
     sampled_token_ids: Int32Array
@@ -105,6 +106,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[RowError, ...] = ()
     device_time_us: int = 0
     move_time_us: int = 0
+    prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
 
 
 @runtime_checkable

@@ -180,6 +180,7 @@ class StepLink:
             device_time_us=result.device_time_us,
             state_digest=state_digest,
             move_time_us=result.move_time_us,
+            prompt_logprobs=result.prompt_logprobs,
         )
         return [self._writer.encode(output)]
 

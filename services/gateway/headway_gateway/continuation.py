@@ -8,6 +8,7 @@ Whatever has come since the last delta goes into the next one, however much it i
 or a gateway short of time, means larger deltas, never a queue of them.
 """
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -109,6 +110,12 @@ class Continuation:
         """The scheduler's refusal, if that is how it ended."""
         end = self.sequence.end
         return end if isinstance(end, Rejected) else None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of the tokens told, where they have any; NaN without tokens."""
+        values = [entry.logprob for entry in self.sequence.logprobs[: self.num_told - self.sequence.num_held]]
+        return sum(values) / len(values) if values else math.nan
 
     def note_arrival(self) -> None:
         """Remember when its news came; to be called as they come."""

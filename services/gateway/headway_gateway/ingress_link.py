@@ -31,6 +31,7 @@ from headway_proto.ingress import (
     GatewayHello,
     ModelInfo,
     PrefixToPin,
+    PromptLogprobs,
     Rejected,
     SchedulerHello,
     SchedulerLoad,
@@ -41,6 +42,7 @@ from headway_proto.ingress import (
     gateway_frame_reader,
     gateway_frame_writer,
 )
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 MAX_HANDLE = (1 << 31) - 1
 _PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
@@ -52,7 +54,8 @@ class LiveSequence:
     """One continuation that the gateway wants, and all that has come of it.
 
     ``tokens`` are its output token ids from index 0, those held at submission first. ``logprobs`` belong to the tokens
-    behind the ``num_held`` first. ``num_cached_tokens`` is None until the sequence has run. ``end`` tells how it ended.
+    behind the ``num_held`` first. ``prompt_logprobs`` are of its ``num_prompt_logprobs`` first prompt tokens behind the very
+    first, in order. ``num_cached_tokens`` is None until the sequence has run. ``end`` tells how it ended.
     ``on_news`` is called (by the owner of the link's loop) after any of these have changed.
     """
 
@@ -63,7 +66,9 @@ class LiveSequence:
         "logprobs",
         "num_cached_tokens",
         "num_held",
+        "num_prompt_logprobs",
         "on_news",
+        "prompt_logprobs",
         "submission",
         "tokens",
     )
@@ -75,6 +80,8 @@ class LiveSequence:
         self.tokens = list(held_tokens)
         self.num_held = len(self.tokens)
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobColumns] = []
+        self.num_prompt_logprobs = 0
         self.num_cached_tokens: int | None = None
         self.end: Finished | Rejected | None = None
         self.on_news = on_news
@@ -90,7 +97,24 @@ class LiveSequence:
         if not self.tokens and not self.has_run:
             return self.submission
         token_ids = self.submission.token_ids + encode_column(self.tokens)
-        return msgspec.structs.replace(self.submission, token_ids=token_ids, has_run=self.has_run)
+        return msgspec.structs.replace(
+            self.submission,
+            token_ids=token_ids,
+            has_run=self.has_run,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+    def take_prompt_logprobs(self, values: PromptLogprobColumns) -> bool:
+        """Take in what is new of ``values``; False if they do not follow what is here."""
+        first = self.num_prompt_logprobs + 1
+        is_within = values.end <= self.submission.num_prompt_tokens
+        if values.problem() is not None or not is_within or not 1 <= values.first_position <= first:
+            return False
+        new = values.behind(first)
+        if new.num_positions:
+            self.prompt_logprobs.append(new)
+            self.num_prompt_logprobs += new.num_positions
+        return True
 
 
 class LinkPhase(enum.Enum):
@@ -359,6 +383,8 @@ class IngressLink:
             if sequence is not None and sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = admitted.num_cached_tokens
                 self._note_news(sequence)
+        if body.prompt_logprobs and not self._take_in_prompts(body.prompt_logprobs):
+            return False
         if body.columns and not self._append_tokens(body.columns):
             return False
         for logprobs in body.logprobs:
@@ -373,6 +399,16 @@ class IngressLink:
                 return False
             del self._live[finished.handle]
             sequence.end = finished
+            self._note_news(sequence)
+        return True
+
+    def _take_in_prompts(self, prompts: Iterable[PromptLogprobs]) -> bool:
+        for prompt in prompts:
+            sequence = self._live.get(prompt.handle)
+            if sequence is None:
+                continue
+            if not sequence.take_prompt_logprobs(prompt.values):
+                return False
             self._note_news(sequence)
         return True
 

@@ -15,12 +15,14 @@ import grpc
 import msgspec
 import structlog
 
+from headway_gateway.best_outputs import HeldOutput, ranked
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.load_reports import trailer_of
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
+from headway_gateway.prompt_events import PromptEvents
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
@@ -53,6 +55,7 @@ from headway_proto.ingress import (
     Submit,
 )
 from headway_proto.orca_pb2 import OrcaLoadReport
+from headway_proto.sampling import NO_LOGPROBS
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
 _RETRY_WHEN_FULL_S = 1.0
@@ -264,6 +267,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         try:
             prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
+            prompt_text = await self._text_of(request, prompt_ids) if spec.echoes else ""
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
@@ -275,6 +279,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 slow_client_s=self._limits.slow_client_s,
                 spec=spec,
                 prompt_ids=prompt_ids,
+                prompt_text=prompt_text,
                 max_tokens=max_tokens,
                 end_ids=frozenset(() if spec.ignore_eos else model.eos_token_ids)
                 | frozenset(spec.sampling.stop_token_ids),
@@ -335,6 +340,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
         check_prompt(prompt_ids, field, model)
         return prompt_ids
 
+    async def _text_of(self, request: api.GenerateRequest, prompt_ids: list[int]) -> str:
+        """The prompt as text: what came, or what its tokens spell."""
+        return request.text if request.HasField("text") else await self._lanes.decode(prompt_ids)
+
 
 class GenerationCall:
     """One accepted-to-be Generate call: its continuations, and the writing of their news."""
@@ -352,6 +361,7 @@ class GenerationCall:
         slow_client_s: float,
         spec: GenerationSpec,
         prompt_ids: list[int],
+        prompt_text: str,
         max_tokens: int,
         end_ids: frozenset[int],
         keeps_special_tokens: bool,
@@ -373,6 +383,11 @@ class GenerationCall:
         self._keeps_special_tokens = keeps_special_tokens
         self._wakeup = Wakeup()
         self._continuations = [self._continuation(index) for index in range(spec.num_continuations)]
+        self._prompt: PromptEvents | None = None
+        tells_logprobs = spec.sampling.prompt_logprobs != NO_LOGPROBS
+        if tells_logprobs or spec.echoes:
+            sequence = self._continuations[0].sequence if tells_logprobs else None
+            self._prompt = PromptEvents(prompt_ids, prompt_text, sequence)
 
     async def run(self) -> None:
         """Stream until every continuation has ended.
@@ -420,7 +435,7 @@ class GenerationCall:
         """
         try:
             async with asyncio.timeout(None) as patience:
-                await self._write_all(patience)
+                await (self._write_best(patience) if self._spec.is_choice else self._write_all(patience))
         except TimeoutError:
             if not patience.expired():
                 raise
@@ -431,17 +446,13 @@ class GenerationCall:
             ) from None
 
     async def _write_all(self, patience: asyncio.Timeout) -> None:
-        write, now = self._events.write, asyncio.get_running_loop().time
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
-                responses = continuation.take()
+                responses = self._news_of(continuation)
                 if continuation.is_over and continuation.sequence.end is None:
                     self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
-                for response in responses:
-                    patience.reschedule(now() + self._slow_client_s)
-                    await write(response)
-                    self._note_written(continuation, response)
+                await self._write(continuation, responses, patience)
             patience.reschedule(None)
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
@@ -450,7 +461,48 @@ class GenerationCall:
                     await asyncio.sleep(pause_s)
                 await self._wakeup.wait()
 
+    async def _write_best(self, patience: asyncio.Timeout) -> None:
+        """Write the prompt as it comes, and the best outputs when all have ended."""
+        shows_logprobs = self._spec.sampling.logprobs != NO_LOGPROBS
+        outputs = [
+            HeldOutput(one, self._spec.sampling_of(one.index).seed, shows_logprobs=shows_logprobs)
+            for one in self._continuations
+        ]
+        left = outputs
+        while left:
+            for output in left:
+                responses = self._news_of(output.continuation)
+                if output.continuation.is_over and output.continuation.sequence.end is None:
+                    self._client.abort((output.continuation.sequence,))
+                of_prompt = [response for response in responses if response.HasField("prompt")]
+                output.hold(responses[len(of_prompt) :])
+                await self._write(output.continuation, of_prompt, patience)
+            patience.reschedule(None)
+            left = [output for output in left if not output.continuation.is_over]
+            if left:
+                await self._wakeup.wait()
+        for index, output in enumerate(ranked(outputs)[: self._spec.num_told]):
+            await self._write(output.continuation, output.responses(index), patience)
+
+    async def _write(
+        self, continuation: Continuation, responses: Iterable[api.GenerateResponse], patience: asyncio.Timeout
+    ) -> None:
+        now = asyncio.get_running_loop().time
+        for response in responses:
+            patience.reschedule(now() + self._slow_client_s)
+            await self._events.write(response)
+            self._note_written(continuation, response)
+
+    def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
+        """What the client must be told of a continuation now, and of the prompt before the first."""
+        responses = continuation.take()
+        if self._prompt is not None and continuation.index == 0:
+            return [*self._prompt.take(), *responses]
+        return responses
+
     def _note_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
+        if response.HasField("prompt"):
+            return
         if response.HasField("delta"):
             now = time.monotonic()
             gap_s = continuation.note_written(now)

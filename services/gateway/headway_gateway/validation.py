@@ -35,6 +35,7 @@ SEED_SPACE = 1 << 64
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A request whose own fields are in order; what depends on model and prompt is still open.
 
+    ``num_continuations`` are generated and the best ``num_told`` of them told; ``echoes``: the prompt is told too.
     ``sampling.seed`` is the first continuation's. ``max_tokens`` is None where the context decides. ``held_tokens``
     are those of ``resume``, which may be empty; None without ``resume``.
     """
@@ -43,6 +44,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     max_tokens: int | None
     num_continuations: int
+    num_told: int
+    echoes: bool
     stops: tuple[str, ...]
     ignore_eos: bool
     priority: int
@@ -52,10 +55,22 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     held_tokens: tuple[int, ...] | None
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """The parameters of one continuation: the same but for the seed, which counts up."""
+        """The parameters of one continuation: the same but for the seed, which counts up.
+
+        Only the first reports the prompt. Where some are to be chosen, all report their own tokens.
+        """
+        sampling = self.sampling
+        if self.is_choice:
+            sampling = msgspec.structs.replace(sampling, logprobs=max(sampling.logprobs, 0))
         if index == 0:
-            return self.sampling
-        return msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) % SEED_SPACE)
+            return sampling
+        seed = (sampling.seed + index) % SEED_SPACE
+        return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=NO_LOGPROBS)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether more continuations are generated than told."""
+        return self.num_told < self.num_continuations
 
 
 def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationSpec:
@@ -71,17 +86,21 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationS
     wrong: dict[str, str] = {}
     wrong.update(_request_violations(request, model))
     wrong.update(_sampling_violations(request.sampling))
+    wrong.update(_prompt_logprobs_violations(request, model))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
     if wrong:
         raise invalid_arguments(wrong)
     max_tokens = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+    num_told = request.sampling.n if request.sampling.HasField("n") else 1
     return GenerationSpec(
         request_id=request.request_id or secrets.token_hex(16),
         sampling=sampling,
         max_tokens=max_tokens,
-        num_continuations=request.sampling.n if request.sampling.HasField("n") else 1,
+        num_continuations=request.sampling.best_of if request.sampling.HasField("best_of") else num_told,
+        num_told=num_told,
+        echoes=request.echo,
         stops=tuple(request.sampling.stop),
         ignore_eos=request.sampling.ignore_eos,
         priority=request.priority or PRIORITY_NORMAL,
@@ -184,6 +203,7 @@ def sampling_params(request: api.GenerateRequest) -> SamplingParams:
         stop_token_ids=tuple(given.stop_token_ids),
         logprobs=given.logprobs if given.HasField("logprobs") else NO_LOGPROBS,
         seed=_seed(request),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else NO_LOGPROBS,
     )
 
 
@@ -242,6 +262,8 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
 def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
     if request.sampling.HasField("n") and request.sampling.n > 1:
         yield "resume", f"not allowed together with n = {request.sampling.n}; allowed: n = 1"
+    if request.sampling.best_of > max(1, request.sampling.n):
+        yield "resume", f"not allowed together with best_of = {request.sampling.best_of}; allowed: best_of = n"
     if request.sampling.HasField("seed") and request.sampling.seed != request.resume.seed:
         yield (
             "resume.seed",
@@ -250,6 +272,16 @@ def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterab
     wrong = next((t for t in request.resume.token_ids if not 0 <= t < model.vocab_size), None)
     if wrong is not None:
         yield "resume.token_ids", f"{wrong} is not a token id of this model; allowed: 0 to {model.vocab_size - 1}"
+
+
+def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
+    if not request.sampling.HasField("prompt_logprobs"):
+        return
+    field = "sampling.prompt_logprobs"
+    if not model.supports_prompt_logprobs:
+        yield field, f"the backend {model.backend} does not report them; allowed: unset"
+    elif request.resume.token_ids:
+        yield field, "not allowed together with resume.token_ids, before which they were told; allowed: unset"
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
@@ -263,10 +295,7 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
         )
     if sampling.HasField("top_k") and sampling.top_k < -1:
         yield "sampling.top_k", f"{sampling.top_k} is not allowed; allowed: -1 or 0 (keep all), or 1 and more"
-    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
-        yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
-    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
-        yield "sampling.logprobs", f"{sampling.logprobs} is not allowed; allowed: 0 to {MAX_LOGPROBS}"
+    yield from _report_violations(sampling)
     if len(sampling.stop) > MAX_STOPS:
         yield "sampling.stop", f"{len(sampling.stop)} entries are not allowed; allowed: at most {MAX_STOPS}"
     for place, stop in enumerate(sampling.stop):
@@ -277,3 +306,15 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
             "sampling.stop_token_ids",
             f"{len(sampling.stop_token_ids)} entries are not allowed; allowed: at most {MAX_STOP_TOKEN_IDS}",
         )
+
+
+def _report_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
+    """What is wrong with how many continuations are wanted and what is to be told of them."""
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
+        yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling.HasField(name) and getattr(sampling, name) > MAX_LOGPROBS:
+            yield f"sampling.{name}", f"{getattr(sampling, name)} is not allowed; allowed: 0 to {MAX_LOGPROBS}"
+    least = sampling.n if sampling.HasField("n") else 1
+    if sampling.HasField("best_of") and not least <= sampling.best_of <= MAX_CONTINUATIONS:
+        yield "sampling.best_of", f"{sampling.best_of} is not allowed; allowed: n, {least}, to {MAX_CONTINUATIONS}"

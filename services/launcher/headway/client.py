@@ -22,7 +22,7 @@ Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations`` and ``re
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
@@ -81,7 +81,10 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    prompt_logprobs: int
     n: int
+    best_of: int
+    echo: bool
     request_id: str
     priority: Literal["realtime", "high", "normal", "low"]
     ttft_slo_ms: int
@@ -131,8 +134,23 @@ class Timings:
 
 
 @dataclass(slots=True)
+class PromptTokens:
+    """The prompt itself, as far as ``echo`` (text and tokens) or ``prompt_logprobs`` asked for it.
+
+    ``logprobs`` are of the tokens behind the first.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Completion:
-    """All of one continuation. ``finish_reason`` is None while it runs; ``error`` explains the reason "error"."""
+    """All of one continuation. ``finish_reason`` is None while it runs; ``error`` explains the reason "error".
+
+    ``mean_logprob`` and ``seed`` are told where it was the best of several.
+    """
 
     index: int
     text: str = ""
@@ -144,6 +162,8 @@ class Completion:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str = ""
+    mean_logprob: float | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +175,7 @@ class GenerationResult:
     cached_tokens: int
     seeds: tuple[int, ...]
     completions: tuple[Completion, ...]
+    prompt: PromptTokens = field(default_factory=PromptTokens)
 
     @property
     def text(self) -> str:
@@ -260,9 +281,11 @@ _SCALAR_SAMPLING_OPTIONS = (
     "seed",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
     "n",
+    "best_of",
 )
-_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model")
+_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "echo")
 _KNOWN_OPTIONS = GenerateOptions.__annotations__.keys()
 
 
@@ -338,6 +361,8 @@ class _Progress:
         self._request = request
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_continuations = request.sampling.n if request.sampling.HasField("n") else 1
+        self._is_resumable = max(self._num_continuations, request.sampling.best_of) <= 1
+        self.prompt = PromptTokens()
         self._accepted: generation_pb2.Accepted | None = None
         self._num_failures = 0
         self._completions = [Completion(index) for index in range(max(1, self._num_continuations))]
@@ -361,6 +386,9 @@ class _Progress:
         request.resume.CopyFrom(
             generation_pb2.Resume(token_ids=self._completions[0].token_ids, seed=self._accepted.seeds[0])
         )
+        if request.resume.token_ids:  # the prompt was told before the first of them
+            request.sampling.ClearField("prompt_logprobs")
+            request.echo = False
         return request
 
     def take(self, response: generation_pb2.GenerateResponse) -> Delta | None:
@@ -369,6 +397,8 @@ class _Progress:
         if event == "accepted":
             if self._accepted is None:
                 self._accepted = response.accepted
+        elif event == "prompt":
+            self._take_prompt(response.prompt)
         elif event == "delta":
             self._num_failures = 0
             return self._take_delta(response.delta)
@@ -388,7 +418,7 @@ class _Progress:
         )
         # The old stream's request may live on for a moment after its gateway died.
         is_ghost = isinstance(failure, AlreadyExistsError) and self._num_failures > 0
-        can_resume = self._accepted is not None and self._num_continuations == 1
+        can_resume = self._accepted is not None and self._is_resumable
         self._num_failures += 1
         if not (is_gone or is_ghost) or not can_resume or self._num_failures > MOST_RESUMES:
             raise failure from error
@@ -409,7 +439,16 @@ class _Progress:
             cached_tokens=accepted.cached_tokens,
             seeds=tuple(accepted.seeds),
             completions=tuple(self._completions),
+            prompt=self.prompt,
         )
+
+    def _take_prompt(self, message: generation_pb2.Prompt) -> None:
+        """Take in a piece of the prompt; after a resumption they begin anew."""
+        prompt = self.prompt
+        if message.first_token_index == 0:
+            prompt.text, prompt.token_ids, prompt.logprobs = message.text, [], []
+        prompt.token_ids += message.token_ids
+        prompt.logprobs += _logprobs(message.logprobs)
 
     def _take_delta(self, message: generation_pb2.Delta) -> Delta:
         delta = Delta(
@@ -417,10 +456,7 @@ class _Progress:
             text=message.text,
             token_ids=tuple(message.token_ids),
             first_token_index=message.first_token_index,
-            logprobs=tuple(
-                TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
-                for entry in message.logprobs
-            ),
+            logprobs=_logprobs(message.logprobs),
         )
         completion = self._completions[delta.index]
         completion.text += delta.text
@@ -438,6 +474,17 @@ class _Progress:
         completion.usage = Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
         completion.timings = Timings(timings.queue_ms, timings.ttft_ms, timings.mean_itl_ms, timings.preemptions)
         completion.error = message.error
+        if message.HasField("seed"):
+            completion.seed = message.seed
+        if message.HasField("mean_logprob"):
+            completion.mean_logprob = message.mean_logprob
+
+
+def _logprobs(entries: Iterable[generation_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(entry.token_id, entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+        for entry in entries
+    )
 
 
 _OpenStream: TypeAlias = Callable[[generation_pb2.GenerateRequest, float | None], Any]
@@ -459,6 +506,11 @@ class GenerationStream:
     def request_id(self) -> str:
         """The request's id; empty until the server has told it, unless it was given."""
         return self._progress.request_id
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """What has been told of the prompt so far: all of it, before the first delta of continuation 0."""
+        return self._progress.prompt
 
     def cancel(self) -> None:
         """End the stream; the server stops generating. Iterating further raises ``StreamCancelledError``."""
@@ -515,6 +567,11 @@ class AsyncGenerationStream:
     def request_id(self) -> str:
         """See ``GenerationStream``."""
         return self._progress.request_id
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """See ``GenerationStream``."""
+        return self._progress.prompt
 
     def cancel(self) -> None:
         """See ``GenerationStream``."""

@@ -16,7 +16,7 @@ import msgspec
 
 from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
 from headway.connection import add_connection_flags, client_of
-from headway.reporting import Screen, table
+from headway.reporting import Screen, prompt_table, table
 from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway.streaming import Job, answer, answer_all
 
@@ -40,6 +40,9 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     seed: int | msgspec.UnsetType = msgspec.UNSET
     stop: list[str] | msgspec.UnsetType = msgspec.UNSET
     ignore_eos: bool | msgspec.UnsetType = msgspec.UNSET
+    echo: bool | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
+    best_of: int | msgspec.UnsetType = msgspec.UNSET
     priority: Literal["realtime", "high", "normal", "low"] | msgspec.UnsetType = msgspec.UNSET
     timeout_s: float | msgspec.UnsetType = msgspec.UNSET
 
@@ -78,6 +81,16 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the end of the text")
+    sampling.add_argument("--echo", action="store_const", const=True, help="show the prompt before its answer")
+    sampling.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        metavar="K",
+        help="tell how likely each token of the prompt was, and the K likeliest in its place",
+    )
+    sampling.add_argument(
+        "--best-of", type=int, metavar="N", help="generate N answers and show the one of the likeliest tokens"
+    )
     sampling.add_argument("--priority", choices=("realtime", "high", "normal", "low"))
 
 
@@ -182,6 +195,8 @@ async def _stream_one(client: AsyncClient, job: Job) -> int:
     if finished.error:
         sys.stderr.write(f"headway generate: {' '.join(finished.error.split())}\n")
         return FAILED_EXIT_CODE
+    if finished.prompt.logprobs:
+        sys.stderr.write("\n" + prompt_table(finished.prompt))
     sys.stderr.write("\n" + table([finished], finished.duration_s))
     return 0
 

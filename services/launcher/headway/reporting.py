@@ -4,10 +4,12 @@ Owns: the layout of answers, progress and the table of timings.
 Must not know: where the answers came from.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from headway.client import PromptTokens
 from headway.streaming import Answer, Job
 
 _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "tokens/s", "ended")
@@ -52,9 +54,26 @@ class Screen:
 
 def block(number: int, job: Job, answer: Answer) -> str:
     """Return one prompt and its answer, indented, with a blank line after it."""
-    body = f"(failed: {answer.error})" if answer.error else answer.text.strip("\n")
+    text = answer.prompt.text + answer.text
+    body = f"(failed: {answer.error})" if answer.error else text.strip("\n")
     indented = "\n".join(f"    {line}".rstrip() for line in body.splitlines()) or "    (no text)"
     return f"[{number + 1}] {job.title}\n{indented}\n\n"
+
+
+def prompt_table(prompt: PromptTokens) -> str:
+    """Return a line per token of a prompt from the second on: id, log probability, and the alternatives' (id log probability).
+
+    A last line tells the sum and the perplexity.
+    """
+    lines = [("token", "logprob", "alternatives")]
+    for entry in prompt.logprobs:
+        alternatives = "  ".join(f"{token_id} {logprob:.3f}" for token_id, logprob in entry.top)
+        lines.append((str(entry.token_id), f"{entry.logprob:.3f}", alternatives))
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    told = ["  ".join((line[0].rjust(widths[0]), line[1].rjust(widths[1]), line[2])).rstrip() for line in lines]
+    total_logprob = sum(entry.logprob for entry in prompt.logprobs)
+    perplexity = math.exp(-total_logprob / len(prompt.logprobs)) if prompt.logprobs else math.nan
+    return "\n".join((*told, f"sum {total_logprob:.3f}, perplexity {perplexity:.2f}", ""))
 
 
 def table(answers: Sequence[Answer], wall_s: float) -> str:

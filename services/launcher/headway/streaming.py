@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError, PromptTokens
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a job. Times in seconds, measured at the client from the moment the request was sent.
 
     ``mean_itl_s`` is the time from the first token to the last over the number of gaps between tokens; tokens that
-    arrive together count as having arrived at once. It is 0 where there are fewer than two tokens.
+    arrive together count as having arrived at once. It is 0 where there are fewer than two tokens. ``prompt`` is what was told
+    of the prompt, if it was to be.
     """
 
     text: str = ""
@@ -36,6 +37,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
     finish_reason: str = ""
     error: str = ""
+    prompt: PromptTokens = msgspec.field(default_factory=PromptTokens)
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,6 +56,8 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
     try:
         async with client.generate(job.prompt, **job.options) as stream:
             async for delta in stream:
+                if not first and stream.prompt.text:
+                    on_text(stream.prompt.text, 0)
                 last = time.perf_counter()
                 first = first or last
                 output_tokens += len(delta.token_ids)
@@ -71,6 +75,7 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
         duration_s=time.perf_counter() - sent,
         finish_reason=completion.finish_reason or "",
         error=completion.error,
+        prompt=result.prompt,
     )
 
 

@@ -18,6 +18,7 @@ class Reason(Enum):
     LOSS = "an executor had been lost, and those that ran on it came back a few at a time"
     ROWS = "as many requests ran as may run at once"
     BATCH = "the batch that ran had to end first"
+    PREFIX = "the beginning of its prompt was being computed for another request"
     BLOCKS = "too few KV blocks were free"
     OBJECTIVE = "those that ran would have missed their inter-token objective"
     TURN = "the token budget was taken, or others were first"
@@ -46,6 +47,10 @@ def bottleneck_of(core: Scheduler, request: Request) -> Bottleneck:
         return Bottleneck(Reason.ROWS, text)
     if not core.is_admitting:
         return Bottleneck(Reason.BATCH, f"batching is {core.limits.batching}, and the batch that runs has to end first")
+    if core.waits_for_prefix(request):
+        return Bottleneck(
+            Reason.PREFIX, "another request is computing the beginning of its prompt, which it will share"
+        )
     needed, free = core.blocks_for_start(request)
     if needed > free:
         tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"

@@ -96,6 +96,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_aware: Annotated[
         bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
     ] = False
+    prefix_wait_tokens: Annotated[
+        int,
+        Meta(
+            description="a request waits to start while another computes so many tokens of its prompt's beginning or more, to "
+            "share them; 0: it does not"
+        ),
+    ] = 128
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     prefix_cache_scope: Annotated[
         Literal["shared", "tenant"],
@@ -151,6 +158,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_waiting_tokens", 0, 1 << 40),
             ("max_tenant_waiting", 0, 1 << 24),
             ("max_tenant_waiting_tokens", 0, 1 << 40),
+            ("prefix_wait_tokens", 0, 1 << 24),
             ("default_ttft_slo_ms", 0, 1 << 30),
             ("default_itl_slo_ms", 0, 1 << 30),
             ("flight_log_mib", 1, 1 << 20),

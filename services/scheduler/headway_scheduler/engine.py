@@ -17,6 +17,7 @@ from headway_proto.ingress import (
     Admitted,
     Finished,
     ModelInfo,
+    PromptLogprobs,
     Rejected,
     SchedulerLoad,
     Submit,
@@ -332,6 +333,7 @@ class SchedulerEngine:
             num_host_blocks=info.num_host_blocks,
             swap_us_per_block=info.swap_us_per_block,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            supports_prompt_logprobs=info.supports_prompt_logprobs,
         )
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
@@ -471,6 +473,7 @@ class SchedulerEngine:
             ttft_slo_ms=submit.ttft_slo_ms,
             itl_slo_ms=submit.itl_slo_ms,
             has_run=submit.has_run,
+            num_prompt_logprobs=submit.num_prompt_logprobs,
         )
 
     def _refusal(self, submit: Submit) -> Rejected | None:
@@ -531,6 +534,10 @@ class SchedulerEngine:
             link = self.gateways.get(admitted.origin.owner)
             if link is not None:
                 link.hold(admitted=(Admitted(admitted.origin.handle, admitted.num_cached_tokens),))
+        for prompt in events.prompt_logprobs:
+            link = self.gateways.get(prompt.origin.owner)
+            if link is not None:
+                link.hold(prompt_logprobs=(PromptLogprobs(prompt.origin.handle, prompt.values),))
         if len(events.owners):
             self._deliver_tokens(events)
         for logprobs in events.logprobs:
@@ -620,6 +627,7 @@ class SchedulerEngine:
             vocab_size=self.info.vocab_size,
             eos_token_ids=self.info.eos_token_ids,
             max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
+            supports_prompt_logprobs=self.info.supports_prompt_logprobs,
         )
 
     def _tell_refusal(self, submit: Submit, rejected: Rejected) -> None:

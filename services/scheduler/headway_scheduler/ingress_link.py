@@ -24,6 +24,7 @@ from headway_proto.ingress import (
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
+    PromptLogprobs,
     SchedulerHello,
     SchedulerLoad,
     SchedulerStatus,
@@ -89,6 +90,7 @@ class GatewayLink:
         self._columns: list[tuple[Int32Array, Int32Array, Int32Array]] = []
         self._logprobs: list[TokenLogprobs] = []
         self._finished: list[Finished] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._num_held = 0
 
     def encode(self, body: msgspec.Struct) -> bytes:
@@ -105,6 +107,7 @@ class GatewayLink:
         admitted: tuple[Admitted, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
         finished: tuple[Finished, ...] = (),
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
         """Add to the next ``Tokens`` message. ``columns``: handle, index, token id."""
         if columns is not None and len(columns[0]):
@@ -114,6 +117,11 @@ class GatewayLink:
         self._admitted += admitted
         self._logprobs += logprobs
         self._finished += finished
+        for prompt in prompt_logprobs:
+            self._prompt_logprobs.append(prompt)
+            self._num_held += (
+                prompt.values.num_positions * (1 + prompt.values.num_alternatives) + _TOKENS_WORTH_OF_A_PART
+            )
 
     @property
     def is_overfull(self) -> bool:
@@ -122,7 +130,7 @@ class GatewayLink:
 
     def flush(self) -> bytes | None:
         """One message with all that is held; None if there is nothing, or too much is unacknowledged."""
-        if not (self._columns or self._admitted or self._finished):
+        if not (self._columns or self._admitted or self._finished or self._prompt_logprobs):
             return None
         if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:
             return None
@@ -133,8 +141,10 @@ class GatewayLink:
             columns=encode_columns(parts),
             logprobs=tuple(self._logprobs),
             finished=tuple(self._finished),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
         self._columns, self._admitted, self._logprobs, self._finished = [], [], [], []
+        self._prompt_logprobs = []
         self._num_held = 0
         return self._writer.encode(message)
 

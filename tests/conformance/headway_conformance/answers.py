@@ -23,7 +23,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
     """What a result must answer to.
 
     ``rows`` ran; ``sampling_rows`` (ascending) drew a token, and asked for ``num_logprobs`` (``NO_LOGPROBS``: none).
-    ``has_moves`` tells whether blocks were moved before.
+    ``has_moves`` tells whether blocks were moved before, ``prompts`` (rows ascending) whose prompts are reported.
     """
 
     where: str
@@ -31,6 +31,16 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
     sampling_rows: tuple[int, ...]
     num_logprobs: tuple[int, ...]
     has_moves: bool
+    prompts: tuple["AskedPrompt", ...] = ()
+
+
+class AskedPrompt(msgspec.Struct, frozen=True):
+    """What a step owes of the prompt of ``row``: positions ``first`` to ``end - 1``, with so many alternatives."""
+
+    row: int
+    first: int
+    end: int
+    num_alternatives: int
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
@@ -49,6 +59,7 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
             allowed = f"allowed: 0 to {info.vocab_size - 1}"
             require(0 <= token < info.vocab_size, f"{asked.where}: row {row} drew token {token}; {allowed}")
     _check_logprobs(asked, dict(zip(asked.sampling_rows, tokens, strict=True)), errors, result, info)
+    _check_prompts(asked, result, info)
     _check_times(asked, result)
     _check_it_travels(asked, result)
 
@@ -103,6 +114,29 @@ def _check_entry(where: str, entry: RowLogprobs, token: int, count: int) -> None
         require(abs(listed - entry.logprob) <= _ROUNDING, f"{where}: token {token} has two logprobs")
 
 
+def _check_prompts(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
+    found = [entry.row for entry in result.prompt_logprobs]
+    wanted = [prompt.row for prompt in asked.prompts]
+    require(
+        found == wanted, f"{asked.where}: prompts are reported of the rows {found}; asked for of {wanted}, ascending"
+    )
+    for entry, prompt in zip(result.prompt_logprobs, asked.prompts, strict=True):
+        where, values = f"{asked.where}: the prompt of row {entry.row}", entry.values
+        problem = values.problem()
+        require(problem is None, f"{where}: {problem}")
+        told = (values.first_position, values.end, values.num_alternatives)
+        owed = (prompt.first, prompt.end, min(prompt.num_alternatives, info.vocab_size))
+        require(told == owed, f"{where}: first position, end and alternatives are {told}, and should be {owed}")
+        own, top_ids, tops = values.values()
+        both = np.concatenate((own, tops.ravel()))
+        require(
+            bool(np.isfinite(both).all()) and both.max() <= _ROUNDING, f"{where}: a logprob is above 0 or not finite"
+        )
+        require(bool((np.diff(tops, axis=1) <= 0).all()), f"{where}: alternatives are not best first")
+        distinct = all(len(set(ids)) == len(ids) for ids in top_ids.tolist())
+        require(distinct, f"{where}: alternatives name a token twice")
+
+
 def _is_descending(values: Sequence[float]) -> bool:
     return all(first >= second for first, second in itertools.pairwise(values))
 
@@ -125,6 +159,7 @@ def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
         errors=result.errors,
         device_time_us=result.device_time_us,
         move_time_us=result.move_time_us,
+        prompt_logprobs=result.prompt_logprobs,
     )
     try:
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ExecutorOutput)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from headway_conformance.failures import require
 from headway_conformance.reference import Draw, Reference
-from headway_conformance.requests import ScriptedRequest
+from headway_conformance.requests import GREEDY, PromptToken, ScriptedRequest
 from headway_conformance.scripted_scheduler import ScriptedScheduler
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowLogprobs
@@ -56,8 +56,17 @@ class ReferenceOracle:
                 reason = f"the numerics are off: {wrong}" if wrong else known
                 require(condition=False, message=f"{where} is {token}; expected {drawn.token} ({reason})")
             require(wrong is None, f"{where}: {wrong}")
+        for position, told in request.prompt_logprobs.items():
+            wrong = self._prompt_token(tuple(request.prompt[:position]), request.prompt[position], told)
+            require(wrong is None, f"position {position} of the prompt of {_described(request)}: {wrong}")
         if request.error is not None:
             self._check_error(request)
+
+    def _prompt_token(self, history: tuple[int, ...], token: int, told: PromptToken) -> str | None:
+        """What is wrong with what was told of ``token`` behind ``history``, if anything."""
+        drawn = self._reference.draw(history, len(history), GREEDY)
+        entry = RowLogprobs(0, told.logprob, told.top_token_ids, told.top_logprobs)
+        return self._numbers(history, token, entry, drawn)
 
     def _numbers(self, history: tuple[int, ...], token: int, entry: RowLogprobs, drawn: Draw) -> str | None:
         """What is wrong with the log probabilities of one draw, if anything."""
@@ -105,6 +114,9 @@ class AloneOracle:
         if request.ended:
             errors = (request.error, alone.error)
             require((errors[0] is None) == (errors[1] is None), f"{where} has the error {errors[0]}; alone {errors[1]}")
+        for position, told in request.prompt_logprobs.items():
+            same = alone.prompt_logprobs.get(position)
+            require(told == same, f"{where}: position {position} of its prompt {told}; alone {same}")
         for mine, expected in zip(request.logprobs, alone.logprobs, strict=False):
             require(_without_row(mine) == _without_row(expected), f"{where}: logprobs {mine}; alone {expected}")
 
@@ -122,7 +134,11 @@ class AloneOracle:
 def _changes_ranks(sampling: SamplingParams) -> bool:
     """Whether a draw is anything but the likeliest token."""
     plain = SamplingParams(
-        temperature=0.0, logprobs=sampling.logprobs, seed=sampling.seed, stop_token_ids=sampling.stop_token_ids
+        temperature=0.0,
+        logprobs=sampling.logprobs,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
     return sampling != plain
 

@@ -20,7 +20,7 @@ from headway_conformance.sizes import Size
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.registry import create_backend
 from headway_proto.columns import encode_column, encode_columns
-from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
+from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
 from headway_proto.step import BackendInfo, NewRequest, RowLogprobs, SchedulerOutput
 
 _TIMEOUT_S = 60.0
@@ -71,7 +71,7 @@ class Reference:
 
     def draw(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
         """What a request with these parameters draws next, with the most logprobs there can be."""
-        asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS)
+        asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS, prompt_logprobs=NO_LOGPROBS)
         key = (history, num_prompt_tokens, asked)
         if key not in self._draws:
             self._draws[key] = self._run(history, num_prompt_tokens, asked)

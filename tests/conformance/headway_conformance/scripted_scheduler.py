@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
-from headway_conformance.answers import AskedStep, check_answer
+from headway_conformance.answers import AskedPrompt, AskedStep, check_answer
 from headway_conformance.executor_side import ExecutorSide
 from headway_conformance.failures import NotApplicable
 from headway_conformance.requests import ScriptedRequest
@@ -38,10 +39,11 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight: what it must answer to, and who draws, rows ascending."""
+    """A step in flight: what it must answer to, who draws, and whose prompts are reported, rows ascending."""
 
     asked: AskedStep
     drawings: tuple[_Drawing, ...]
+    prompts: tuple[_Drawing, ...]
     future: Future[StepResult]
 
 
@@ -170,8 +172,12 @@ class ScriptedScheduler:
     def step(self, counts: Mapping[ScriptedRequest, int] | None = None) -> None:
         """Send one step: every live row runs one token, but for those in ``counts``. Collects what must be."""
         planned = {request: (counts or {}).get(request, 1) for request in self.live.values()}
+        reported = {request: prompt for request in planned if (prompt := _asked_prompt(request, planned[request]))}
+        in_order = sorted(reported, key=lambda request: request.row)
         output, asked, drawings = self._message(planned)
-        self._flights.append(_Flight(asked, drawings, self._executor.submit(output)))
+        asked = msgspec.structs.replace(asked, prompts=tuple(reported[request] for request in in_order))
+        prompts = tuple(_Drawing(request, request.life) for request in in_order)
+        self._flights.append(_Flight(asked, drawings, prompts, self._executor.submit(output)))
         self._step += 1
         self._free_host_blocks += self._diff.host_blocks_read
         self._diff = _Diff()
@@ -224,6 +230,11 @@ class ScriptedScheduler:
     def num_host_blocks(self) -> int:
         """How many host blocks the backend announces."""
         return self._executor.info.num_host_blocks
+
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether the backend announces that it reports log probabilities of prompts."""
+        return self._executor.info.supports_prompt_logprobs
 
     @property
     def position(self) -> tuple[int, int]:
@@ -360,6 +371,18 @@ class ScriptedScheduler:
             request = drawing.request
             if drawing.life == request.life and not request.ended:
                 _note(request, token, logprobs.get(row), errors.get(row))
+        for entry, reported in zip(result.prompt_logprobs, flight.prompts, strict=True):
+            if reported.life == reported.request.life:
+                reported.request.note_prompt(entry.values)
+
+
+def _asked_prompt(request: ScriptedRequest, count: int) -> AskedPrompt | None:
+    """What the next step owes of a prompt of which it runs ``count`` tokens."""
+    start = request.num_computed
+    end = min(start + count, len(request.prompt) - 1)
+    if request.sampling.prompt_logprobs == NO_LOGPROBS or end <= start:
+        return None
+    return AskedPrompt(request.row, start + 1, end + 1, request.sampling.prompt_logprobs)
 
 
 def _note(request: ScriptedRequest, token: int, logprobs: RowLogprobs | None, error: str | None) -> None:

@@ -38,9 +38,10 @@ from headway_executor.backend import (
     StepOutOfMemoryError,
     StepResult,
 )
-from headway_proto.columns import Int32Array
+from headway_proto.columns import Int32Array, encode_column, encode_floats
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
-from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 Hashes: TypeAlias = NDArray[np.uint64]
 
@@ -143,6 +144,22 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         left = self.vocab_size - len(excluded | ends) if self.eos_probability < 1 else 0
         return left > 0 or (self.eos_probability > 0 and bool(ends - excluded))
 
+    def prompt_logprobs(
+        self, token_ids: Int32Array, start: int, end: int, num_alternatives: int
+    ) -> PromptLogprobColumns:
+        """Made-up log probabilities of the tokens at positions ``start + 1`` to ``end`` behind those before them.
+
+        The token itself is the likeliest, its successors follow.
+        """
+        num_alternatives = min(num_alternatives, self.vocab_size)
+        behind = self.prefixes(token_ids[: end + 1])[start + 2 : end + 2]
+        best = ((behind >> np.uint64(32)).astype(np.float64) / -(2.0**32)).astype(np.float32)
+        steps = np.arange(num_alternatives)
+        top_ids = (token_ids[start + 1 : end + 1, None] + steps) % self.vocab_size
+        return PromptLogprobColumns(
+            start + 1, encode_floats(best), encode_column(top_ids), encode_floats(best[:, None] - steps)
+        )
+
     def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
         """The next ``num_tokens`` tokens after a prompt: the oracle for whole generations.
 
@@ -173,6 +190,7 @@ class SimulatedBackend:
         self._swap_us_per_block = 0.0
         self._move_time_us = 0
         self._poison: dict[int, Int32Array] = {}
+        self._prompts: dict[int, NewRow] = {}
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
@@ -211,6 +229,7 @@ class SimulatedBackend:
             max_num_rows=config.max_num_seqs,
             num_host_blocks=num_host_blocks,
             swap_us_per_block=self._swap_us_per_block if num_host_blocks else 0.0,
+            supports_prompt_logprobs=True,
         )
 
     @property
@@ -233,6 +252,7 @@ class SimulatedBackend:
         for row in batch.finished_rows.tolist():
             self._masked.pop(row, None)
             self._num_logprobs.pop(row, None)
+            self._prompts.pop(row, None)
             self._poison.pop(row, None)
         for new_row in batch.new_rows:
             self._admit(new_row)
@@ -250,7 +270,12 @@ class SimulatedBackend:
         microseconds = self._step_time_us(total, len(batch.rows), int(reached.sum()))
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
-        return msgspec.structs.replace(result, device_time_us=round(microseconds), move_time_us=move_time_us)
+        return msgspec.structs.replace(
+            result,
+            device_time_us=round(microseconds),
+            move_time_us=move_time_us,
+            prompt_logprobs=self._report_prompts(batch) if self._prompts else (),
+        )
 
     def _inject(self, batch: StepBatch) -> None:
         """Fail as the options say where the prompt of a row of the step has a token that does it."""
@@ -292,6 +317,19 @@ class SimulatedBackend:
             self._masked[row] = (end, frozenset(sampling.stop_token_ids))
         if sampling.logprobs != NO_LOGPROBS:
             self._num_logprobs[row] = sampling.logprobs
+        if sampling.prompt_logprobs != NO_LOGPROBS:
+            self._prompts[row] = new_row
+
+    def _report_prompts(self, batch: StepBatch) -> tuple[RowPromptLogprobs, ...]:
+        reports = []
+        columns = (batch.rows, batch.num_computed_tokens, batch.num_scheduled_tokens)
+        for row, start, count in zip(*(column.tolist() for column in columns), strict=True):
+            wanted = self._prompts.get(row)
+            end = 0 if wanted is None else min(start + count, wanted.num_prompt_tokens - 1)
+            if wanted is not None and end > start:
+                values = self._hash.prompt_logprobs(wanted.token_ids, start, end, wanted.sampling.prompt_logprobs)
+                reports.append(RowPromptLogprobs(row, values))
+        return tuple(reports)
 
     def _sample(self, rows: Int32Array, positions: Int32Array) -> StepResult:
         """Draw the token at ``positions`` for ``rows`` and append it to their histories."""

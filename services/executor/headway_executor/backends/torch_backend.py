@@ -28,13 +28,14 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors, ignored_tensors
+from headway_executor.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import Sampler
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, RowError, RowLogprobs
+from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 _QUANTIZATIONS = ("none", "int8")
 _KERNELS = ("auto", "compiled", "eager")
@@ -77,6 +78,7 @@ class TorchBackend:
             max_num_rows=config.max_num_seqs,
             num_host_blocks=pool.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
+            supports_prompt_logprobs=True,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -120,6 +122,8 @@ class _OpenModel:
         self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._refusals = Refusals(model_config.vocab_size)
+        self._prompts = PromptReports()
+        self._vocab_size = model_config.vocab_size
 
     def warm_up(self) -> None:
         """Run the operators once, so that their one-time costs fall before the first request."""
@@ -136,11 +140,13 @@ class _OpenModel:
         self._refusals.forget(batch.finished_rows)
         for new in batch.new_rows:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
+        self._prompts.begin_step(batch)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
+        prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
         sampling = np.flatnonzero(batch.samples)
         sampled_rows = batch.rows[sampling]
         rows = StepRows(
@@ -150,8 +156,13 @@ class _OpenModel:
             tables=batch.block_table[batch.rows],
             wanted=last_tokens(batch.num_scheduled_tokens.astype(np.int64))[sampling],
         )
-        logits = self.forward.run(rows, self._token_ids)
+        left = rows
+        chunks = self._prompts.chunks(batch)
+        if chunks:
+            left, prompt_logprobs = run_ahead(self.forward, rows, self._token_ids, chunks, vocab_size=self._vocab_size)
+        logits = self.forward.run(left, self._token_ids) if len(left.numbers) else None
         if len(sampling):
+            assert logits is not None
             numbers = torch.from_numpy(rows.numbers[sampling]).to(self._device)
             positions = torch.from_numpy((rows.num_computed + rows.num_new)[sampling]).to(self._device)
             sampled = self._sampler.sample(logits, numbers, positions, self._token_ids)
@@ -160,7 +171,13 @@ class _OpenModel:
             logprobs, errors = sampled.logprobs, sampled.errors
         drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
         elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, device_time_us=elapsed_us)
+        return StepResult(
+            sampled_token_ids=drawn,
+            logprobs=logprobs,
+            errors=errors,
+            device_time_us=elapsed_us,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         token_ids = self._refusals.admit(row, token_ids)

@@ -37,6 +37,7 @@ from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.linear import QuantizationKind
+from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
 from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
@@ -45,11 +46,12 @@ from headway_executor.kv_pool import check_pool_size, num_blocks_that_fit
 from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import TensorSource, expected_tensors, ignored_tensors
+from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.weights import Checkpoint
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
-from headway_proto.step import BackendInfo
+from headway_proto.step import BackendInfo, RowPromptLogprobs
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
 _ALIGNMENT = 16
@@ -104,6 +106,7 @@ class TritonBackend:
             num_host_blocks=mover.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            supports_prompt_logprobs=True,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -165,6 +168,10 @@ class _OpenModel:
             max_num_rows=config.max_num_seqs,
         )
         self._refusals = Refusals(model_config.vocab_size)
+        self._prompts = PromptReports()
+        self._prompt_reader = PromptReader(
+            runtime, vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs
+        )
         weights = load_decoder(
             model_config,
             checkpoint,
@@ -245,6 +252,7 @@ class _OpenModel:
             )
             self._refusals.add(self._sampler.add_rows(new_rows))
         self._rows.apply(new_rows, batch.new_blocks)
+        self._prompts.begin_step(batch)
         shape = shape_of(batch)
         if shape.num_tokens > self._config.max_num_batched_tokens:
             raise ValueError(
@@ -253,8 +261,14 @@ class _OpenModel:
         if not shape.num_rows:
             return _nothing_drawn
         self._launch(batch, shape)
+        chunks = self._prompts.chunks(batch)
+        prompts = (
+            self._prompt_reader.launch(self._decoder, self._rows.token_store, chunks, batch.num_scheduled_tokens)
+            if chunks
+            else _no_prompts
+        )
         if not shape.num_sampled:
-            return _nothing_drawn
+            return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
         sampled_rows = batch.rows[batch.samples != 0]
         drawn = self._sampler.sample(
             self._decoder.logits(shape.num_sampled), sampled_rows, self._views, self._rows.token_store
@@ -264,7 +278,7 @@ class _OpenModel:
         def build() -> StepResult:
             token_ids, logprobs, errors = drawn.collect()
             token_ids, errors = with_refusals(sampled_rows, token_ids, errors, refused)
-            return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors)
+            return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors, prompt_logprobs=prompts())
 
         return build
 
@@ -325,6 +339,7 @@ class _OpenModel:
         )
         shape = shape_of(batch)
         self._launch(batch, shape)
+        self._prompt_reader.try_largest(self._decoder, self._rows.token_store, shape.num_tokens)
         self._sampler.try_largest(self._decoder.logits(shape.num_sampled), rows, self._views, self._rows.token_store)
         self.runtime.mark().wait()
 
@@ -350,6 +365,10 @@ class _OpenModel:
 
 def _nothing_drawn() -> StepResult:
     return StepResult(sampled_token_ids=EMPTY_COLUMN)
+
+
+def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
+    return ()
 
 
 def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:

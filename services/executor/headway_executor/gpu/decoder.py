@@ -158,6 +158,14 @@ class Decoder:
         self._weights.head(last, logits)
         return logits
 
+    def logits_of(self, first: int, count: int) -> Tensor:
+        """Logits of ``count`` tokens of the step that ran, from ``first`` on, as many as there are rows at most; in the
+        memory of ``logits``.
+        """
+        logits = self._space.logits[:count]
+        self._weights.head(self._space.normed[first : first + count], logits)
+        return logits
+
     def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
         """From rows to tokens, and what attention has to do; once a step."""
         space, columns = self._space, self._columns

@@ -56,6 +56,9 @@ class AnswerWriter:
         self._num_outputs = max(1, request.sampling_params.n)
         self._gathered: dict[int, vllm.GenerateComplete] = {}
         self._ended: dict[int, vllm.GenerateComplete] = {}
+        self._prompt = vllm.InputLogProbs()
+        self._has_prompt_alternatives = request.sampling_params.prompt_logprobs > 0
+        self._knows_prompt: set[int] = set()
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
         """See ``EventStream``."""
@@ -82,6 +85,8 @@ class AnswerWriter:
         kind = message.WhichOneof("event")
         if kind == "accepted":
             self._accepted = message.accepted
+        elif kind == "prompt":
+            self._take_prompt(message.prompt)
         elif kind == "delta":
             await self._take_delta(message.delta)
         elif kind == "finished":
@@ -89,6 +94,8 @@ class AnswerWriter:
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
         """Without a stream, outputs go out together and in order: callers take the first to come for the first."""
+        if complete.index not in self._knows_prompt and (complete.index == 0 or not self._streams):
+            self._tell_prompt(complete.index, complete.input_logprobs)
         if self._streams:
             await self._answers.write(vllm.GenerateResponse(complete=complete))
             return
@@ -113,7 +120,31 @@ class AnswerWriter:
             index=delta.index,
         )
         self._add_logprobs(chunk.output_logprobs, delta)
+        # The prompt is known before the first chunk of output 0, and perhaps not yet before another's.
+        if delta.index == 0 and 0 not in self._knows_prompt:
+            self._tell_prompt(0, chunk.input_logprobs)
         await self._answers.write(vllm.GenerateResponse(chunk=chunk))
+
+    def _take_prompt(self, prompt: api.Prompt) -> None:
+        """Add tokens of the prompt, each with a log probability but for the first."""
+        columns = self._prompt
+        columns.token_ids.extend(prompt.token_ids)
+        if prompt.first_token_index == 0:
+            columns.token_logprobs.add()
+            if self._has_prompt_alternatives:
+                columns.top_logprobs.add()
+        for entry in prompt.logprobs:
+            columns.token_logprobs.add(value=entry.logprob)
+            if self._has_prompt_alternatives:
+                columns.top_logprobs.add(
+                    values=[top.logprob for top in entry.top], token_ids=[top.token_id for top in entry.top]
+                )
+
+    def _tell_prompt(self, index: int, columns: vllm.InputLogProbs) -> None:
+        """Put what is known of the prompt into an answer of output ``index``, once for each output."""
+        self._knows_prompt.add(index)
+        if self._prompt.token_ids:
+            columns.CopyFrom(self._prompt)
 
     def _add_logprobs(self, columns: vllm.OutputLogProbs, delta: api.Delta) -> None:
         for entry in delta.logprobs:

@@ -40,6 +40,8 @@ TRANSLATED_SAMPLING_FIELDS = frozenset(
         "logprobs",
         "seed",
         "logit_bias",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
     }
 )
 TEXT_SAMPLING_FIELDS = frozenset(
@@ -61,8 +63,6 @@ _REASONS = {
     "mm_inputs": _NO_MEDIA,
     "extra_mm_inputs": _NO_MEDIA,
     "media_refs": _NO_MEDIA,
-    "sampling_params.prompt_logprobs": "log probabilities of the prompt are not reported; allowed: unset",
-    "sampling_params.truncate_prompt_tokens": "prompts are not truncated; allowed: unset",
     **{
         f"sampling_params.{name}": _NO_CONSTRAINT
         for name in ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice")
@@ -107,7 +107,8 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
     kind = request.WhichOneof("input")
     if kind == "tokenized":
         native.token_ids.SetInParent()
-        native.token_ids.ids.extend(request.tokenized.input_ids)
+        # Truncation keeps a prompt's end.
+        native.token_ids.ids.extend(request.tokenized.input_ids[-request.sampling_params.truncate_prompt_tokens :])
     elif kind == "text":
         native.text = request.text
     return native
@@ -133,7 +134,7 @@ def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
         stop_token_ids=given.stop_token_ids,
         ignore_eos=given.ignore_eos,
     )
-    for name in ("temperature", "max_tokens", "logprobs"):
+    for name in ("temperature", "max_tokens", "logprobs", "prompt_logprobs"):
         if given.HasField(name):
             setattr(native, name, getattr(given, name))
     for name in ("top_p", "repetition_penalty", "n"):
@@ -150,8 +151,15 @@ def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
     yield from _untranslatable(sampling, "sampling_params.", TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS)
     if request.data_parallel_rank:
         yield "data_parallel_rank", f"{request.data_parallel_rank} is not allowed; allowed: 0, there is one rank"
-    if sampling.logprobs < 0:
-        yield "sampling_params.logprobs", f"{sampling.logprobs} is not allowed; allowed: 0 to 20"
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) < 0:
+            yield f"sampling_params.{name}", f"{getattr(sampling, name)} is not allowed; allowed: 0 to 20"
+    if sampling.HasField("truncate_prompt_tokens"):
+        if sampling.truncate_prompt_tokens < 1:
+            field = "sampling_params.truncate_prompt_tokens"
+            yield field, f"{sampling.truncate_prompt_tokens} is not allowed; allowed: 1 or more"
+        elif request.HasField("text"):
+            yield "sampling_params.truncate_prompt_tokens", "text is not truncated; allowed: with token ids"
     # Token ids travel as int32 from here on.
     for field, token_ids in (
         ("tokenized.input_ids", request.tokenized.input_ids),

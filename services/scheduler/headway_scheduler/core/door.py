@@ -7,6 +7,7 @@ Whatever could never run is refused here, once, with a reason: behind the door e
 
 import numpy as np
 
+from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.limits import ExecutorCapacity
 from headway_scheduler.core.request import NewRequestEvent
 
@@ -44,6 +45,14 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
             f"{num_tokens} tokens leave no room for another; allowed: at most {limit - 1} (max_tokens "
             f"{new.max_tokens}, context {capacity.max_model_len}, KV pool of {capacity.num_blocks} "
             f"blocks of {capacity.block_size})",
+        )
+    if new.sampling.prompt_logprobs != NO_LOGPROBS and not capacity.supports_prompt_logprobs:
+        raise RequestRejected(
+            "invalid", "prompt_logprobs", "the executor's backend does not report them; allowed: unset"
+        )
+    if not 0 <= new.num_prompt_logprobs < new.num_prompt_tokens:
+        raise RequestRejected(
+            "invalid", "num_prompt_logprobs", f"{new.num_prompt_logprobs} of {new.num_prompt_tokens} prompt tokens"
         )
     # Seen as unsigned, a negative id is larger than any vocabulary.
     largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]

@@ -6,6 +6,7 @@ Owns: the shape of these events. Must not know: gateways, frames, or who listens
 import msgspec
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.step import RowLogprobs
 from headway_scheduler.core.request import FinishReason, Origin
 
@@ -60,6 +61,13 @@ class LogprobsEvent(msgspec.Struct, frozen=True):
     values: RowLogprobs
 
 
+class PromptLogprobsEvent(msgspec.Struct, frozen=True):
+    """Log probabilities of tokens of a request's prompt; no token is told twice."""
+
+    origin: Origin
+    values: PromptLogprobColumns
+
+
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
@@ -75,3 +83,4 @@ class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     finished: tuple[FinishedEvent, ...] = ()
     first_tokens: tuple[FirstTokenEvent, ...] = ()
     resumed_gaps_s: tuple[float, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()

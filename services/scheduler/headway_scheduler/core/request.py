@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headway_proto.columns import Int32Array
-from headway_proto.sampling import SamplingParams
+from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
 
@@ -50,6 +50,7 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     ``max_tokens`` counts output tokens, those already held included. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives in
     milliseconds, 0 for none: the first token within the one of its arrival, every further one within the other.
     ``has_run``: it started before it arrived here, under a scheduler or on a link that is gone; nothing of it is shed.
+    ``num_prompt_logprobs``: of how many prompt tokens, from the second on, log probabilities were told before.
     """
 
     origin: Origin
@@ -65,6 +66,7 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
     has_run: bool = False
+    num_prompt_logprobs: int = 0
 
 
 class Request:
@@ -90,6 +92,7 @@ class Request:
         "num_passed_over",
         "num_predicted_tokens",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_queued_tokens",
         "num_swapped_tokens",
         "num_unreturned",
@@ -154,15 +157,22 @@ class Request:
         self.lost_work = 0, WasteReason.RECOMPUTE
         self.num_predicted_tokens: int | None = None
         """The output expected of it when it first ran, where outputs are predicted."""
+        # Prompt tokens, from the second on, whose log probabilities have been told, where it wants them.
+        self.num_prompt_logprobs = new.num_prompt_logprobs
+        # Leading blocks of its table that the prefix cache knows, and the prefix-cache node of the last of them.
         self.num_cached_blocks = 0
-        """Leading blocks of its table that the prefix cache knows."""
-        # The prefix-cache node of the last of them.
         self.cache_node = 0
 
     @property
     def order_key(self) -> int:
         """Its place among those that run, lower is served first: by rank, then by first start."""
         return self.rank << START_BITS | self.start
+
+    @property
+    def is_owed_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of its prompt are still to be told."""
+        is_wanted = self.new.sampling.prompt_logprobs != NO_LOGPROBS
+        return is_wanted and self.num_prompt_logprobs < self.new.num_prompt_tokens - 1
 
     def append_token(self, token_id: int) -> None:
         """Take a token that arrived after the request lost its row."""

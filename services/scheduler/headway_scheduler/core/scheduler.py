@@ -28,7 +28,11 @@ Steps in flight:
 - A request that stops at step k may sit in step k + 1 already; the surplus token is dropped (``InFlightStep.leavers``).
 - A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
 - What a preempted request had computed may go to the host (``swapping``), with the next step that is sent.
-- Blocks enter the prefix cache when the step that filled them has returned without error.
+- Blocks enter the prefix cache when the step that filled them has returned without error. Until then, a request whose
+  prompt begins like one under way does not start, if waiting saves enough (``prefix_wait_tokens``): so of many that arrive
+  together with one long beginning, one computes it.
+- Log probabilities of a prompt come with the steps that compute it. Each position is told once, in order, so a request that
+  is owed some takes from the cache only what is before them.
 
 A request that may have brought the executor down can be told to ``run_alone``: everyone else makes way, and it starts when
 nothing is in flight, so that what happens next is its own doing. After a first loss those that ran ``start_slowly``, so
@@ -36,13 +40,22 @@ that a second one leaves few to be tried.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array, decode_column, encode_column
-from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, NewRequest, SchedulerOutput, state_digest
+from headway_proto.sampling import NO_LOGPROBS, SamplingParams
+from headway_proto.step import (
+    DIGEST_INTERVAL_STEPS,
+    ExecutorOutput,
+    NewRequest,
+    RowPromptLogprobs,
+    SchedulerOutput,
+    state_digest,
+)
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import (
@@ -58,6 +71,7 @@ from headway_scheduler.core.events import (
     FinishedEvent,
     FirstTokenEvent,
     LogprobsEvent,
+    PromptLogprobsEvent,
     StepEvents,
 )
 from headway_scheduler.core.fair_queue import burst_tokens_of
@@ -120,6 +134,9 @@ class Scheduler:
         self.prefix_statistics = PrefixStatistics(self.counters)
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._caches_by_tenant = limits.prefix_cache_scope == "tenant"
+        # Where a batch that runs has to end before the next, waiting for a prefix would mean waiting for that.
+        may_join = BATCHING_POLICIES[limits.batching].rules(any_decoded=True).admits
+        self._waits_for_prefixes = limits.enable_prefix_caching and limits.prefix_wait_tokens > 0 and may_join
         self.paused = False
         self._order = ORDERS[limits.order]
         self._batching = BATCHING_POLICIES[limits.batching]
@@ -261,6 +278,11 @@ class Scheduler:
         books = self._open_books()
         num_needed = books.num_needed(request, first_chunk) + self._headroom(request)
         return num_needed, self.pool.num_free - books.owed_blocks
+
+    def waits_for_prefix(self, request: Request) -> bool:
+        """Whether somebody who runs is computing a beginning of this waiting request's prompt that it is to share."""
+        shared, _ = self._find_cached(request, request.token_ids.tobytes(), len(request.token_ids))
+        return self._waits_for_prefixes and self._is_prefix_under_way([], request, len(shared) * self.rows.block_size)
 
     def steps_until_shortage(self) -> int | None:
         """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
@@ -431,6 +453,9 @@ class Scheduler:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
             elif len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
                 message = "the executor that took over cannot hold this request"
+                finished.append(self._finish(request, FinishReason.ERROR, error=message))
+            elif request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
+                message = "the executor that took over reports no log probabilities of prompts"
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
@@ -814,6 +839,8 @@ class Scheduler:
         token_bytes = request.token_ids.tobytes()
         shared, node = self._find_cached(request, token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
+        if self._waits_for_prefixes and self._is_prefix_under_way(plan.chunks, request, start):
+            return False
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
             num_tokens - start,
@@ -854,7 +881,7 @@ class Scheduler:
                 num_prompt_tokens=request.new.num_prompt_tokens,
                 block_ids=encode_column(table),
                 num_computed_tokens=start,
-                sampling=request.new.sampling,
+                sampling=_sampling_for_row(request),
             )
         )
         self._advance_prompt(plan, request, start + chunk, chunk)
@@ -953,9 +980,51 @@ class Scheduler:
     def _find_cached(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
         if not self.limits.enable_prefix_caching:
             return NO_BLOCKS, ROOT_NODE
-        # At least one token must run, or there would be nothing to sample from.
         scope = request.new.tenant if self._caches_by_tenant else ""
-        return self.cache.find(token_bytes, (num_tokens - 1) // self.rows.block_size, scope)
+        return self.cache.find(token_bytes, self._most_cached_blocks(request, num_tokens), scope)
+
+    def _most_cached_blocks(self, request: Request, num_tokens: int) -> int:
+        """The blocks that a request may take from the cache."""
+        # At least one token must run, or there would be nothing to sample from; and every one whose logits are asked for.
+        most_tokens = num_tokens - 1
+        if request.is_owed_prompt_logprobs:
+            most_tokens = min(most_tokens, request.num_prompt_logprobs)
+        return most_tokens // self.rows.block_size
+
+    def _is_prefix_under_way(self, planned: list[PrefillChunk], request: Request, start: int) -> bool:
+        """Whether to wait for somebody who is computing tokens of this prompt from ``start`` on, enough to be worth it.
+
+        Only for who has some of its prompt in this step or in flight: so each step of waiting brings the other one forward, and
+        the wait ends with that one's prompt.
+        """
+        rows, size = self.rows, self.rows.block_size
+        end = -(-(start + self.limits.prefix_wait_tokens) // size) * size
+        if request.num_swapped_tokens or end > self._most_cached_blocks(request, len(request.token_ids)) * size:
+            return False
+        last_token, token_at = int(request.token_ids[end - 1]), rows.token_ids.item
+        for other in self._newest_prompts(planned):
+            # Most that differ do so in any place: one is looked at before all of them.
+            if token_at(other.row, end - 1) != last_token or other is request:
+                continue
+            if other.num_admitted_tokens // size * size < end:
+                continue
+            if self._caches_by_tenant and other.new.tenant != request.new.tenant:
+                continue
+            if np.array_equal(rows.token_ids[other.row, :end], request.token_ids[:end]):
+                return True
+        return False
+
+    def _newest_prompts(self, planned: list[PrefillChunk]) -> Iterator[Request]:
+        """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
+        seen: set[int] = set()
+        for chunks in (planned, *(step.chunks for step in reversed(self._in_flight))):
+            for chunk in reversed(chunks):
+                if chunk.row in seen or not chunk.holds_blocks:
+                    continue
+                seen.add(chunk.row)
+                yield chunk.request
+                if len(seen) == NUM_COMPARED_PREFIXES:
+                    return
 
     def _note_admission(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
         """A request has a row; its tokens from ``start`` on are to be computed."""
@@ -1156,7 +1225,9 @@ class Scheduler:
         first_tokens: list[FirstTokenEvent] = []
         resumed_gaps_s: list[float] = []
         failed = {error.row: error.message for error in output.errors}
+        prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()
         if step.chunks:
+            prompt_logprobs = self._prompt_logprobs(step, output, failed)
             self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
         logprobs = self._logprobs(step, output) if output.logprobs else ()
         sampling_rows = step.sampling_rows
@@ -1184,6 +1255,7 @@ class Scheduler:
             finished=tuple(finished),
             first_tokens=tuple(first_tokens),
             resumed_gaps_s=tuple(resumed_gaps_s),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, NDArray[np.bool_]]:
@@ -1220,6 +1292,46 @@ class Scheduler:
             place = step.places_of(values.row) if 0 <= values.row < self.rows.max_rows else slice(0, 0)
             if place.start == place.stop:
                 raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
+        if output.prompt_logprobs:
+            self._require_prompts(step, output.prompt_logprobs)
+
+    def _require_prompts(self, step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:
+        """What is reported of prompts is what the step computed of them, once for each row."""
+        chunks = {chunk.row: chunk for chunk in step.chunks}
+        for row, values in ((entry.row, entry.values) for entry in reported):
+            chunk = chunks.pop(row, None)
+            if chunk is None:
+                raise StateMismatch(
+                    f"log probabilities of row {row}'s prompt in step {step.step}, which ran none of it"
+                )
+            problem = values.problem()
+            if problem is None and (values.first_position, values.end) != (
+                chunk.start + 1,
+                chunk.end_of_prompt_logprobs,
+            ):
+                problem = f"positions {values.first_position} to {values.end - 1} follow from no tokens of it"
+            if problem is not None:
+                raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}: {problem}")
+
+    def _prompt_logprobs(
+        self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
+    ) -> tuple[PromptLogprobsEvent, ...]:
+        """What is new of what the step tells of prompts.
+
+        How far each has been told follows from the step alone, so that a replay needs no values.
+        """
+        reported = {entry.row: entry.values for entry in output.prompt_logprobs}
+        events = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.status is RequestStatus.FINISHED or chunk.row in failed or not request.is_owed_prompt_logprobs:
+                continue
+            first = request.num_prompt_logprobs + 1
+            if chunk.end_of_prompt_logprobs > first:
+                request.num_prompt_logprobs = chunk.end_of_prompt_logprobs - 1
+                if chunk.row in reported:
+                    events.append(PromptLogprobsEvent(request.new.origin, reported[chunk.row].behind(first)))
+        return tuple(events)
 
     def _confirm_chunks(
         self,
@@ -1240,7 +1352,7 @@ class Scheduler:
                 first_tokens.append(FirstTokenEvent(request.arrival_time, request.scheduled_time))
             elif chunk.completes and request.last_token_time is not None:
                 resumed_gaps_s.append(now - request.last_token_time)
-            if request.status is RequestStatus.RUNNING and request.num_preemptions == chunk.stay:
+            if chunk.holds_blocks:
                 self._cache_blocks(request, chunk.row, chunk.num_computed_tokens)
 
     def _logprobs(self, step: InFlightStep, output: ExecutorOutput) -> tuple[LogprobsEvent, ...]:
@@ -1361,3 +1473,11 @@ class Scheduler:
         start, first = request.device_us_marks
         now = self.counters.device_us
         return (now - start, 0) if request.first_token_time is None else (first - start, now - first)
+
+
+def _sampling_for_row(request: Request) -> SamplingParams:
+    """A request's parameters, without what the executor need not do: report of a prompt what has been told."""
+    sampling = request.new.sampling
+    if sampling.prompt_logprobs == NO_LOGPROBS or request.is_owed_prompt_logprobs:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=NO_LOGPROBS)

@@ -11,7 +11,7 @@ import numpy as np
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.indices import BlockIndices, RowIndices
-from headway_scheduler.core.request import Request
+from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.step_time import StepShape
 
 
@@ -31,6 +31,17 @@ class PrefillChunk:
         self.stay = request.num_preemptions
         self.num_computed_tokens = num_computed_tokens
         self.completes = completes
+
+    @property
+    def end_of_prompt_logprobs(self) -> int:
+        """Behind the last position whose log probability follows from these tokens; ``start`` + 1 is the first."""
+        return max(min(self.num_computed_tokens + 1, self.request.new.num_prompt_tokens), self.start + 1)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether the request still runs where its tokens go."""
+        request = self.request
+        return request.status is RequestStatus.RUNNING and request.num_preemptions == self.stay
 
 
 class StepLoad(NamedTuple):

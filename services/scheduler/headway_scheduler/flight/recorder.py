@@ -125,6 +125,7 @@ class FlightRecorder:
                 ttft_slo_ms=new.ttft_slo_ms,
                 itl_slo_ms=new.itl_slo_ms,
                 has_run=new.has_run,
+                num_prompt_logprobs=new.num_prompt_logprobs,
             )
         )
 
@@ -237,5 +238,7 @@ def _encodable(entry: _Sent | _Taken) -> Record:
         assert isinstance(rest, int)
         return Turn(now, tuple([decision_in_frame(frame) for _, frame in what]), rest)
     assert isinstance(rest, tuple)
-    output = msgspec.structs.replace(what, logprobs=()) if what.logprobs else what  # nothing follows from them
+    output = what
+    if what.logprobs or what.prompt_logprobs:
+        output = msgspec.structs.replace(what, logprobs=(), prompt_logprobs=())  # nothing follows from them
     return Answered(now, output, tuple([End(end.origin, end.reason.value, end.num_output_tokens) for end in rest]))

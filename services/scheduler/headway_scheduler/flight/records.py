@@ -63,6 +63,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
     ttft_slo_ms: int
     itl_slo_ms: int
     has_run: bool = False
+    num_prompt_logprobs: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):

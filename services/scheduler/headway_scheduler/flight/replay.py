@@ -203,4 +203,5 @@ def _new_request(record: Arrived) -> NewRequestEvent:
         ttft_slo_ms=record.ttft_slo_ms,
         itl_slo_ms=record.itl_slo_ms,
         has_run=record.has_run,
+        num_prompt_logprobs=record.num_prompt_logprobs,
     )

@@ -5,12 +5,12 @@ Owns: the scenarios about drawing tokens and reporting logprobs. Must not know: 
 
 import msgspec
 
-from headway_conformance.failures import require
+from headway_conformance.failures import NotApplicable, require
 from headway_conformance.requests import GREEDY, ScriptedRequest
 from headway_conformance.scenario import scenario
 from headway_conformance.scenarios.kinds import kinds
 from headway_conformance.stage import Stage
-from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
+from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
 
 
 @scenario
@@ -20,7 +20,10 @@ def parameters_mixed_in_a_batch(stage: Stage) -> None:
     requests = [
         stage.request(4 + place, size.num_output + 2, sampling) for place, sampling in enumerate(kinds(size).values())
     ]
-    stage.scheduler(seed=1).run(requests)
+    scheduler = stage.scheduler(seed=1)
+    if scheduler.reports_prompts:
+        requests.append(stage.request(9, 2, msgspec.structs.replace(GREEDY, prompt_logprobs=2)))
+    scheduler.run(requests)
     stage.verify(*requests)
 
 
@@ -50,6 +53,35 @@ def logprobs_among_rows_without(stage: Stage) -> None:
 
 
 @scenario
+def prompts_that_are_reported(stage: Stage) -> None:
+    """Log probabilities of prompts come once for each position, whatever the chunks, beside rows without, and again when a
+    prompt is computed again behind tokens of the output."""
+    scheduler = stage.scheduler(seed=5)
+    if not scheduler.reports_prompts:
+        raise NotApplicable("it reports no log probabilities of prompts")
+    size = stage.size
+    counts = (0, -1, 3, MAX_LOGPROBS, 1)
+    lengths = (2 * size.block_size + 3, 9, size.block_size, 1, 2)
+    requests = [
+        stage.request(length, 3, _with_prompt_logprobs(count)) for length, count in zip(lengths, counts, strict=True)
+    ]
+    again = stage.request(size.block_size + 2, 3, _with_prompt_logprobs(2))
+    scheduler.run(requests, chunk=5)
+    scheduler.admit(again)
+    scheduler.step_whole()
+    scheduler.drain()
+    scheduler.preempt(again)
+    again.prompt_logprobs.clear()
+    scheduler.run([again], chunk=7)
+    stage.verify(*requests, again)
+    for request in (*requests, again):
+        wants = request.sampling.prompt_logprobs != NO_LOGPROBS
+        positions = list(range(1, len(request.prompt))) if wants else []
+        told = sorted(request.prompt_logprobs)
+        require(told == positions, f"positions {told} were reported of a prompt of {len(request.prompt)} tokens")
+
+
+@scenario
 def a_mask_that_leaves_one_token(stage: Stage) -> None:
     """Until ``min_tokens`` is reached the only token that is left is drawn, at any temperature; then others are, too."""
     left = 5
@@ -65,6 +97,10 @@ def a_mask_that_leaves_one_token(stage: Stage) -> None:
         require(request.output[:3] == [left] * 3, f"drew {request.output[:3]}; only token {left} is left")
 
 
+def _with_prompt_logprobs(count: int) -> SamplingParams:
+    return msgspec.structs.replace(GREEDY, prompt_logprobs=count)
+
+
 def _with_logprobs(place: int, count: int) -> SamplingParams:
     """Greedy ones and such whose draws are far from the raw distribution."""
     if place % 2:
@@ -76,5 +112,6 @@ SCENARIOS = (
     parameters_mixed_in_a_batch,
     a_seed_decides,
     logprobs_among_rows_without,
+    prompts_that_are_reported,
     a_mask_that_leaves_one_token,
 )

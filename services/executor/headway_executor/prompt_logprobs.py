@@ -1,0 +1,173 @@
+"""Log probabilities of prompts, for backends whose forward pass is a ``ForwardPass``.
+
+Owns: which rows want them, which tokens' logits they follow from, and how many logits there are at a time.
+Must not know: how a forward pass computes, sampling, or where a step comes from.
+
+The tokens from which they follow run **ahead of the step**, in passes of their own with the logits of every token; what is
+left of the rows (at most the last token of a prompt, and output behind it) stays with the step. So a step costs one pass
+more where somebody wants them, and nothing else of it changes. A pass takes as many tokens as have ``MOST_LOGITS_BYTES`` of
+logits: 128 tokens of a vocabulary of 128k, whatever the step's size. Beside them there is once as much for a moment, their
+exponentials.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from headway_executor.backend import StepBatch
+from headway_executor.models.forward import ForwardPass, Int64Array, StepRows
+from headway_proto.columns import encode_column, encode_floats
+from headway_proto.prompt_logprobs import PromptLogprobColumns
+from headway_proto.sampling import NO_LOGPROBS
+from headway_proto.step import RowPromptLogprobs
+
+MOST_LOGITS_BYTES = 64 << 20
+"""Float32 logits of prompts that a pass gives at most, if one token's are not more."""
+
+
+class WantedPrompt(msgspec.Struct, frozen=True):
+    """A row whose prompt of ``num_prompt_tokens`` tokens is reported, with so many alternatives beside each token."""
+
+    num_prompt_tokens: int
+    num_alternatives: int
+
+
+class PromptReports:
+    """The rows of one backend that report their prompts."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, WantedPrompt] = {}
+
+    def begin_step(self, batch: StepBatch) -> None:
+        """Take in which rows are new and which are gone."""
+        if self._wanted:
+            for row in batch.finished_rows.tolist():
+                self._wanted.pop(row, None)
+        for new in batch.new_rows:
+            self._wanted.pop(new.row, None)
+            if new.sampling.prompt_logprobs != NO_LOGPROBS:
+                self._wanted[new.row] = WantedPrompt(new.num_prompt_tokens, new.sampling.prompt_logprobs)
+
+    def chunks(self, batch: StepBatch) -> tuple["PromptChunk", ...]:
+        """The chunks of a step from which log probabilities follow, rows ascending."""
+        if not self._wanted:
+            return ()
+        found = []
+        for place, row in enumerate(batch.rows.tolist()):
+            wanted = self._wanted.get(row)
+            if wanted is None:
+                continue
+            start = int(batch.num_computed_tokens[place])
+            end = min(start + int(batch.num_scheduled_tokens[place]), wanted.num_prompt_tokens - 1)
+            if end > start:
+                found.append(PromptChunk(row, place, start, end, wanted.num_alternatives))
+        return tuple(found)
+
+
+class PromptChunk(msgspec.Struct, frozen=True):
+    """Tokens ``start`` to ``end - 1`` of ``row``, which is at ``place`` in the batch: positions up to ``end`` follow."""
+
+    row: int
+    place: int
+    start: int
+    end: int
+    num_alternatives: int
+
+
+def run_ahead(
+    forward: ForwardPass,
+    rows: StepRows,
+    token_ids: Tensor,
+    chunks: Sequence[PromptChunk],
+    *,
+    vocab_size: int,
+) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
+    """Run the tokens of ``chunks``; return what is left of the step, and the reports, rows ascending.
+
+    ``rows`` are the whole step's, of which no token that is wanted is one of the chunks'. ``token_ids`` as of
+    ``ForwardPass.run``.
+    """
+    parts: dict[int, list[PromptLogprobColumns]] = {}
+    for piece in _pieces(chunks, max(1, MOST_LOGITS_BYTES // (4 * vocab_size))):
+        for chunk, values in zip(piece, _run(forward, rows, token_ids, piece), strict=True):
+            parts.setdefault(chunk.row, []).append(values)
+    ahead = np.zeros_like(rows.num_new)
+    for chunk in chunks:
+        ahead[chunk.place] = chunk.end - chunk.start
+    return _without(rows, ahead), tuple(RowPromptLogprobs(row, _joined(columns)) for row, columns in parts.items())
+
+
+def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[PromptChunk]]:
+    """The chunks in order, cut into pieces of at most ``most_tokens`` tokens in all."""
+    piece: list[PromptChunk] = []
+    room = most_tokens
+    for chunk in chunks:
+        start = chunk.start
+        while start < chunk.end:
+            end = min(chunk.end, start + room)
+            piece.append(msgspec.structs.replace(chunk, start=start, end=end))
+            room -= end - start
+            start = end
+            if not room:
+                yield piece
+                piece, room = [], most_tokens
+    if piece:
+        yield piece
+
+
+def _run(
+    forward: ForwardPass, rows: StepRows, token_ids: Tensor, piece: list[PromptChunk]
+) -> Iterable[PromptLogprobColumns]:
+    places = np.array([chunk.place for chunk in piece], dtype=np.int64)
+    num_new = np.array([chunk.end - chunk.start for chunk in piece], dtype=np.int64)
+    ends = np.cumsum(num_new)
+    logits = forward.run(
+        StepRows(
+            numbers=rows.numbers[places],
+            num_new=num_new,
+            num_computed=np.array([chunk.start for chunk in piece], dtype=np.int64),
+            tables=rows.tables[places],
+            wanted=np.arange(ends[-1]),
+        ),
+        token_ids,
+    )
+    logits = logits.float()
+    normalisers = logits.logsumexp(-1, keepdim=True)
+    most = max(chunk.num_alternatives for chunk in piece)
+    best = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    top_ids, top_values = best.indices.cpu().numpy(), (best.values - normalisers).cpu().numpy()
+    for chunk, end in zip(piece, ends.tolist(), strict=True):
+        own = slice(end - (chunk.end - chunk.start), end)
+        targets = token_ids[chunk.row, chunk.start + 1 : chunk.end + 1].long()
+        yield PromptLogprobColumns(
+            chunk.start + 1,
+            encode_floats((logits[own].gather(1, targets[:, None]) - normalisers[own]).squeeze(1).cpu().numpy()),
+            encode_column(top_ids[own, : chunk.num_alternatives]),
+            encode_floats(top_values[own, : chunk.num_alternatives]),
+        )
+
+
+def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
+    """The step without the first ``num_ahead[i]`` tokens of its row i, and without rows of which nothing is left."""
+    stays = num_ahead < rows.num_new
+    starts = np.cumsum(rows.num_new) - rows.num_new
+    # A token moves forward by all that went before it, in its own row and in those before that.
+    place_of = np.searchsorted(starts, rows.wanted, side="right") - 1
+    return StepRows(
+        numbers=rows.numbers[stays],
+        num_new=(rows.num_new - num_ahead)[stays],
+        num_computed=(rows.num_computed + num_ahead)[stays],
+        tables=rows.tables[stays],
+        wanted=rows.wanted - np.cumsum(num_ahead)[place_of],
+    )
+
+
+def _joined(columns: list[PromptLogprobColumns]) -> PromptLogprobColumns:
+    return PromptLogprobColumns(
+        columns[0].first_position,
+        b"".join(part.logprobs for part in columns),
+        b"".join(part.top_token_ids for part in columns),
+        b"".join(part.top_logprobs for part in columns),
+    )

@@ -1,0 +1,56 @@
+"""The best of several outputs: held back until all have ended, then ranked.
+
+Owns: what has come of each, and their order. Must not know: how outputs come about, or where they go.
+"""
+
+import math
+from collections.abc import Iterable
+
+from headway_gateway.continuation import Continuation
+from headway_proto import generation_pb2 as api
+
+
+class HeldOutput:
+    """One output, of which nothing has been told yet."""
+
+    def __init__(self, continuation: Continuation, seed: int, *, shows_logprobs: bool) -> None:
+        """``shows_logprobs``: the client asked for them; otherwise they are for the ranking only."""
+        self.continuation = continuation
+        self._seed = seed
+        self._shows_logprobs = shows_logprobs
+        self._delta = api.Delta()
+        self._finished = api.Finished()
+
+    def hold(self, responses: Iterable[api.GenerateResponse]) -> None:
+        """Keep what the client would have been told."""
+        for response in responses:
+            if response.HasField("finished"):
+                self._finished = response.finished
+                continue
+            delta = response.delta
+            self._delta.text += delta.text
+            self._delta.token_ids.extend(delta.token_ids)
+            if self._shows_logprobs:
+                self._delta.logprobs.extend(delta.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of its tokens; minus infinity for one that has none, or that could not be run."""
+        mean = self.continuation.mean_logprob
+        is_usable = self._finished.reason in {api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH}
+        return mean if is_usable and not math.isnan(mean) else -math.inf
+
+    def responses(self, index: int) -> list[api.GenerateResponse]:
+        """What the client is told of it, as output ``index``."""
+        finished = self._finished
+        finished.index = self._delta.index = index
+        finished.seed = self._seed
+        if math.isfinite(self.mean_logprob):
+            finished.mean_logprob = self.mean_logprob
+        told = [api.GenerateResponse(delta=self._delta)] if self._delta.token_ids or self._delta.text else []
+        return [*told, api.GenerateResponse(finished=finished)]
+
+
+def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:
+    """Those with the highest mean log probability per token first, equals in the order in which they were asked for."""
+    return sorted(outputs, key=lambda output: (-output.mean_logprob, output.continuation.index))
