@@ -107,7 +107,7 @@ def running_smg(gateway_address: str) -> Iterator[tuple[str, "subprocess.Popen[b
     port, metrics_port = _free_ports(2)
     address = f"127.0.0.1:{port}"
     command = openai_front.command(
-        openai_address=address, gateway_address=gateway_address, metrics_port=metrics_port, grace_s=1.0, flags=()
+        openai_address=address, gateway_addresses=[gateway_address], metrics_port=metrics_port, grace_s=1.0, flags=()
     )
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
