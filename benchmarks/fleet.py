@@ -12,20 +12,21 @@ and an empty cache of their own. The hit rate is the schedulers' own (tokens fou
 first token are the clients'.
 
 Killing: ``--users`` clients send one request after the other through the smg that ``serve`` starts. After a while all
-processes of one replica are killed (SIGKILL) at once; later, only its executor. What clients saw is counted over the
+processes of the busiest replica are killed (SIGKILL) at once; later, only an executor. What clients saw is counted over the
 requests that were open at a kill or began within ``--after-s`` of it.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +35,7 @@ import aiohttp
 import grpc
 import psutil
 from matplotlib.figure import Figure
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
 from headway import openai_front
 from headway.replicas import free_ports
@@ -51,6 +51,7 @@ _WORDS = 400
 _PORTS_PER_REPLICA = 3
 _BACK_S = 60.0
 _POLL_S = 0.02
+_AFTER_FAILURE_S = 0.1
 
 
 @dataclass
@@ -172,6 +173,18 @@ class Fleet:
         except aiohttp.ClientError:
             return {}
 
+    async def num_running(self, replica: int) -> float:
+        """Requests that have a row of this replica."""
+        return (await self.scheduler_metrics(replica)).get("headway_num_requests_running", 0.0)
+
+    async def num_generated(self, replica: int) -> float:
+        """Output tokens of this replica since its scheduler was started."""
+        return (await self.scheduler_metrics(replica)).get("headway_generation_tokens_total", 0.0)
+
+    async def generates(self, replica: int, more_than: float) -> bool:
+        """Whether it has generated more than so many tokens: it is there, and smg sends it requests."""
+        return await self.num_generated(replica) > more_than
+
     async def prefix_tokens(self) -> tuple[float, float]:
         """Tokens found in the prefix caches, and tokens looked for, by all replicas."""
         told = [await self.scheduler_metrics(replica) for replica in range(len(self.addresses))]
@@ -183,7 +196,7 @@ class Fleet:
         for address in self.addresses:
             async with grpc.aio.insecure_channel(address) as channel:
                 answer = await vllm_engine_pb2_grpc.VllmEngineStub(channel).FlushCache(
-                    vllm.FlushCacheRequest(timeout_s=5.0)
+                    common_pb2.FlushCacheRequest(timeout_s=5.0)
                 )
                 assert answer.success, answer.message
 
@@ -308,12 +321,12 @@ async def kill_replicas(arguments: argparse.Namespace) -> dict[str, dict[str, ob
     (port, smg_metrics_port) = free_ports("127.0.0.1", 2)
     address = f"127.0.0.1:{port}"
     flags = ("--openai-address", address, f"--smg-flags=--prometheus-port,{smg_metrics_port}")
-    kills = {"whole replica": ("gateway", "scheduler", "executor"), "its executor": ("executor",)}
+    kills = {"whole replica": ("gateway", "scheduler", "executor"), "only an executor": ("executor",)}
     rows = {}
     async with running_fleet(arguments, *flags) as fleet, connected(f"http://{address}") as client:
         await openai_front.wait_until_serving(address, arguments.replicas)
         for what, services in kills.items():
-            rows[what] = await one_kill(fleet, client, services, arguments, address, smg_metrics_port)
+            rows[what] = await one_kill(fleet, client, services, arguments, smg_metrics_port)
             print(f"  {what}: {rows[what]}", file=sys.stderr)
     return rows
 
@@ -323,30 +336,26 @@ async def one_kill(
     client: Client,
     services: Sequence[str],
     arguments: argparse.Namespace,
-    address: str,
     smg_metrics_port: int,
 ) -> dict[str, object]:
     """Load, kill, load; tell what became of the requests around the kill."""
     prompts = Prompts(arguments.seed, arguments.groups, arguments.shared_tokens, arguments.own_tokens)
+    endless = itertools.cycle(prompts.part(arguments.requests))
     streams: list[Stream] = []
-    users = [asyncio.create_task(_user(client, prompts, arguments, streams)) for _ in range(arguments.users)]
+    users = [asyncio.create_task(_user(client, endless, arguments.tokens, streams)) for _ in range(arguments.users)]
     try:
         await asyncio.sleep(arguments.before_s)
         retries_before = await _retries(smg_metrics_port)
-        victims = fleet.processes(arguments.victim, services)
+        running = [await fleet.num_running(replica) for replica in range(arguments.replicas)]
+        replica = running.index(max(running))
+        victims = fleet.processes(replica, services)
         assert len(victims) == len(services), victims
-        is_whole = "scheduler" in services
-        on_victim = (await fleet.scheduler_metrics(arguments.victim)).get("headway_num_requests_running", 0.0)
+        # A scheduler that is started again counts from 0.
+        counted = 0.0 if "scheduler" in services else await fleet.num_generated(replica)
         killed = time.perf_counter()
         for victim in victims:
             victim.kill()
-        tokens_at_kill = (
-            0.0 if is_whole else (await fleet.scheduler_metrics(arguments.victim))["headway_generation_tokens_total"]
-        )
-        back_s = await _until(
-            lambda: _generates(fleet, arguments.victim, tokens_at_kill), killed, arguments.after_s + _BACK_S
-        )
-        in_rotation_s = await _until(lambda: _is_ready(address, fleet, arguments.victim), killed, _BACK_S)
+        back_s = await _until(lambda: fleet.generates(replica, counted), killed, arguments.after_s + _BACK_S)
         await asyncio.sleep(max(0.0, killed + arguments.after_s - time.perf_counter()))
         retries = await _retries(smg_metrics_port) - retries_before
     finally:
@@ -360,7 +369,8 @@ async def one_kill(
     usual = [after - before for stream in streams for before, after in pairwise(stream.arrivals) if after < killed]
     whole = [stream for stream in seen if stream.outcome == WHOLE]
     return {
-        "running_on_victim": on_victim,
+        "running_on_replicas": running,
+        "killed": replica,
         "open_at_kill": dict(Counter(stream.outcome for stream in open_at_kill)),
         "begun_after": dict(Counter(stream.outcome for stream in later)),
         "retried_by_smg": retries,
@@ -368,27 +378,16 @@ async def one_kill(
         "usual_gap_ms": round(statistics.median(usual) * 1e3, 1),
         "longest_gap_of_whole_streams_s": round(max(stream.longest_gap_s(killed, horizon) for stream in whole), 2),
         "ttft_ms_p99_after": round(percentile([s.ttft_s * 1e3 for s in later if s.arrivals], 99), 1),
-        "smg_calls_it_ready_after_s": in_rotation_s,
         "generates_again_after_s": back_s,
     }
 
 
-async def _user(client: Client, prompts: Prompts, arguments: argparse.Namespace, streams: list[Stream]) -> None:
+async def _user(client: Client, prompts: Iterator[str], max_tokens: int, streams: list[Stream]) -> None:
     """One request after the other; after a failed one it waits a little, as a client would."""
-    while True:
-        for prompt in prompts.part(1):
-            streams.append(await client.stream(prompt, arguments.tokens))
-            if streams[-1].outcome != WHOLE:
-                await asyncio.sleep(0.1)
-
-
-async def _generates(fleet: Fleet, replica: int, more_than: float) -> bool:
-    return (await fleet.scheduler_metrics(replica)).get("headway_generation_tokens_total", 0.0) > more_than
-
-
-async def _is_ready(address: str, fleet: Fleet, replica: int) -> bool:
-    ready = await asyncio.to_thread(openai_front.ready_gateways, address)
-    return fleet.addresses[replica] in ready
+    for prompt in prompts:
+        streams.append(await client.stream(prompt, max_tokens))
+        if streams[-1].outcome != WHOLE:
+            await asyncio.sleep(_AFTER_FAILURE_S)
 
 
 async def _until(holds: Callable[[], Awaitable[bool]], since: float, at_most_s: float) -> float | None:
@@ -460,7 +459,6 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=12.0, help="requests per second (default: 12)")
     parser.add_argument("--rounds", type=int, default=3, help="of each policy (default: 3)")
     parser.add_argument("--users", type=int, default=18, help="clients while a replica is killed (default: 18)")
-    parser.add_argument("--victim", type=int, default=1, help="replica that is killed (default: 1)")
     parser.add_argument("--before-s", type=float, default=8.0, help="seconds of load before a kill (default: 8)")
     parser.add_argument("--after-s", type=float, default=20.0, help="and after it (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and times (default: 0)")
