@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +49,7 @@ WHOLE = "whole"
 CUT_SHORT = "cut short"
 _WORDS = 400
 _PORTS_PER_REPLICA = 3
-_BACK_S = 60.0
+_BACK_S = 90.0
 _POLL_S = 0.02
 _AFTER_FAILURE_S = 0.1
 
@@ -181,9 +181,9 @@ class Fleet:
         """Output tokens of this replica since its scheduler was started."""
         return (await self.scheduler_metrics(replica)).get("headway_generation_tokens_total", 0.0)
 
-    async def generates(self, replica: int, more_than: float) -> bool:
-        """Whether it has generated more than so many tokens: it is there, and smg sends it requests."""
-        return await self.num_generated(replica) > more_than
+    async def num_epochs(self, replica: int) -> float:
+        """How many executors have begun since this replica's scheduler was started."""
+        return (await self.scheduler_metrics(replica)).get("headway_epochs_total", 0.0)
 
     async def prefix_tokens(self) -> tuple[float, float]:
         """Tokens found in the prefix caches, and tokens looked for, by all replicas."""
@@ -351,11 +351,11 @@ async def one_kill(
         victims = fleet.processes(replica, services)
         assert len(victims) == len(services), victims
         # A scheduler that is started again counts from 0.
-        counted = 0.0 if "scheduler" in services else await fleet.num_generated(replica)
+        epochs = 0.0 if "scheduler" in services else await fleet.num_epochs(replica)
         killed = time.perf_counter()
         for victim in victims:
             victim.kill()
-        back_s = await _until(lambda: fleet.generates(replica, counted), killed, arguments.after_s + _BACK_S)
+        back_s = await _seconds_until_it_generates(fleet, replica, epochs, killed)
         await asyncio.sleep(max(0.0, killed + arguments.after_s - time.perf_counter()))
         retries = await _retries(smg_metrics_port) - retries_before
     finally:
@@ -390,10 +390,13 @@ async def _user(client: Client, prompts: Iterator[str], max_tokens: int, streams
             await asyncio.sleep(_AFTER_FAILURE_S)
 
 
-async def _until(holds: Callable[[], Awaitable[bool]], since: float, at_most_s: float) -> float | None:
-    """Seconds from ``since`` until it holds, None if it does not within the time."""
-    while time.perf_counter() < since + at_most_s:
-        if await holds():
+async def _seconds_until_it_generates(fleet: Fleet, replica: int, epochs: float, since: float) -> float | None:
+    """Seconds until a replica has an executor of a later epoch and generates a token with it; None if it takes too long."""
+    generated = float("inf")
+    while time.perf_counter() < since + _BACK_S:
+        if generated == float("inf") and await fleet.num_epochs(replica) > epochs:
+            generated = await fleet.num_generated(replica)
+        if await fleet.num_generated(replica) > generated:
             return round(time.perf_counter() - since, 2)
         await asyncio.sleep(_POLL_S)
     return None

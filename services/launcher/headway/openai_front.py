@@ -22,8 +22,13 @@ from headway.parentage import launcher_is_gone
 _PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.2
 _SCHEME = "grpc://"
-# smg would look for a worker that is late every 30 seconds, and ask those that serve for their health once a minute.
-_FLEET_FLAGS = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2")
+# smg would look for a worker that is late every 30 seconds, ask those that serve for their health once a minute, and send
+# nothing for a minute to one whose streams have broken when it was killed.
+_FLEET_FLAGS = (
+    *("--worker-startup-check-interval", "1"),
+    *("--health-check-interval-secs", "2"),
+    *("--cb-timeout-duration-secs", "5"),
+)
 
 
 def command(
