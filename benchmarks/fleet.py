@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -311,8 +312,10 @@ async def one_round(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By nearest rank."""
+    """By nearest rank; not a number where there are none."""
     ordered = sorted(values)
+    if not ordered:
+        return math.nan
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
@@ -376,7 +379,9 @@ async def one_kill(
         "retried_by_smg": retries,
         "last_failure_s": round(max((s.ended - killed for s in seen if s.outcome != WHOLE), default=0.0), 2),
         "usual_gap_ms": round(statistics.median(usual) * 1e3, 1),
-        "longest_gap_of_whole_streams_s": round(max(stream.longest_gap_s(killed, horizon) for stream in whole), 2),
+        "longest_gap_of_whole_streams_s": round(
+            max((stream.longest_gap_s(killed, horizon) for stream in whole), default=0.0), 2
+        ),
         "ttft_ms_p99_after": round(percentile([s.ttft_s * 1e3 for s in later if s.arrivals], 99), 1),
         "generates_again_after_s": back_s,
     }
@@ -461,6 +466,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=240, help="of each round (default: 240)")
     parser.add_argument("--rate", type=float, default=12.0, help="requests per second (default: 12)")
     parser.add_argument("--rounds", type=int, default=3, help="of each policy (default: 3)")
+    parser.add_argument("--no-kills", action="store_true", help="compare the routing only")
     parser.add_argument("--users", type=int, default=18, help="clients while a replica is killed (default: 18)")
     parser.add_argument("--before-s", type=float, default=8.0, help="seconds of load before a kill (default: 8)")
     parser.add_argument("--after-s", type=float, default=20.0, help="and after it (default: 20)")
@@ -474,7 +480,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
     arguments = _arguments(words)
     rows = asyncio.run(compare_routing(arguments))
-    kills = asyncio.run(kill_replicas(arguments))
+    kills = {} if arguments.no_kills else asyncio.run(kill_replicas(arguments))
     routing = summary(rows)
     print(table(routing, kills))
     settings = {name: value for name, value in vars(arguments).items() if name not in {"json", "png", "seed"}}

@@ -283,7 +283,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt (default: 64)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve-flags", nargs="*", default=["--model", "demo"], help="of headway serve")
+    parser.add_argument(
+        "--serve-flags",
+        type=lambda text: text.split(","),
+        default=["--model", "demo"],
+        help="of headway serve, as --serve-flags=--backend,simulated (default: --model,demo)",
+    )
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "load_generators.json")
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="hwload") as directory:
