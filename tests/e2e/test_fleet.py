@@ -1,5 +1,6 @@
 """Several Headways behind the real smg: those of ``serve --replicas``, and those that smg finds in Kubernetes."""
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -24,6 +25,8 @@ import psutil
 
 import headway
 from e2e.running_server import Command, command, environment, finished, wait_until
+from e2e.test_gateway_serving import MODEL, eventually, stage
+from fake_scheduler import FakeScheduler
 from headway import openai_front
 from headway.client import Client
 from headway.replicas import free_ports
@@ -35,6 +38,7 @@ from threaded_headway import running
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = Path(headway.__file__).parent / "demo_model"
 ASKED = {"model": "demo_model", "prompt": "A dictionary is", "max_tokens": 4, "temperature": 0}
+SMG = Path(sys.executable).with_name("smg")
 SERVICES = {"scheduler", "executor", "gateway"}
 
 
@@ -104,6 +108,34 @@ def test_replicas_that_cannot_be_are_refused_in_one_line() -> None:
     assert refused.err == [
         "headway serve: --device: 'cuda:0' is not allowed; allowed: cuda, of which each of 2 replicas takes one, or cpu\n"
     ]
+
+
+@contextlib.contextmanager
+def smg_with(*words: str, **extra_environment: str) -> Iterator[None]:
+    """Run smg with these flags, and no waiting for anything."""
+    smg = subprocess.Popen([SMG, "launch", *words], env=environment(**extra_environment), stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        smg.kill()
+        smg.wait()
+
+
+async def test_smg_takes_in_a_headway_whose_model_comes_late() -> None:
+    """It asks for a model once, of whoever answers that it is healthy or not; so nobody answers before there is one."""
+    port, metrics_port = free_ports("127.0.0.1", 2)
+    address = f"127.0.0.1:{port}"
+    flags = ("--worker-startup-check-interval=1", "--history-backend=none", "--prometheus-host=127.0.0.1")
+    async with stage() as on:
+        here = ("--host=127.0.0.1", f"--port={port}", f"--prometheus-port={metrics_port}")
+        asked = ("vllm.grpc.engine.VllmEngine/HealthCheck", "UNAVAILABLE")
+        with smg_with(*here, *flags, f"--worker-urls=grpc://{on.address}"):
+            await eventually(lambda: on.server._statistics.calls[asked], 30.0)
+            async with FakeScheduler(on.ingress, model=MODEL, step_interval_s=0.001):
+                deadline = time.monotonic() + 30.0
+                while not await asyncio.to_thread(openai_front.is_serving, address):
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
 
 
 class PodServer(http.server.ThreadingHTTPServer):
@@ -224,20 +256,15 @@ def test_smg_finds_the_pods_of_the_kubernetes_example(tmp_path: Path) -> None:
         }
         assert set(here) <= set(container["args"])
         words = [here.get(word, word) for word in container["args"]]
-        smg = subprocess.Popen(
-            [Path(sys.executable).with_name("smg"), "launch", *words],
-            env=environment(KUBECONFIG=str(kubeconfig)),
-            stdout=subprocess.DEVNULL,
-        )
-        try:
-            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-key", max_retries=0) as client:
-                answer = eventually_answered(client)
-            stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="another", max_retries=0)
-            with stranger, pytest.raises(openai.AuthenticationError):
+        stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="another", max_retries=0)
+        with (
+            smg_with(*words, KUBECONFIG=str(kubeconfig)),
+            openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="a-key", max_retries=0) as client,
+            stranger,
+        ):
+            answer = eventually_answered(client)
+            with pytest.raises(openai.AuthenticationError):
                 stranger.completions.create(**ASKED)
-        finally:
-            smg.kill()
-            smg.wait()
         assert answer.usage.completion_tokens == 4
         assert api.asked
         for path, asked in api.asked:
