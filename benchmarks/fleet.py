@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import random
+import socket
 import statistics
 import sys
 import time
@@ -50,6 +51,7 @@ WHOLE = "whole"
 CUT_SHORT = "cut short"
 _WORDS = 400
 _PORTS_PER_REPLICA = 3
+_METRICS_PORTS = (20000, 30000)
 _BACK_S = 90.0
 _POLL_S = 0.02
 _AFTER_FAILURE_S = 0.1
@@ -246,9 +248,13 @@ async def running_fleet(arguments: argparse.Namespace, *flags: str) -> AsyncIter
 
 
 def _row_of_free_ports(count: int) -> int:
-    """The first of so many ports in a row; free ones are far more often than not followed by free ones."""
-    first = 20000 + free_ports("127.0.0.1", 1)[0] % 10000
-    return first - first % count
+    """The first of so many ports in a row that nobody listens on, below those that the system gives out by itself."""
+    for first in range(random.randrange(*_METRICS_PORTS), _METRICS_PORTS[1], count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise SystemExit(f"no {count} free ports in a row")
 
 
 @contextlib.asynccontextmanager

@@ -1,5 +1,8 @@
 """``serve --replicas``: what each replica has of its own, what they share, and what is refused."""
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ import headway.plan
 from headway.__main__ import parser_of
 from headway.configuration import Given
 from headway.plan import Plan, make_plan
+from headway.processes import ChildExited, Children
+from headway.pulse_watch import PulseWatch
 from headway.replicas import Replica, free_ports
 from headway.settings import ConfigurationError
 from headway_proto.logs import REPLICA_VARIABLE, replica_field
@@ -115,6 +120,7 @@ def test_cores_are_shared_out_where_there_are_two_for_each_and_otherwise_an_exec
             r"^--backend-option: step_log is not allowed; .* 3 replicas would write one",
         ),
         (("--flight-log", "x", "--block-size", "12"), r"^--block-size: 12 is not allowed"),
+        (("--metrics-port", "9464", "--workers", "0"), r"^--workers: .*0.* is not allowed"),
     ],
 )
 def test_what_replicas_cannot_have_is_refused(words: tuple[str, ...], message: str | None) -> None:
@@ -154,3 +160,15 @@ def test_free_ports_differ() -> None:
 def test_a_setting_that_is_not_given_is_not_derived() -> None:
     given = {"max_num_seqs": Given(3, "--max-num-seqs")}
     assert Replica(index=1, count=2).of_its_own(given) == given
+
+
+async def test_a_child_keeps_to_the_cores_that_it_is_given(tmp_path: Path) -> None:
+    one = min(os.sched_getaffinity(0))
+    told = tmp_path / "cores"
+    program = f"import os, time; time.sleep(0.2); open({str(told)!r}, 'w').write(str(os.sched_getaffinity(0)))"
+    ended: asyncio.Queue[ChildExited] = asyncio.Queue()
+    commands = {"a": [sys.executable, "-c", program]}
+    children = Children(commands, {"a": dict(os.environ)}, {"a": {one}}, ended.put_nowait, PulseWatch(0))
+    await children.start("a")
+    assert await ended.get() == ChildExited("a", 0)
+    assert told.read_text() == str({one})

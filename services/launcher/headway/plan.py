@@ -75,13 +75,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         (given_by_flags(arguments, settings), given_by_environment(environment, SERVE, settings), files[SERVE])
     )
     serve = build(ServeConfig, given, ServeConfig.validate)
-    presets = {"model": Given(serve.model, "--model")}
-    values_of = {}
-    for service in SERVICES.values():
-        from_environment = given_by_environment(environment, service.name, service.settings)
-        values = with_model_directory(merged((given, from_environment, files[service.name], presets)))
-        _check_model_directory(values)
-        values_of[service.name] = values
+    values_of = _values_of_services(serve, given, environment, files)
     # The token file may hold digests only, so serve has a token of its own, of which the gateways see the digest.
     probe_token = secrets.token_urlsafe(32)
     if values_of["gateway"].get("auth_token_file", _NOTHING).value:
@@ -108,6 +102,24 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     )
 
 
+def _values_of_services(
+    serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
+) -> dict[str, dict[str, Given]]:
+    """Return what each service is given, the same for every replica.
+
+    Raises:
+        ConfigurationError: a variable is wrong, or the model is not there.
+    """
+    presets = {"model": Given(serve.model, "--model")}
+    result = {}
+    for service in SERVICES.values():
+        from_environment = given_by_environment(environment, service.name, service.settings)
+        values = with_model_directory(merged((given, from_environment, files[service.name], presets)))
+        _check_model_directory(values)
+        result[service.name] = values
+    return result
+
+
 Configs = Mapping[str, msgspec.Struct]
 """The configurations of a replica's services, by name."""
 
@@ -120,7 +132,8 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
     """
     if not serve.metrics_port:
         return [range(0)] * serve.replicas
-    num_own = len(METRICS_ORDER) - 1 + gateway.get("workers", _ONE_WORKER).value
+    num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway's own words refuse 0.
+    num_own = len(METRICS_ORDER) - 1 + num_workers
     ports = range(serve.metrics_port, serve.metrics_port + serve.replicas * num_own)
     if ports[-1] > LAST_PORT:
         raise ConfigurationError(
