@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway import openai_front
+from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
@@ -102,17 +102,23 @@ class Ways:
 
 
 @contextlib.contextmanager
-def running_smg(gateway_address: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Run smg in front of the gateway; yield its URL and its process once it serves."""
-    port, metrics_port = _free_ports(2)
+def running_smg(
+    gateway_addresses: Sequence[str], flags: Sequence[str] = ()
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Run smg in front of the gateways; yield its URL and its process once it serves all of them."""
+    port, metrics_port = free_ports("127.0.0.1", 2)
     address = f"127.0.0.1:{port}"
     command = openai_front.command(
-        openai_address=address, gateway_address=gateway_address, metrics_port=metrics_port, grace_s=1.0, flags=()
+        openai_address=address,
+        gateway_addresses=gateway_addresses,
+        metrics_port=metrics_port,
+        grace_s=1.0,
+        flags=flags,
     )
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _START_S
-        while not openai_front.is_serving(address):
+        while not openai_front.is_serving(address, len(gateway_addresses)):
             if time.monotonic() > deadline or process.poll() is not None:
                 raise SystemExit(f"smg has no model within {_START_S:g} s")
             time.sleep(0.1)
@@ -120,14 +126,6 @@ def running_smg(gateway_address: str) -> Iterator[tuple[str, "subprocess.Popen[b
     finally:
         process.kill()
         process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 async def throughput(way: Way, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
@@ -162,11 +160,11 @@ async def connected(address: str, url: str) -> AsyncIterator[Ways]:
 @contextlib.asynccontextmanager
 async def serving(step_us: float, streams: int) -> AsyncIterator[tuple[Ways, Chain]]:
     """Start everything; end it again."""
-    address = f"127.0.0.1:{_free_ports(1)[0]}"
+    address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     with (
         tempfile.TemporaryDirectory(prefix="hw") as directory,
         running_chain(address, step_us, streams, Path(directory)) as chain,
-        running_smg(address) as (url, process),
+        running_smg([address]) as (url, process),
     ):
         chain.processes["smg"] = process
         async with connected(address, url) as ways:

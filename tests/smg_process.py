@@ -18,7 +18,7 @@ def smg_before(gateway_address: str, *, log: Path, flags: Sequence[str] = ()) ->
     port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     command = openai_front.command(
-        openai_address=address, gateway_address=gateway_address, metrics_port=metrics_port, grace_s=1.0, flags=flags
+        openai_address=address, gateway_addresses=[gateway_address], metrics_port=metrics_port, grace_s=1.0, flags=flags
     )
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

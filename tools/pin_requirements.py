@@ -21,10 +21,12 @@ PROJECT = "headway"
 LOCKS = Path(__file__).resolve().parents[1] / "requirements"
 SERVICE_EXTRAS = {
     "scheduler": ("metrics",),
-    "gateway": ("gateway", "metrics", "traces"),
+    "gateway": ("gateway", "vllm-engine", "metrics", "traces"),
     "executor": ("executor", "metrics"),
     "executor-cuda": ("executor", "cuda", "metrics"),
 }
+# The field's gateway, of which nothing of ours is beside it.
+FOREIGN_LOCKS = ("smg",)
 # What builds the wheel of this project, without build isolation, wherever a lock is installed.
 BUILD_REQUIREMENTS = ("hatchling", "editables")
 
@@ -84,6 +86,8 @@ def main() -> int:
         suffix = f"[{','.join(extras)}]" if extras else ""
         roots = [Requirement(PROJECT + suffix), *map(Requirement, BUILD_REQUIREMENTS)]
         write_lock(service, closure(roots))
+    for name in FOREIGN_LOCKS:
+        write_lock(name, closure([Requirement(name)]))
     return 0
 
 

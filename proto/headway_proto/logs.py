@@ -3,17 +3,22 @@
 Owns: the processors that a line goes through, the same in each process. Must not know: what is logged, or where lines go
 (``log_sink``).
 
-In JSON each line has ``event``, ``level``, ``timestamp`` (UTC), ``process`` and, where it is about a request,
-``request_id`` and, where that is part of a trace, ``trace_id``.
+In JSON each line has ``event``, ``level``, ``timestamp`` (UTC), ``process`` and, where several replicas run beside each
+other, ``replica``; where it is about a request, ``request_id`` and, where that is part of a trace, ``trace_id``.
 """
 
 import logging
+import os
+from collections.abc import Mapping
 from typing import TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
 from headway_proto.log_sink import LogSink
+
+REPLICA_VARIABLE = "_HEADWAY_REPLICA"
+"""Set by whoever starts several replicas, to the number of the one that a process is of."""
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
@@ -23,14 +28,22 @@ def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> 
         processors=_processors(log_format),
         wrapper_class=_wrapper_class(level),
     )
-    return logger.bind(process=process)
+    return logger.bind(process=process, **replica_field(os.environ))
+
+
+def replica_field(environment: Mapping[str, str]) -> dict[str, int]:
+    """What a line of a process of one among several replicas has beside the others' fields; nothing elsewhere."""
+    replica = environment.get(REPLICA_VARIABLE, "")
+    return {"replica": int(replica)} if replica.isascii() and replica.isdigit() else {}
 
 
 def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:
     """Set up ``structlog.get_logger`` for a process whose modules each have a logger of their own."""
+    replica = replica_field(os.environ)
 
     def name_process(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
         line.setdefault("process", process)
+        line.update(replica)
         return line
 
     structlog.configure(

@@ -483,6 +483,7 @@ async def test_an_unexpected_error_never_shows_its_text():
 async def test_health_follows_scheduler_model_state_and_progress():
     async with stage(stall_s=0.4) as on:
         assert [await on.health(), await on.health(GENERATION_SERVICE)] == [NOT_SERVING, NOT_SERVING]
+        assert await on.health("liveness") == SERVING
         async with FakeScheduler(on.ingress, model=None, step_interval_s=None) as scheduler:
             await eventually(lambda: scheduler.hellos)
             await asyncio.sleep(0.15)
@@ -596,6 +597,7 @@ async def test_draining_says_not_serving_first_lets_streams_finish_and_refuses_n
         draining = asyncio.create_task(on.server.drain(5.0))
         await asyncio.sleep(0.05)
         assert await on.health() == NOT_SERVING
+        assert await on.health("liveness") == SERVING
         with pytest.raises(UnavailableError, match="draining"):
             await on.client.generate("x").result()
         assert len((await stream.result()).token_ids) == 60

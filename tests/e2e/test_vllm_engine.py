@@ -181,10 +181,14 @@ async def test_health_is_told_through_both_services() -> None:
         scheduler._tasks = []
         await eventually(lambda: on.server.client.model is None)
         await asyncio.sleep(0)
-        told = await stub(on).HealthCheck(vllm.HealthCheckRequest())
-        assert (told.healthy, told.message) == (False, "no scheduler with a model")
+        with refused(grpc.StatusCode.UNAVAILABLE, "no scheduler with a model"):
+            await stub(on).HealthCheck(vllm.HealthCheckRequest())
         scheduler._tasks = []
         await scheduler.start()
+        await on.client.wait_ready(3)
+        await on.server.drain(0.1)
+        told = await stub(on).HealthCheck(vllm.HealthCheckRequest())
+        assert (told.healthy, told.message) == (False, "shutting down")
 
 
 async def test_the_tokenizer_comes_in_pieces_with_a_digest() -> None:
@@ -279,6 +283,7 @@ async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:
         return {"metadata": (("authorization", f"Bearer {token}"), *more)}
 
     async with served(config=config, step_interval_s=SLOW) as (on, scheduler):
+        await eventually(lambda: on.server.client.can_serve)
         health = await stub(on).HealthCheck(vllm.HealthCheckRequest())
         assert health.message in {"serving", "no scheduler with a model"}
         with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization metadata is missing"):

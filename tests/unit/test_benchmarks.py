@@ -348,3 +348,36 @@ def test_metrics_overhead(tmp_path):
     for row in record["rows"]:
         assert min(row[kind]["median_us"] for kind in ("without", "noted", "unread", "read")) > 0
         assert min(row["note_us"], record["gateway_note_us"]) > 0
+
+
+def test_fleet(tmp_path):
+    for module in ("smg", "smg_grpc_proto", "aiohttp", "psutil", "matplotlib"):
+        pytest.importorskip(module, reason="needs smg, a client of its API and pictures (extras smg and dev)")
+    result, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    load = ("--replicas", "1", "--groups", "2", "--shared-tokens", "64", "--own-tokens", "16", "--tokens", "4")
+    few = ("--requests", "6", "--rate", "50", "--rounds", "1", "--step-ms", "1", "--token-us", "1")
+    files = ("--json", str(result), "--png", str(picture))
+    printed = run("fleet.py", *load, *few, "--no-kills", *files, cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [row["policy"] for row in record["rounds"]] == list(record["routing"]) == ["cache_aware", "round_robin"]
+    for row in record["rounds"]:
+        assert 0 < row["hit_rate"] <= 1
+        assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+        assert row["policy"] in printed
+    assert picture.stat().st_size > 0
+
+
+def test_load_generators_with_the_one_that_is_always_there(tmp_path):
+    for module in ("smg", "smg_grpc_proto", "aiohttp"):
+        pytest.importorskip(module, reason="needs smg and a client of its API (extras smg and dev)")
+    result = tmp_path / "result.json"
+    load = ("--requests", "8", "--rate", "50", "--prompt", "8", "--tokens", "8")
+    printed = run("load_generators.py", *load, "--serve-flags=--backend,simulated", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert list(record["rows"]) == ["headway bench"]
+    row = record["rows"]["headway bench"]
+    assert row["reports"]["requests"] == row["recorded"]["requests"] == 8
+    assert row["reports"]["ttft_ms_p50"] >= row["recorded"]["ttft_ms_p50"] > 0
+    assert "headway bench, recorded" in printed

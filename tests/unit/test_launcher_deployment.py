@@ -1,5 +1,6 @@
 """What ships around the code agrees with the code: compose file, images, locks, README."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -9,10 +10,14 @@ import pytest
 import yaml
 
 from headway.__main__ import COMMANDS, parser_of
+from headway.plan import make_plan
 from headway.services import SERVICES, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())
+OF_ONE_SERVER = [name for name in COMPOSE["services"] if name.partition("-")[0] in SERVICES]
+IMAGES = [*SERVICES, "launcher", "smg"]
+ENTRYPOINTS = {"launcher": '["headway", "serve"]', "smg": '["smg", "launch"]'}
 
 
 def lock(name: str) -> set[str]:
@@ -20,12 +25,54 @@ def lock(name: str) -> set[str]:
     return {line for line in lines if not line.startswith("#")}
 
 
-@pytest.mark.parametrize("service", COMPOSE["services"])
+def command_of(service: str) -> list[str]:
+    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in COMPOSE["services"][service]["command"]]
+
+
+@pytest.mark.parametrize("service", OF_ONE_SERVER)
 def test_the_compose_file_starts_every_service_with_a_valid_configuration(service):
     name = service.partition("-")[0]
-    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in COMPOSE["services"][service]["command"]]
+    words = command_of(service)
     config = load(SERVICES[name], parser_of(name).parse(words), {})
     assert type(config) is SERVICES[name].struct
+
+
+def test_the_profile_openai_has_whole_headways_that_only_smg_reaches():
+    replica, smg = COMPOSE["services"]["replica"], COMPOSE["services"]["smg"]
+    profiles = {name: service["profiles"] for name, service in COMPOSE["services"].items()}
+    assert [name for name, of in profiles.items() if "openai" in of] == ["replica", "smg"]
+    pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine (extra smg)")
+    plan = make_plan(parser_of("serve").parse(command_of("replica")), {}, Path("/run/x"))
+    assert plan.targets[0].address == "0.0.0.0:50051"
+    assert "--kv-events" in plan.commands["gateway"]
+    assert replica["networks"] == ["replicas"]
+    assert COMPOSE["networks"]["replicas"] == {"internal": True}
+    assert "ports" not in replica
+    assert set(smg["networks"]) == {"replicas", "default"}
+    assert "-replica-%g:50051" in smg["entrypoint"][2]
+    assert "${REPLICAS:-2}" in smg["entrypoint"][2]
+    assert replica["scale"] == "${REPLICAS:-2}"
+
+
+def test_smg_knows_every_flag_that_it_is_given_here():
+    smg_arguments = pytest.importorskip("smg.router_args", reason="needs smg (extra smg)").RouterArgs
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    smg_arguments.add_cli_args(parser)
+    deployments = yaml.safe_load_all((REPOSITORY / "deploy" / "kubernetes" / "smg.yaml").read_text())
+    (container,) = (
+        container
+        for one in deployments
+        if one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    )
+    for words in (command_of("smg"), container["args"]):
+        given, unknown = parser.parse_known_args(words)
+        assert unknown == []
+        assert (given.policy, given.worker_startup_check_interval, given.cb_timeout_duration_secs) == (
+            "cache_aware",
+            1,
+            5,
+        )
 
 
 def test_containers_are_closed_up():
@@ -34,14 +81,14 @@ def test_containers_are_closed_up():
         assert service["cap_drop"] == ["ALL"]
         assert "mem_limit" in service
     published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
-    assert published == ["127.0.0.1:50051:50051"]
+    assert published == ["127.0.0.1:50051:50051", "127.0.0.1:30000:30000"]
 
 
 # Compose's ``!reset`` takes a key of the file before away.
 OBSERVE = yaml.safe_load((REPOSITORY / "compose.observe.yaml").read_text().replace("!reset null", "null"))
 
 
-@pytest.mark.parametrize("service", COMPOSE["services"])
+@pytest.mark.parametrize("service", OF_ONE_SERVER)
 def test_observed_services_have_metrics_behind_a_token_and_a_network_that_leads_nowhere_else(service, tmp_path):
     name = service.partition("-")[0]
     token = tmp_path / "token"
@@ -50,8 +97,7 @@ def test_observed_services_have_metrics_behind_a_token_and_a_network_that_leads_
     environment = {
         key: value.replace("/run/metrics/token", str(token)) for key, value in observed["environment"].items()
     }
-    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in COMPOSE["services"][service]["command"]]
-    config = load(SERVICES[name], parser_of(name).parse(words), environment)
+    config = load(SERVICES[name], parser_of(name).parse(command_of(service)), environment)
     config.validate()
     assert config.metrics_address == "0.0.0.0:9464"
     assert config.metrics_token_file == str(token)
@@ -88,20 +134,22 @@ def test_the_token_is_made_once(tmp_path):
     assert len(tokens[0].strip()) >= 32
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", IMAGES)
 def test_an_image_runs_its_service_as_an_ordinary_user(service):
     lines = (REPOSITORY / "services" / service / "Dockerfile").read_text().splitlines()
-    assert f'ENTRYPOINT ["headway", "{service}"]' in lines
-    assert "USER headway" in lines
+    assert "ENTRYPOINT " + ENTRYPOINTS.get(service, f'["headway", "{service}"]') in lines
+    assert f"USER {'smg' if service == 'smg' else 'headway'}" in lines
     assert "ARG BASE_IMAGE=python:3.11-slim" in lines
     assert not any(line.startswith("# syntax") for line in lines)
 
 
-def test_only_the_image_of_the_executor_gets_compiled_kernels_and_no_image_the_compiler():
+def test_only_images_with_an_executor_get_compiled_kernels_and_no_image_the_compiler():
+    for image in (*SERVICES, "launcher"):
+        dockerfile = (REPOSITORY / "services" / image / "Dockerfile").read_text()
+        has_executor = image in {"executor", "launcher"}
+        assert re.findall(r"HEADWAY_BUILD_CPU_KERNELS=(\d)", dockerfile) == ["1" if has_executor else "0"]
+        assert ("ziglang" in dockerfile) == has_executor
     for service in SERVICES:
-        dockerfile = (REPOSITORY / "services" / service / "Dockerfile").read_text()
-        assert re.findall(r"HEADWAY_BUILD_CPU_KERNELS=(\d)", dockerfile) == ["1" if service == "executor" else "0"]
-        assert ("ziglang" in dockerfile) == (service == "executor")
         assert not any(line.startswith("ziglang==") for line in lock(service))
     assert any(line.startswith("ziglang==") for line in lock("dev"))
 
@@ -109,8 +157,8 @@ def test_only_the_image_of_the_executor_gets_compiled_kernels_and_no_image_the_c
 def test_locks_pin_every_version_once_and_only_the_executor_has_torch():
     development = lock("dev")
     assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.]+", line) for line in development)
-    for service in SERVICES:
-        assert lock(service) <= development
+    for name in (*SERVICES, "smg"):
+        assert lock(name) <= development
     with_torch = [service for service in SERVICES if any(line.startswith("torch==") for line in lock(service))]
     assert with_torch == ["executor"]
     assert not any(line.startswith("grpcio") for line in lock("scheduler") | lock("executor"))

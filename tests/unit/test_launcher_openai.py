@@ -21,7 +21,7 @@ def plan(tmp_path, *words):
 def test_smg_starts_last_stops_first_and_listens_on_loopback_only(tmp_path) -> None:
     made = plan(tmp_path, "--openai-address", "127.0.0.1:30000", "--smg-flags=--tool-call-parser,qwen")
     assert made.start_order == ["executor", "scheduler", "gateway", "smg"]
-    assert list(made.stop_grace_s) == ["smg", "gateway", "scheduler", "executor"]
+    assert [list(stage) for stage in made.stop_stages] == [["smg"], ["gateway"], ["scheduler"], ["executor"]]
     assert made.openai_address == "127.0.0.1:30000"
     words = made.commands["smg"]
     assert words[1:4] == ["-m", "headway.openai_front", "127.0.0.1:50999"]
@@ -36,7 +36,7 @@ def test_without_an_address_there_is_no_smg(tmp_path) -> None:
     made = plan(tmp_path)
     assert made.start_order == ["executor", "scheduler", "gateway"]
     assert "smg" not in made.commands
-    assert list(made.stop_grace_s) == ["gateway", "scheduler", "executor"]
+    assert [list(stage) for stage in made.stop_stages] == [["gateway"], ["scheduler"], ["executor"]]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:30000", "10.1.2.3:30000", "127.0.0.1", "127.0.0.1:0", ":30000", "x:y"])

@@ -94,8 +94,8 @@ def test_what_serve_is_given_wins_over_what_a_service_is_given(tmp_path):
 
 def test_port_0_becomes_a_free_port_that_holds():
     plan = plan_of("--grpc-address", "127.0.0.1:0")
-    assert f"--grpc-address={plan.target.address}" in child_flags(plan, "gateway")
-    assert not plan.target.address.endswith(":0")
+    assert f"--grpc-address={plan.targets[0].address}" in child_flags(plan, "gateway")
+    assert not plan.targets[0].address.endswith(":0")
 
 
 def test_a_mistake_in_any_service_stops_the_plan():

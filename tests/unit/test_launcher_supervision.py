@@ -9,7 +9,7 @@ GRACES = {"gateway": 35.0, "scheduler": 5.0, "executor": 5.0}
 
 
 def running_fleet(**policy):
-    fleet = Fleet(GRACES, RestartPolicy(**policy))
+    fleet = Fleet([{name: grace_s} for name, grace_s in GRACES.items()], RestartPolicy(**policy))
     assert fleet.start(NAMES) == [Start(name) for name in NAMES]
     return fleet
 
@@ -157,3 +157,51 @@ def test_impatience_ends_restarts_too():
     for name in ("gateway", "scheduler"):
         fleet.child_exited(name, -9, now=1.2)
     assert fleet.exit_code == 143
+
+
+STAGES = [
+    {"smg": 5.0},
+    {"gateway-0": 35.0, "gateway-1": 35.0},
+    {"scheduler-0": 5.0, "scheduler-1": 5.0},
+    {"executor-0": 5.0, "executor-1": 5.0},
+]
+OF_REPLICAS = [name for stage in reversed(STAGES) for name in stage]
+
+
+def running_replicas():
+    fleet = Fleet(STAGES, RestartPolicy(first_delay_s=0.5))
+    fleet.start(OF_REPLICAS)
+    return fleet
+
+
+def test_a_process_of_one_replica_starts_again_alone():
+    fleet = running_replicas()
+    assert without_reports(fleet.child_exited("scheduler-1", -9, now=1.0)) == []
+    assert fleet.tick(now=1.5) == [Start("scheduler-1")]
+
+
+def test_the_replicas_stop_beside_each_other_and_stage_by_stage():
+    fleet = running_replicas()
+    told, *actions = fleet.stop_requested(0.0, impatient_exit_code=143)
+    assert told == Report(
+        "stopping: smg, then gateway-0 and gateway-1, then scheduler-0 and scheduler-1, then executor-0 and executor-1"
+    )
+    assert actions == [Terminate("smg")]
+    assert fleet.child_exited("smg", 0, now=1.0) == [Terminate("gateway-0"), Terminate("gateway-1")]
+    assert fleet.child_exited("gateway-1", 0, now=2.0) == []
+    assert without_reports(fleet.tick(now=36.0)) == [Kill("gateway-0")]
+    assert fleet.child_exited("gateway-0", -9, now=36.1) == [Terminate("scheduler-0"), Terminate("scheduler-1")]
+
+
+def test_while_any_gateway_drains_every_executor_is_needed():
+    fleet = running_replicas()
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    fleet.child_exited("smg", 0, now=1.0)
+    fleet.child_exited("gateway-1", 0, now=2.0)
+    fleet.child_exited("executor-0", -9, now=3.0)
+    assert fleet.tick(now=3.5) == [Start("executor-0")]
+    fleet.child_exited("gateway-0", 0, now=4.0)
+    for name in ("scheduler-0", "scheduler-1", "executor-0", "executor-1"):
+        assert fleet.exit_code is None
+        fleet.child_exited(name, 0, now=5.0)
+    assert fleet.exit_code == 0

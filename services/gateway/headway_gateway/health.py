@@ -14,6 +14,9 @@ from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
 from headway_proto.ingress import STATE_SERVING
 
+LIVENESS = "liveness"
+"""A name for those who start processes again: SERVING as long as this one answers, model or not, and while it drains."""
+
 _log = structlog.get_logger("headway.gateway.health")
 
 
@@ -62,6 +65,7 @@ class HealthReporter:
 
     async def start(self) -> None:
         """Tell the state at once and keep telling it."""
+        await self._service.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._tell()
         self._task = asyncio.create_task(self._keep_telling(), name="health")
 

@@ -1,12 +1,13 @@
-"""smg, the field's gateway, in front of the one that ``headway serve`` starts: the OpenAI and Anthropic APIs.
+"""smg, the field's gateway, in front of those that ``headway serve`` starts: the OpenAI and Anthropic APIs.
 
-Owns: smg's command line, running it once the gateway serves and until the launcher ends, and finding out whether it
+Owns: smg's command line, running it once the gateways serve and until the launcher ends, and finding out whether it
 serves itself.
 Must not know: what smg does with a request, or when it is started again.
 """
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -20,53 +21,78 @@ from headway.parentage import launcher_is_gone
 
 _PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.2
+_SCHEME = "grpc://"
+# smg would look for a worker that is late every 30 seconds, ask those that serve for their health once a minute, and send
+# nothing for a minute to one whose streams have broken when it was killed.
+_FLEET_FLAGS = (
+    *("--worker-startup-check-interval", "1"),
+    *("--health-check-interval-secs", "2"),
+    *("--cb-timeout-duration-secs", "5"),
+)
 
 
 def command(
-    *, openai_address: str, gateway_address: str, metrics_port: int, grace_s: float, flags: Sequence[str]
+    *, openai_address: str, gateway_addresses: Sequence[str], metrics_port: int, grace_s: float, flags: Sequence[str]
 ) -> list[str]:
-    """The command that serves on ``openai_address`` what the gateway generates. Addresses are HOST:PORT, on loopback."""
+    """The command that serves on ``openai_address`` what the gateways generate. Addresses are HOST:PORT, on loopback."""
     host, _, port = openai_address.rpartition(":")
+    workers = [f"{_SCHEME}{Target(address=address).reachable_address}" for address in gateway_addresses]
     return [
-        *(sys.executable, "-m", "headway.openai_front", gateway_address),
+        *(sys.executable, "-m", "headway.openai_front", ",".join(gateway_addresses)),
         *("--host", host.strip("[]"), "--port", port),
         # smg would serve its figures to everybody.
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-        *("--worker-urls", f"grpc://{Target(address=gateway_address).reachable_address}"),
+        *("--worker-urls", *workers),
         *("--shutdown-grace-period-secs", str(max(1, round(grace_s)))),
         *("--history-backend", "none", "--log-level", "error"),
+        *(_FLEET_FLAGS if len(workers) > 1 else ()),
         *flags,
     ]
 
 
-async def wait_until_serving(openai_address: str) -> None:
-    """Return once smg has the gateway's model and its tokenizer."""
-    while not await asyncio.to_thread(is_serving, openai_address):  # noqa: ASYNC110 (smg tells nobody)
+async def wait_until_serving(openai_address: str, num_gateways: int = 1) -> None:
+    """Return once smg has the model of so many gateways, and its tokenizer."""
+    while not await asyncio.to_thread(is_serving, openai_address, num_gateways):  # noqa: ASYNC110 (smg tells nobody)
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def is_serving(openai_address: str) -> bool:
-    """Whether smg lists a model and, which comes a moment later, its tokenizer."""
+def is_serving(openai_address: str, num_gateways: int = 1) -> bool:
+    """Whether smg lists a model and, which comes a moment later, its tokenizer, and sends requests to so many gateways."""
     try:
-        for listed in ("models", "tokenizers"):
-            with urllib.request.urlopen(f"http://{openai_address}/v1/{listed}", timeout=1.0) as answer:
-                if b'"id"' not in answer.read():
-                    return False
-        return True
-    except (urllib.error.URLError, OSError):
+        has_all = all(b'"id"' in _asked(openai_address, f"v1/{listed}") for listed in ("models", "tokenizers"))
+        return has_all and len(ready_gateways(openai_address)) >= num_gateways
+    except (urllib.error.URLError, OSError, ValueError):
         return False
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Be smg in front of the gateway that the first argument names; the others are smg's.
+def ready_gateways(openai_address: str) -> list[str]:
+    """The HOST:PORT of those gateways to which smg sends requests.
 
-    smg asks for a worker's model when it starts, and then more and more rarely; so it starts when there is one.
+    Raises:
+        OSError: smg does not answer.
+        ValueError: it answers something else.
+    """
+    workers = json.loads(_asked(openai_address, "workers"))["workers"]
+    return [worker["url"].removeprefix(_SCHEME) for worker in workers if worker["status"] == "ready"]
+
+
+def _asked(openai_address: str, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://{openai_address}/{path}", timeout=1.0) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be smg in front of the gateways that the first argument names, with commas; the others are smg's.
+
+    smg asks for a worker's model when it starts, and then more and more rarely; so it starts when there is one. The others
+    it takes in as they come.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if launcher_is_gone(os.environ):
         return
-    gateway = Target(address=arguments[0])
-    while health_of(gateway) != SERVING:
+    gateways = [Target(address=address) for address in arguments[0].split(",")]
+    while not any(health_of(gateway) == SERVING for gateway in gateways):
         time.sleep(_POLL_INTERVAL_S)
     from smg.cli import main as run_smg
 

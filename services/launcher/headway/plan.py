@@ -2,15 +2,15 @@
 
 Owns: one set of flags, variables and file sections turned into the configuration and the command line of each service;
 the order in which they start and stop.
-Must not know: how processes are started, watched or stopped.
+Must not know: how processes are started, watched or stopped, or what replicas cannot share (``replicas``).
 """
 
 import argparse
 import hashlib
+import os
 import secrets
-import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,38 +18,46 @@ import msgspec
 from headway import openai_front
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
 from headway.health import Target, client_certificate
+from headway.replicas import LAST_PORT, LOOPBACK, Replica, check_apart, free_ports, grpc_addresses, replicas_of
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.services import SERVE, SERVICES, Service, serve_settings, sources_in_file, with_model_directory
 from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
 from headway.supervision import RestartPolicy
+from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
+from headway_proto.logs import REPLICA_VARIABLE
 
 SMG = "smg"
-START_ORDER = ("executor", "scheduler", "gateway", SMG)
-STOP_ORDER = (SMG, "gateway", "scheduler", "executor")
+START_ORDER = ("executor", "scheduler", "gateway")
+STOP_ORDER = ("gateway", "scheduler", "executor")
 METRICS_ORDER = ("scheduler", "executor", "gateway")
-"""Whose metrics are at ``metrics_port``, and whose at the ports after it."""
+"""Whose metrics are at a replica's first metrics port, and whose at the ports after it."""
 STOP_GRACE_S = 5.0
 _NOTHING = Given("", "")
+_ONE_WORKER = Given(1, "")
+_GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grpc-address")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run the services. ``commands`` and ``stop_grace_s`` (seconds from SIGTERM to SIGKILL) are by name, the
-    latter in the order of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``target`` is how this host reaches the gateway.
-    ``openai_address`` is where smg serves, empty without it.
+    """How to run the services. ``commands`` are by name, in the order in which they start; ``stop_stages`` (seconds from
+    SIGTERM to SIGKILL by name) are those of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``targets``
+    are how this host reaches the gateways. ``openai_address`` is where smg serves, empty without it. ``environments`` and
+    ``cores`` (processor cores to keep to) are of those processes that have any of their own.
     """
 
     commands: dict[str, list[str]]
     restart_policy: RestartPolicy
-    stop_grace_s: dict[str, float]
+    stop_stages: list[dict[str, float]]
     hang_s: float
-    target: Target
+    targets: list[Target]
     openai_address: str = ""
+    environments: dict[str, dict[str, str]] = {}
+    cores: dict[str, frozenset[int]] = {}
 
     @property
     def start_order(self) -> list[str]:
         """The processes that there are, in the order in which they start."""
-        return [name for name in START_ORDER if name in self.commands]
+        return list(self.commands)
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
@@ -67,44 +75,192 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         (given_by_flags(arguments, settings), given_by_environment(environment, SERVE, settings), files[SERVE])
     )
     serve = build(ServeConfig, given, ServeConfig.validate)
-    presets = {"model": Given(serve.model, "--model")}
-    configs = {}
-    # The token file may hold digests only, so serve has a token of its own, of which the gateway sees the digest.
+    values_of = _values_of_services(serve, given, environment, files)
+    # The token file may hold digests only, so serve has a token of its own, of which the gateways see the digest.
     probe_token = secrets.token_urlsafe(32)
-    for service in SERVICES.values():
-        settled = _settled(service, directory, serve.metrics_port)
-        from_environment = given_by_environment(environment, service.name, service.settings)
-        layers = (settled, given, from_environment, files[service.name], presets)
-        values = with_model_directory(merged(layers))
-        if values.get("auth_token_file", _NOTHING).value:
-            digest = hashlib.sha256(probe_token.encode()).hexdigest()
-            values = {**values, "launcher_token_digest": Given(digest, "the launcher")}
-        _check_model_directory(values)
-        configs[service.name] = service.build(_with_a_port(values))
-    gateway = configs["gateway"]
-    assert isinstance(gateway, GatewayConfig)
-    commands = {name: _command(name, config) for name, config in configs.items()}
-    graces = {name: getattr(config, "grace_s", 0.0) for name, config in configs.items()}
-    if serve.openai_address:
-        commands[SMG] = _smg_command(serve, gateway)
-        graces[SMG] = gateway.grace_s
+    if values_of["gateway"].get("auth_token_file", _NOTHING).value:
+        digest = hashlib.sha256(probe_token.encode()).hexdigest()
+        values_of["gateway"]["launcher_token_digest"] = Given(digest, "the launcher")
+    replicas = replicas_of(serve.replicas)
+    metrics_ports = _metrics_ports(serve, values_of["gateway"])
+    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), len(replicas))
+    configs = []
+    for replica, address, ports in zip(replicas, addresses, metrics_ports, strict=True):
+        settled = {"grpc_address": address, **_links(replica, directory)}
+        configs.append(_configs(replica, values_of, settled, ports))
+    _check_listeners(serve, configs, metrics_ports)
+    gateways = [_gateway_of(of_replica) for of_replica in configs]
     return Plan(
-        commands=commands,
+        commands=_commands(serve, replicas, configs),
         restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
         hang_s=serve.hang_s,
-        target=_target(gateway, serve, probe_token),
-        # What a service allows its requests, and some time over to end in.
-        stop_grace_s={name: graces[name] + STOP_GRACE_S for name in STOP_ORDER if name in commands},
+        targets=[_target(gateway, serve, probe_token) for gateway in gateways],
+        stop_stages=_stop_stages(serve, replicas, configs),
         openai_address=serve.openai_address,
+        environments=_environments(replicas),
+        cores=_cores(replicas, configs),
     )
 
 
-def _smg_command(serve: ServeConfig, gateway: GatewayConfig) -> list[str]:
-    """Return the command line of the smg in front of the gateway.
+def _values_of_services(
+    serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
+) -> dict[str, dict[str, Given]]:
+    """Return what each service is given, the same for every replica.
 
     Raises:
-        ConfigurationError: the gateway would not let it in, or does not speak to it.
+        ConfigurationError: a variable is wrong, or the model is not there.
     """
+    presets = {"model": Given(serve.model, "--model")}
+    result = {}
+    for service in SERVICES.values():
+        from_environment = given_by_environment(environment, service.name, service.settings)
+        values = with_model_directory(merged((given, from_environment, files[service.name], presets)))
+        _check_model_directory(values)
+        result[service.name] = values
+    return result
+
+
+Configs = Mapping[str, msgspec.Struct]
+"""The configurations of a replica's services, by name."""
+
+
+def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
+    """Return the ports of each replica's metrics: one for each service, and one for each further worker of the gateway.
+
+    Raises:
+        ConfigurationError: there are not as many after the first.
+    """
+    if not serve.metrics_port:
+        return [range(0)] * serve.replicas
+    num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway's own words refuse 0.
+    num_own = len(METRICS_ORDER) - 1 + num_workers
+    ports = range(serve.metrics_port, serve.metrics_port + serve.replicas * num_own)
+    if ports[-1] > LAST_PORT:
+        raise ConfigurationError(
+            f"--metrics-port: {serve.metrics_port} is not allowed; allowed: at most {LAST_PORT + 1 - len(ports)}, "
+            f"because {len(ports)} ports are needed"
+        )
+    return [ports[first : first + num_own] for first in range(0, len(ports), num_own)]
+
+
+def _configs(
+    replica: Replica, values_of: Mapping[str, Layer], settled: Layer, metrics_ports: range
+) -> dict[str, msgspec.Struct]:
+    """Return the configuration of each service of a replica; ``settled`` is what the launcher gives to all that have it."""
+    configs = {}
+    for service in SERVICES.values():
+        own = dict(settled)
+        if metrics_ports:
+            port = metrics_ports[METRICS_ORDER.index(service.name)]
+            own["metrics_address"] = _given_by_launcher(f"{LOOPBACK}:{port}")
+        values = replica.of_its_own(values_of[service.name])
+        layers = (_known_to(service, own), _known_to(service, _threads(replica, values)), values)
+        configs[service.name] = service.build(merged(layers))
+    return configs
+
+
+def _links(replica: Replica, directory: Path) -> Layer:
+    return {
+        "ingress_address": _given_by_launcher(f"ipc://{directory}/{replica.named('ingress')}"),
+        "step_address": _given_by_launcher(f"ipc://{directory}/{replica.named('step')}"),
+        "exit_with_parent": _given_by_launcher(True),
+    }
+
+
+def _given_by_launcher(value: str | bool | int) -> Given:
+    return Given(value, "the launcher")
+
+
+def _known_to(service: Service, layer: Layer) -> Layer:
+    return {name: given for name, given in layer.items() if name in service.settings}
+
+
+def _gateway_of(configs: Configs) -> GatewayConfig:
+    gateway = configs["gateway"]
+    assert isinstance(gateway, GatewayConfig)
+    return gateway
+
+
+def _threads(replica: Replica, values: Layer) -> Layer:
+    """Where the cores do not suffice for two to each replica's executor, it computes in one thread, unless told otherwise."""
+    if replica.is_alone or replica.share_of(_own_cores()) or "num_threads" in values:
+        return {}
+    return {"num_threads": _given_by_launcher(1)}
+
+
+def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, frozenset[int]]:
+    """The cores of each executor that computes on them in as many threads as it likes."""
+    cores = {}
+    for replica, of_replica in zip(replicas, configs, strict=True):
+        executor = of_replica["executor"]
+        assert isinstance(executor, ExecutorConfig)
+        own = replica.share_of(_own_cores())
+        if own and executor.device == "cpu" and not executor.num_threads:
+            cores[replica.named("executor")] = own
+    return cores
+
+
+def _own_cores() -> list[int]:
+    """The processor cores that this process may use; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, list[str]]:
+    """Return every command line, in the order in which the processes start."""
+    commands = {
+        replica.named(name): _command(name, of_replica[name])
+        for name in START_ORDER
+        for replica, of_replica in zip(replicas, configs, strict=True)
+    }
+    if serve.openai_address:
+        commands[SMG] = _smg_command(serve, [_gateway_of(of_replica) for of_replica in configs])
+    return commands
+
+
+def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
+    """Return in which order the processes stop: what a service allows its requests, and some time over to end in."""
+    stages = [
+        {
+            replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S
+            for replica, of_replica in zip(replicas, configs, strict=True)
+        }
+        for name in STOP_ORDER
+    ]
+    if not serve.openai_address:
+        return stages
+    return [{SMG: _gateway_of(configs[0]).grace_s + STOP_GRACE_S}, *stages]
+
+
+def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
+    """Return what tells each process which replica it is of, for the lines of its log."""
+    return {
+        replica.named(name): {REPLICA_VARIABLE: str(replica.index)}
+        for replica in replicas
+        for name in START_ORDER
+        if not replica.is_alone
+    }
+
+
+def _check_listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Sequence[range]) -> None:
+    """Refuse two listeners on one port before either is started.
+
+    Raises:
+        ConfigurationError: it names both.
+    """
+    listeners = [("--grpc-address", _gateway_of(of_replica).grpc_address) for of_replica in configs]
+    if serve.openai_address:
+        listeners.append(("--openai-address", serve.openai_address))
+    listeners += [("--metrics-port", f"{LOOPBACK}:{port}") for ports in metrics_ports for port in ports]
+    check_apart(listeners)
+
+
+def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[str]:
+    """Return the command line of the smg in front of the gateways, which differ in their addresses alone.
+
+    Raises:
+        ConfigurationError: the gateways would not let it in, or do not speak to it.
+    """
+    gateway = gateways[0]
     for field in ("auth_token_file", "tls_cert_file"):
         if getattr(gateway, field):
             raise ConfigurationError(
@@ -118,8 +274,8 @@ def _smg_command(serve: ServeConfig, gateway: GatewayConfig) -> list[str]:
         )
     return openai_front.command(
         openai_address=serve.openai_address,
-        gateway_address=gateway.grpc_address,
-        metrics_port=_free_port("127.0.0.1"),
+        gateway_addresses=[each.grpc_address for each in gateways],
+        metrics_port=free_ports(LOOPBACK, 1)[0],
         grace_s=gateway.grace_s,
         flags=serve.smg_flags,
     )
@@ -153,17 +309,6 @@ def _check_model_directory(given: Layer) -> None:
         )
 
 
-def _settled(service: Service, directory: Path, metrics_port: int) -> Layer:
-    values: dict[str, str | bool] = {
-        "ingress_address": f"ipc://{directory}/ingress",
-        "step_address": f"ipc://{directory}/step",
-        "exit_with_parent": True,
-    }
-    if metrics_port:
-        values["metrics_address"] = f"127.0.0.1:{metrics_port + METRICS_ORDER.index(service.name)}"
-    return {name: Given(value, "the launcher") for name, value in values.items() if name in service.settings}
-
-
 def _command(name: str, config: msgspec.Struct) -> list[str]:
     """Return the command line of a child: every setting that is not its default, and no other source."""
     words = [sys.executable, "-m", "headway", name]
@@ -177,30 +322,3 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without ``HEADWAY_*``: for children, whose settings have become flags already."""
     return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}
-
-
-def _with_a_port(given: Layer) -> Layer:
-    """Replace port 0 of the gRPC address by a free port, so that the address holds over restarts of the gateway."""
-    address = given.get("grpc_address")
-    if address is None or not address.value.endswith(":0"):
-        return given
-    host = address.value.removesuffix(":0")
-    try:
-        port = _free_port(host)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{address.origin}: {shown(address.value)} cannot be bound: {error.strerror}"
-        ) from None
-    return {**given, "grpc_address": Given(f"{host}:{port}", address.origin)}
-
-
-def _free_port(host: str) -> int:
-    """Return a port that nobody listens on just now.
-
-    Raises:
-        OSError: ``host`` is not this machine's.
-    """
-    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host.strip("[]"), 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -28,20 +28,23 @@ class ChildExited(msgspec.Struct, frozen=True):
 class Children:
     """The children of this process by name; at most one of a name at a time. Use within a running event loop.
 
-    ``on_exit`` is called once for each child that ends. ``pulses`` is told of each, to feel its pulse.
+    ``environments`` has one for each; ``cores`` those to which some keep, with all their threads. ``on_exit`` is called once
+    for each child that ends. ``pulses`` is told of each, to feel its pulse.
     """
 
     def __init__(
         self,
         commands: Mapping[str, Sequence[str]],
-        environment: Mapping[str, str],
+        environments: Mapping[str, Mapping[str, str]],
+        cores: Mapping[str, Collection[int]],
         on_exit: Callable[[ChildExited], None],
         pulses: PulseWatch,
     ) -> None:
         self._on_exit = on_exit
         self._pulses = pulses
         self._commands = commands
-        self._environment = {**environment, LAUNCHER_VARIABLE: str(os.getpid())}
+        self._environments = environments
+        self._cores = cores
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -53,13 +56,21 @@ class Children:
                 *self._commands[name],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
-                env={**self._environment, PULSE_VARIABLE: str(pulse)},
+                env={
+                    **self._environments[name],
+                    LAUNCHER_VARIABLE: str(os.getpid()),
+                    PULSE_VARIABLE: str(pulse),
+                },
                 start_new_session=True,
                 pass_fds=(pulse,),
             )
         finally:
             os.close(pulse)
         self._processes[name] = process
+        if name in self._cores:
+            # Now, while it has one thread: those to come inherit this.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, self._cores[name])
         watcher = asyncio.create_task(self._watch(name, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)

@@ -6,7 +6,7 @@ Must not know: how the server was started, or what happens when it dies.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -17,19 +17,26 @@ POLL_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 5.0
 
 
-async def wait_until_serving(target: Target, *, started: float, tell: Callable[[str], None]) -> str:
-    """Return the readiness line once health says SERVING; tell now and then that it does not yet.
+async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
+    """Return the readiness line once health says SERVING of all; tell now and then that it does not yet.
 
     ``started`` is the monotonic time, in seconds, from which the start-up counts.
     """
     next_word = started + PROGRESS_INTERVAL_S
-    while (model := await asyncio.to_thread(_model_if_serving, target)) is None:
+    waiting = list(targets)
+    while waiting:
+        model = await asyncio.to_thread(_model_if_serving, waiting[0])
+        if model is not None:
+            del waiting[0]
+            continue
         now = time.monotonic()
         if now >= next_word:
-            tell(f"not ready after {now - started:.0f} s")
+            of_several = f": {waiting[0].address} does not serve" if len(targets) > 1 else ""
+            tell(f"not ready after {now - started:.0f} s{of_several}")
             next_word = now + PROGRESS_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
-    return readiness_line(target.address, model, time.monotonic() - started)
+    assert model is not None
+    return readiness_line([target.address for target in targets], model, time.monotonic() - started)
 
 
 def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
@@ -41,7 +48,7 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
         return None
 
 
-def readiness_line(address: str, model: generation_pb2.GetModelResponse, took_s: float) -> str:
+def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
     """Say where what is served."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
-    return f"headway is ready on {address} (model {model.name}, {runs_on}, {took_s:.1f} s)"
+    return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"

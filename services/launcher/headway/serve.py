@@ -12,7 +12,7 @@ import functools
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -44,7 +44,7 @@ Event = ChildExited | ChildHangs | StopRequested
 _LOG_DRAIN_S = 0.5
 
 WhenReady = Callable[[str, str], Awaitable[bool]]
-"""Called with the readiness line and the address once the fleet serves; False ends it."""
+"""Called with the readiness line and the first gateway's address once all replicas serve; False ends it."""
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -60,14 +60,15 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
     """Run the fleet until it is told to stop or cannot go on; return its exit code."""
-    fleet = Fleet(plan.stop_grace_s, plan.restart_policy)
+    fleet = Fleet(plan.stop_stages, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     pulses = PulseWatch(plan.hang_s)
-    children = Children(plan.commands, environment, events.put_nowait, pulses)
+    environments = {name: {**environment, **plan.environments.get(name, {})} for name in plan.commands}
+    children = Children(plan.commands, environments, plan.cores, events.put_nowait, pulses)
     _deliver_signals(events)
-    attendant = asyncio.create_task(_attend(plan.target, when_ready, events))
+    attendant = asyncio.create_task(_attend(plan.targets, when_ready, events))
     watcher = asyncio.create_task(_watch_pulses(pulses, events))
-    announcer = asyncio.create_task(_announce_openai(plan.openai_address))
+    announcer = asyncio.create_task(_announce_openai(plan.openai_address, len(plan.targets)))
     try:
         say(f"starting {', '.join(plan.start_order)}")
         await _perform(fleet.start(plan.start_order), children)
@@ -94,21 +95,21 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
             events.put_nowait(ChildHangs(name))
 
 
-async def _attend(target: Target, when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
+async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
     """Wait until the fleet serves, do what is to be done then, and stop it if that is all or went wrong."""
     keep_serving = False
     try:
-        readiness_line = await wait_until_serving(target, started=time.monotonic(), tell=say)
-        keep_serving = await when_ready(readiness_line, target.address)
+        readiness_line = await wait_until_serving(targets, started=time.monotonic(), tell=say)
+        keep_serving = await when_ready(readiness_line, targets[0].address)
     finally:
         if not keep_serving:
             events.put_nowait(StopRequested(signal.SIGTERM))
 
 
-async def _announce_openai(address: str) -> None:
-    """Tell when the OpenAI API is served too, if it is to be."""
+async def _announce_openai(address: str, num_replicas: int) -> None:
+    """Tell when the OpenAI API is served too, by all replicas, if it is to be."""
     if address:
-        await openai_front.wait_until_serving(address)
+        await openai_front.wait_until_serving(address, num_replicas)
         say(f"OpenAI API on http://{address}/v1")
 
 

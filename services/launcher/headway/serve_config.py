@@ -20,6 +20,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Meta(description="checkpoint directory, or demo for the model that ships with Headway")] = (
         DEMO_MODEL
     )
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="complete Headways side by side, each with a gateway on a port of its own, from that of grpc_address "
+            "on (each a free one, if that is 0); what is derived for each: see docs/openai.md",
+        ),
+    ] = 1
     max_restarts: Annotated[
         int, Meta(ge=0, le=1000, description="restarts of one process within restart_window_s before giving up")
     ] = 10
@@ -37,7 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=65000,
             description="loopback port for Prometheus to read the scheduler's metrics, the next for the executor's, those "
-            "after it for the gateway's, one a worker; 0: none",
+            "after it for the gateway's, one a worker, then as many for the next replica; 0: none",
         ),
     ] = 0
     probe_cert_file: Annotated[
@@ -52,7 +61,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="HOST:PORT on loopback to serve the OpenAI and Anthropic APIs on, by starting smg in front of the "
-            "gateway (extra smg); a gateway with TLS or tokens needs an smg of its own, see docs/openai.md"
+            "gateways (extra smg); a gateway with TLS or tokens needs an smg of its own, see docs/openai.md"
         ),
     ] = ""
     smg_flags: Annotated[

@@ -7,6 +7,7 @@ Must not know: what a setting means. Imports a service only when it is asked for
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -174,6 +175,8 @@ def announce(name: str, config: msgspec.Struct) -> None:
     """Tell the effective configuration, as one line on stderr in the configured format, from level info on."""
     import structlog
 
+    from headway_proto.logs import replica_field
+
     settings = effective(config)
     if settings.get("log_level") in {"warning", "error"}:
         return
@@ -186,5 +189,5 @@ def announce(name: str, config: msgspec.Struct) -> None:
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
     )
-    log.info("configuration", service=name, **settings)
+    log.info("configuration", service=name, **replica_field(os.environ), **settings)
     sink.drain(_LOG_DRAIN_S)

@@ -5,6 +5,7 @@ machine: events and the time go in, actions come out.
 Must not know: how a process is started or signalled, what the processes do, or the clock.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -60,17 +61,18 @@ class Fleet:
     """The processes that make up one served model, from the first start to the last exit.
 
     Args:
-        stop_grace_s: by name, seconds from SIGTERM to SIGKILL; the order of the names is the order of an orderly stop,
-            in which a process is asked to end only after the one before it has.
+        stop_stages: the stages of an orderly stop: the processes of a stage are asked to end together, and only after
+            all of the stage before have. Each maps names to seconds from SIGTERM to SIGKILL.
         policy: when to start a dead process again.
     """
 
-    def __init__(self, stop_grace_s: Mapping[str, float], policy: RestartPolicy) -> None:
-        self._stop_grace_s = dict(stop_grace_s)
+    def __init__(self, stop_stages: Sequence[Mapping[str, float]], policy: RestartPolicy) -> None:
+        self._stages = [tuple(stage) for stage in stop_stages]
+        self._stop_grace_s = {name: grace_s for stage in stop_stages for name, grace_s in stage.items()}
         self._policy = policy
         self._alive: set[str] = set()
         self._restart_at: dict[str, float] = {}
-        self._recent_restarts: dict[str, deque[float]] = {name: deque() for name in stop_grace_s}
+        self._recent_restarts: dict[str, deque[float]] = {name: deque() for name in self._stop_grace_s}
         self._stopping = False
         self._is_orderly = False
         self._asked: set[str] = set()
@@ -124,7 +126,8 @@ class Fleet:
             return [Report("killing at once"), *(Kill(name) for name in self._in_stop_order())]
         self._stopping = self._is_orderly = True
         self._drop_needless_restarts()
-        return [Report("stopping: " + ", then ".join(self._in_stop_order())), *self._terminate_next(now)]
+        stages = (" and ".join(stage) for stage in self._living_stages())
+        return [Report("stopping: " + ", then ".join(stages)), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Do what has fallen due: delayed restarts, and kills of processes that did not end when asked."""
@@ -162,7 +165,7 @@ class Fleet:
     def _terminate_next(self, now: float) -> list[Action]:
         if self._kill_at or not self._alive:
             return []
-        return [self._terminate(self._in_stop_order()[0], now)]
+        return [self._terminate(name, now) for name in self._living_stages()[0]]
 
     def _terminate(self, name: str, now: float) -> Action:
         self._kill_at[name] = now + self._stop_grace_s[name]
@@ -171,15 +174,19 @@ class Fleet:
 
     def _is_needed(self, name: str) -> bool:
         """Whether a process that is stopped before this one still has work."""
-        order = list(self._stop_grace_s)
-        return any(other in self._alive for other in order[: order.index(name)])
+        earlier = itertools.takewhile(lambda stage: name not in stage, self._stages)
+        return any(other in self._alive for stage in earlier for other in stage)
 
     def _drop_needless_restarts(self) -> None:
         for name in [name for name in self._restart_at if not self._is_needed(name)]:
             del self._restart_at[name]
 
     def _in_stop_order(self) -> list[str]:
-        return [name for name in self._stop_grace_s if name in self._alive]
+        return [name for stage in self._living_stages() for name in stage]
+
+    def _living_stages(self) -> list[list[str]]:
+        living = ([name for name in stage if name in self._alive] for stage in self._stages)
+        return [stage for stage in living if stage]
 
 
 def _describe(returncode: int) -> str:

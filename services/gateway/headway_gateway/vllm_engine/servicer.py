@@ -85,8 +85,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
-        """Whether to send requests here; as ``grpc.health.v1`` has it, with the reason."""
+        """Whether to send requests here; as ``grpc.health.v1`` has it, with the reason.
+
+        UNAVAILABLE while nobody could say what is served either: smg takes in an engine that answers, asks it for its model
+        once, and where there is none as yet, never sends it anything.
+        """
         problem = self._problem()
+        if problem is not None and not self._client.can_serve:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, problem)
         return vllm.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:  # noqa: ARG002, N802
