@@ -303,7 +303,8 @@ static int reserve_space(decoder *of, int64_t num_tokens) {
     space->hidden = stream_alloc(num_tokens * of->hidden_stride * 4);
     space->qkv = stream_alloc(num_tokens * of->qkv_stride * 4);
     space->attended = stream_alloc(num_tokens * of->attended_stride * 4);
-    space->activations = stream_alloc(num_tokens * of->activation_stride * 4);
+    int64_t packed_activations = packed_bytes(num_tokens, of->shape.intermediate_size, FORM_FLOAT32);
+    space->activations = stream_alloc(larger_of(num_tokens * of->activation_stride * 4, packed_activations));
     space->tiles = stream_alloc(packed_bytes(num_tokens, widest, FORM_FLOAT32));
     space->factors = stream_alloc(num_tokens * 4);
     space->offsets = stream_alloc(num_tokens * 4);
@@ -342,6 +343,7 @@ static attention_shape attention_of(const decoder_shape *shape) {
                              shape->score_scale};
 }
 
+int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }
 int64_t headway_max_head_dim(void) { return MAX_HEAD_DIM; }
 int64_t headway_block_floats(const decoder_shape *shape) {

@@ -17,7 +17,16 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
-#define MOST_TILES 10 /* that are multiplied with a panel at once: what is used of them fits the L2 cache */
+
+/* INPUT_ROWS: rows in a tile of inputs, at most. MOST_TILES: that are multiplied with a panel at once: what is used of
+ * them fits the L2 cache. */
+#if HAS_TILES
+#define INPUT_ROWS 16
+#define MOST_TILES 16
+#else
+#define INPUT_ROWS TILE_ROWS
+#define MOST_TILES 10
+#endif
 
 /* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
  * checkpoints' do: half the memory to read, and the same result to the last bit. */
@@ -58,7 +67,7 @@ void linear_free(linear *the_linear);
 static inline int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
     return tile * num_rows / num_tiles;
 }
-static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + INPUT_ROWS - 1) / INPUT_ROWS; }
 
 /* Bytes that the tiles of `num_rows` rows need in a form. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
@@ -78,6 +87,9 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
  * products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
+
+/* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
+int products_permitted(void);
 
 /* Fetch panel `panel` into the cache, or as much of it as the cache should hold beforehand. */
 void fetch_panel(const linear *from, int64_t panel);
