@@ -18,14 +18,11 @@
 
 #define PANEL (2 * LANES)
 
-/* INPUT_ROWS: rows in a tile of inputs, at most. MOST_TILES: that are multiplied with a panel at once: what is used of
- * them fits the L2 cache. */
+/* Rows in a tile of inputs, at most. */
 #if HAS_TILES
 #define INPUT_ROWS 16
-#define MOST_TILES 16
 #else
 #define INPUT_ROWS TILE_ROWS
-#define MOST_TILES 10
 #endif
 
 /* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
@@ -82,7 +79,10 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* Multiply tiles [first_tile, end_tile), at most MOST_TILES, with panel `panel`; `out` rows are `stride` apart, whole
+/* How many tiles to multiply with a panel at once: what is used of them fits the L2 cache. */
+int64_t tiles_at_once(const linear *with);
+
+/* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart, whole
  * panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile panel `next` is fetched into the cache:
  * products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,

@@ -18,7 +18,6 @@
 
 #if HAS_TILES
 
-#include <assert.h>
 #include <immintrin.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -28,10 +27,12 @@
 #define SIDE 16         /* rows of a tile, and columns of 4 bytes */
 #define TILE_BYTES 1024 /* of one tile: SIDE rows of a cache line */
 #define PARTS 3         /* bfloat16s that are a float32 together */
-#define DEPTH 24        /* steps that all rows take before the next steps: so much of a split panel stays in L2 */
-#define SHALLOW 2       /* the same if there are few rows: so much stays in L1 */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
+#define SPLIT_STEPS 2 /* for which there is room: one in use, one in the making */
 #define LINES_AHEAD 128
+#define INPUT_BYTES (1 << 20) /* of tiles that are multiplied with a panel at once */
+#define MOST_TILES 16
+#define LEAST_TILES 6
 #define FEW_TILES 2 /* of inputs: then a product waits for memory */
 
 /* Tile registers: sums of two tiles of rows with both halves of a panel, two tiles of inputs, two of weights. */
@@ -85,7 +86,7 @@ INLINE vec take_part(vec value, char *to) {
 /* LANES inputs of row `place` of a packed tile, from input `k` on. */
 INLINE void pack_parts(char *tile, int64_t place, int64_t k, vec value) {
     char *to = tile + k / (SIDE * PAIR) * PARTS * TILE_BYTES + place * LINE + k % (SIDE * PAIR) * 2;
-    for (int part = 0; part < PARTS; part++) value = take_part(value, to + part * TILE_BYTES);
+    for (int part = PARTS - 1; part >= 0; part--) value = take_part(value, to + part * TILE_BYTES);
 }
 
 static void pack_float32_row(char *tile, int64_t place, const float *row, int64_t inputs, float factor,
@@ -115,17 +116,17 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
 
 /* ---- weights ---- */
 
-/* Memory that is fetched bit by bit, `lines` with every step of a sum: from `at` to `end`, then from `then` on; without
- * an `end`, from `at` on. */
+/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on; without an `end`, from `at` on. `lines` with
+ * every step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
 typedef struct {
     const char *at;
     const char *end;
     const char *then;
     int64_t lines;
+    int64_t lines_per_pair;
 } fetching;
 
 INLINE void fetch_lines(fetching *ahead, int64_t lines) {
-    if (ahead->at == NULL) return;
     for (int64_t line = 0; line < lines; line++, ahead->at += LINE) {
         if (ahead->at == ahead->end) ahead->at = ahead->then;
         __builtin_prefetch(ahead->at);
@@ -142,11 +143,13 @@ INLINE __m512i without_upper_half(__m512i value) {
     return (__m512i)_mm512_sub_ps((__m512)value, (__m512)upper);
 }
 
-/* One step of a float32 panel as bfloat16 tiles: all first parts, low and high half of the panel, all second, all third.
- * A part is what the part before has left, cut off after 8 bits: nothing is lost, and no value grows to infinity. */
-INLINE void split_step(const float *weights, char *tiles, fetching *ahead) {
-    for (int64_t pair = 0; pair < SIDE; pair++) {
-        fetch_lines(ahead, 2 * PAIR);
+/* Pairs of inputs [begin, end) of one step of a float32 panel as bfloat16 tiles: all first parts, low and high half of
+ * the panel, all second, all third. A part is what the part before has left, cut off after 8 bits: nothing is lost, and
+ * no value grows to infinity. */
+INLINE void split_pairs(const float *weights, char *tiles, const int begin, const int end, fetching *ahead) {
+    UNROLLED
+    for (int pair = begin; pair < end; pair++) {
+        fetch_lines(ahead, ahead->lines_per_pair);
         UNROLLED
         for (int half = 0; half < 2; half++) {
             const float *from = weights + pair * PAIR * PANEL + half * LANES;
@@ -163,16 +166,15 @@ INLINE void split_step(const float *weights, char *tiles, fetching *ahead) {
 
 /* ---- sums ---- */
 
-/* What one pass over some steps works with. `more`: NULL if there is one tile of rows only. `weights`: split tiles of a
- * float32 panel, or the panel. */
+/* Two tiles of inputs, or one, and a panel of weights, over all steps. */
 typedef struct {
     const char *inputs;
     const char *more;
     const char *weights;
     int64_t steps;
-} sum_range;
+} factors;
 
-INLINE void load_inputs(const int both, const sum_range *of, int64_t at) {
+INLINE void load_inputs(const int both, const factors *of, int64_t at) {
     _tile_loadd(INPUTS, of->inputs + at, LINE);
     if (both) _tile_loadd(MORE_INPUTS, of->more + at, LINE);
 }
@@ -203,41 +205,54 @@ INLINE void add_products(const int both, const int form) {
     }
 }
 
-/* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one of them stays where it is. */
-INLINE void sum_float32(const int both, const sum_range *of, fetching *ahead) {
+/* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one of them stays where it is.
+ * Meanwhile the weights of the next step are split: the vector unit has nothing else to do. It does so again for the
+ * next two tiles: parts that are kept for them in L2 take longer to write and to read than to make. */
+INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
+    _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
+    const float *weights = (const float *)of->weights;
+    split_pairs(weights, split, 0, SIDE, ahead);
     for (int64_t step = 0; step < of->steps; step++) {
         const int64_t inputs = step * PARTS * TILE_BYTES;
-        const char *weights = of->weights + step * SPLIT_STEP;
-        load_split_weights(weights);
-        load_inputs(both, of, inputs + 2 * TILE_BYTES);
-        add_products(both, FORM_FLOAT32);
-        fetch_lines(ahead, ahead->lines);
-        load_inputs(both, of, inputs + TILE_BYTES);
-        add_products(both, FORM_FLOAT32);
-        load_split_weights(weights + 2 * TILE_BYTES);
-        add_products(both, FORM_FLOAT32);
+        const char *tiles = split + step % SPLIT_STEPS * SPLIT_STEP;
+        char *next_tiles = split + (step + 1) % SPLIT_STEPS * SPLIT_STEP;
+        const int more = step + 1 < of->steps;
+        weights += SIDE * PAIR * PANEL;
+        load_split_weights(tiles);
         load_inputs(both, of, inputs);
         add_products(both, FORM_FLOAT32);
-        load_split_weights(weights + 4 * TILE_BYTES);
+        if (more) split_pairs(weights, next_tiles, 0, 3, ahead);
+        load_inputs(both, of, inputs + TILE_BYTES);
         add_products(both, FORM_FLOAT32);
-        load_split_weights(weights);
+        if (more) split_pairs(weights, next_tiles, 3, 6, ahead);
+        load_split_weights(tiles + 2 * TILE_BYTES);
         add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 6, 9, ahead);
+        load_inputs(both, of, inputs + 2 * TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 9, 12, ahead);
+        load_split_weights(tiles + 4 * TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 12, 14, ahead);
+        load_split_weights(tiles);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 14, SIDE, ahead);
     }
 }
 
 /* The same for weights whose second and third parts are zeros. */
-INLINE void sum_bfloat16(const int both, const sum_range *of, fetching *ahead) {
+INLINE void sum_bfloat16(const int both, const factors *of, fetching *ahead) {
     for (int64_t step = 0; step < of->steps; step++) {
         fetch_lines(ahead, ahead->lines);
         load_weights(of->weights + step * 2 * TILE_BYTES);
-        for (int64_t part = PARTS - 1; part >= 0; part--) {
+        for (int64_t part = 0; part < PARTS; part++) {
             load_inputs(both, of, (step * PARTS + part) * TILE_BYTES);
             add_products(both, FORM_BFLOAT16);
         }
     }
 }
 
-INLINE void sum_int8(const int both, const sum_range *of, fetching *ahead) {
+INLINE void sum_int8(const int both, const factors *of, fetching *ahead) {
     for (int64_t step = 0; step < of->steps; step++) {
         fetch_lines(ahead, ahead->lines);
         load_weights(of->weights + step * 2 * TILE_BYTES);
@@ -246,45 +261,38 @@ INLINE void sum_int8(const int both, const sum_range *of, fetching *ahead) {
     }
 }
 
-/* The sums of one tile of rows with one panel: low half, high half. */
+/* The sums of two tiles of rows with both halves of a panel. */
 typedef struct {
-    _Alignas(LINE) char halves[2][TILE_BYTES];
+    _Alignas(LINE) char tiles[2][2][TILE_BYTES];
 } tile_sums;
 
-INLINE void sum_tiles(const int both, int64_t form, const sum_range *of, tile_sums *kept, int begins, fetching *ahead) {
-    if (begins) {
-        _tile_zero(SUMS_LOW);
-        _tile_zero(SUMS_HIGH);
-        if (both) _tile_zero(MORE_SUMS_LOW);
-        if (both) _tile_zero(MORE_SUMS_HIGH);
-    } else {
-        _tile_loadd(SUMS_LOW, kept[0].halves[0], LINE);
-        _tile_loadd(SUMS_HIGH, kept[0].halves[1], LINE);
-        if (both) _tile_loadd(MORE_SUMS_LOW, kept[1].halves[0], LINE);
-        if (both) _tile_loadd(MORE_SUMS_HIGH, kept[1].halves[1], LINE);
-    }
+INLINE void sum_tiles(const int both, int64_t form, const factors *of, tile_sums *sums, fetching *ahead) {
+    _tile_zero(SUMS_LOW);
+    _tile_zero(SUMS_HIGH);
+    if (both) _tile_zero(MORE_SUMS_LOW);
+    if (both) _tile_zero(MORE_SUMS_HIGH);
     switch (form) {
     case FORM_INT8: sum_int8(both, of, ahead); break;
     case FORM_BFLOAT16: sum_bfloat16(both, of, ahead); break;
     default: sum_float32(both, of, ahead);
     }
-    _tile_stored(SUMS_LOW, kept[0].halves[0], LINE);
-    _tile_stored(SUMS_HIGH, kept[0].halves[1], LINE);
-    if (both) _tile_stored(MORE_SUMS_LOW, kept[1].halves[0], LINE);
-    if (both) _tile_stored(MORE_SUMS_HIGH, kept[1].halves[1], LINE);
+    _tile_stored(SUMS_LOW, sums->tiles[0][0], LINE);
+    _tile_stored(SUMS_HIGH, sums->tiles[0][1], LINE);
+    if (both) _tile_stored(MORE_SUMS_LOW, sums->tiles[1][0], LINE);
+    if (both) _tile_stored(MORE_SUMS_HIGH, sums->tiles[1][1], LINE);
 }
 
 /* ---- results ---- */
 
 /* The sums of tile `tile` with panel `panel` are complete. */
 static void finish_tile(const linear *with, const packed_inputs *from, int64_t panel, int64_t tile,
-                        const tile_sums *sums, enum epilogue epilogue, float *out, int64_t stride) {
+                        const char (*sums)[TILE_BYTES], enum epilogue epilogue, float *out, int64_t stride) {
     int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
     int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
     const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
     const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
     for (int64_t i = 0; i < rows; i++) {
-        const char *low_sums = sums->halves[0] + i * LINE, *high_sums = sums->halves[1] + i * LINE;
+        const char *low_sums = sums[0] + i * LINE, *high_sums = sums[1] + i * LINE;
         vec low, high;
         if (with->form == FORM_INT8) {
             int32_t offset = from->offsets[first + i];
@@ -307,51 +315,43 @@ static void finish_tile(const linear *with, const packed_inputs *from, int64_t p
     }
 }
 
-/* Split or whole, the weights of steps [begin, begin + steps) as the unit takes them. */
-static const char *weights_for(const linear *with, const char *weights, int64_t steps, char *split, fetching *ahead) {
-    if (with->form != FORM_FLOAT32) return weights;
-    for (int64_t step = 0; step < steps; step++) {
-        split_step((const float *)weights + step * SIDE * PAIR * PANEL, split + step * SPLIT_STEP, ahead);
-    }
-    return split;
+/* What is fetched while `num_tiles` tiles are multiplied. Few of them wait for memory: they look a little ahead, near the
+ * end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every step. */
+static fetching what_to_fetch(const char *weights, const char *next, int64_t bytes, int64_t lines, int64_t num_tiles) {
+    fetching ahead = {.at = next, .end = next + bytes, .then = next};
+    if (num_tiles <= FEW_TILES) ahead = (fetching){weights + LINES_AHEAD * LINE, weights + bytes, next, 0, 0};
+    if (ahead.at > ahead.end) ahead = (fetching){.at = next, .end = next + bytes, .then = next};
+    ahead.lines = num_tiles <= FEW_TILES ? lines : (2 * lines + num_tiles - 1) / num_tiles;
+    ahead.lines_per_pair = (ahead.lines + SIDE - 1) / SIDE;
+    return ahead;
+}
+
+int64_t tiles_at_once(const linear *with) {
+    int64_t fitting = INPUT_BYTES / packed_tile_bytes(with->inputs, with->form) / 2 * 2;
+    return fitting > MOST_TILES ? MOST_TILES : fitting < LEAST_TILES ? LEAST_TILES : fitting;
 }
 
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    const int64_t form = with->form, num_tiles = end_tile - first_tile;
-    assert(num_tiles <= MOST_TILES);
-    const int64_t num_steps = steps_of(with->inputs, form), bytes = panel_bytes(with->inputs, form);
-    const int64_t step_bytes = bytes / num_steps, tile_bytes = packed_tile_bytes(with->inputs, form);
-    const int64_t depth = num_tiles <= FEW_TILES ? SHALLOW : DEPTH;
-    const char *weights = (const char *)with->panels + panel * bytes, *end = weights + bytes;
-    const char *following = (const char *)with->panels + next * bytes;
-    _Alignas(LINE) char split[DEPTH * SPLIT_STEP];
-    tile_sums sums[MOST_TILES];
-    fetching nothing = {0}, ahead = {.at = weights + LINES_AHEAD * LINE, .end = end, .then = following};
-    if (ahead.at >= end) ahead.at = following + (ahead.at - end), ahead.end = NULL;
+    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with->inputs, form);
+    const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
+    const char *weights = (const char *)with->panels + panel * bytes;
+    fetching ahead = what_to_fetch(weights, (const char *)with->panels + next * bytes, bytes, bytes / steps / LINE,
+                                   end_tile - first_tile);
+    tile_sums sums;
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
-    for (int64_t begin = 0; begin < num_steps; begin += depth) {
-        const int64_t steps = begin + depth < num_steps ? depth : num_steps - begin;
-        const char *current = weights_for(with, weights + begin * step_bytes, steps, split, num_tiles <= FEW_TILES ? &ahead : &nothing);
-        if (num_tiles > FEW_TILES) {
-            /* What comes next, a little with each step. */
-            ahead = (fetching){.at = begin + depth < num_steps ? weights + (begin + depth) * step_bytes : following};
-            ahead.lines = (2 * step_bytes / LINE + num_tiles - 1) / num_tiles;
-        } else if (form != FORM_FLOAT32) {
-            ahead.lines = step_bytes / LINE;
-        }
-        for (int64_t tile = 0; tile < num_tiles; tile += 2) {
-            const char *at = (const char *)from->tiles + (first_tile + tile) * tile_bytes + begin * bytes_of_inputs(form);
-            const sum_range of = {at, at + tile_bytes, current, steps};
-            if (tile + 1 < num_tiles)
-                sum_tiles(1, form, &of, sums + tile, begin == 0, &ahead);
-            else
-                sum_tiles(0, form, &of, sums + tile, begin == 0, &ahead);
-        }
+    for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
+        const char *inputs = (const char *)from->tiles + tile * tile_bytes;
+        const factors of = {inputs, inputs + tile_bytes, weights, steps};
+        const int both = tile + 1 < end_tile;
+        if (both)
+            sum_tiles(1, form, &of, &sums, &ahead);
+        else
+            sum_tiles(0, form, &of, &sums, &ahead);
+        for (int i = 0; i <= both; i++)
+            finish_tile(with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
     }
     _tile_release();
-    for (int64_t tile = 0; tile < num_tiles; tile++)
-        finish_tile(with, from, panel, first_tile + tile, sums + tile, epilogue, out, stride);
 }
 
 /* A thread's tile registers are 8 KB that the system has to save: a process must ask (Linux,

@@ -10,6 +10,7 @@
 
 #define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
 #define LINES_AHEAD 128
+#define MOST_TILES 10
 /* Steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache. */
 #define DEPTH 768
 
@@ -211,6 +212,11 @@ static fetching what_to_fetch(const char *current, const char *next, int64_t byt
     if (place == 1 && count == 2) return (fetching){.at = next, .lines = lines};
     if (place <= 2) return (fetching){.at = next + (place - 1) * bytes / 2 / LINE * LINE, .lines = (lines + 1) / 2};
     return (fetching){.at = current};
+}
+
+int64_t tiles_at_once(const linear *with) {
+    (void)with;
+    return MOST_TILES;
 }
 
 #define CASE(rows)                                                                                                     \
