@@ -29,7 +29,7 @@
 #define PARTS 3         /* bfloat16s that are a float32 together */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
 #define SPLIT_STEPS 2 /* for which there is room: one in use, one in the making */
-#define LINES_AHEAD 128
+#define LINES_AHEAD 512 /* in the L2 cache */
 #define INPUT_BYTES (1 << 20) /* of tiles that are multiplied with a panel at once */
 #define MOST_TILES 16
 #define LEAST_TILES 6
@@ -129,7 +129,7 @@ typedef struct {
 INLINE void fetch_lines(fetching *ahead, int64_t lines) {
     for (int64_t line = 0; line < lines; line++, ahead->at += LINE) {
         if (ahead->at == ahead->end) ahead->at = ahead->then;
-        __builtin_prefetch(ahead->at);
+        __builtin_prefetch(ahead->at, 0, 2);
     }
 }
 
