@@ -284,32 +284,28 @@ INLINE void sum_tiles(const int both, int64_t form, const factors *of, tile_sums
 
 /* ---- results ---- */
 
+/* LANES outputs of row `row` of all: its sums, scaled if they are of 8-bit codes, and biased. */
+INLINE vec output_of(const int form, const packed_inputs *from, int64_t row, const char *sums, vec scale, vec bias) {
+    if (form != FORM_INT8) return load((const float *)sums) + bias;
+    vec sum = __builtin_convertvector(*(const unaligned_ivec *)sums - from->offsets[row], vec);
+    return sum * (scale * from->factors[row]) + bias;
+}
+
 /* The sums of tile `tile` with panel `panel` are complete. */
-static void finish_tile(const linear *with, const packed_inputs *from, int64_t panel, int64_t tile,
+INLINE void finish_tile(const int form, const linear *with, const packed_inputs *from, int64_t panel, int64_t tile,
                         const char (*sums)[TILE_BYTES], enum epilogue epilogue, float *out, int64_t stride) {
     int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
     int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+    int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
     const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
     const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
     for (int64_t i = 0; i < rows; i++) {
-        const char *low_sums = sums[0] + i * LINE, *high_sums = sums[1] + i * LINE;
-        vec low, high;
-        if (with->form == FORM_INT8) {
-            int32_t offset = from->offsets[first + i];
-            vec factor = splat(from->factors[first + i]);
-            low = __builtin_convertvector(*(const unaligned_ivec *)low_sums - offset, vec);
-            high = __builtin_convertvector(*(const unaligned_ivec *)high_sums - offset, vec);
-            low = low * (low_scale * factor) + low_bias;
-            high = high * (high_scale * factor) + high_bias;
-        } else {
-            low = load((const float *)low_sums) + low_bias;
-            high = load((const float *)high_sums) + high_bias;
-        }
+        vec low = output_of(form, from, first + i, sums[0] + i * LINE, low_scale, low_bias);
+        vec high = output_of(form, from, first + i, sums[1] + i * LINE, high_scale, high_bias);
         if (epilogue == GATED_PACKED) {
             char *packed = (char *)out + tile * packed_tile_bytes(stride, FORM_FLOAT32);
             pack_parts(packed, i, panel * LANES, silu(low) * high);
         } else {
-            int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
             finish_row(epilogue, low, high, out + (first + i) * stride + column);
         }
     }
@@ -348,8 +344,12 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, int6
             sum_tiles(1, form, &of, &sums, &ahead);
         else
             sum_tiles(0, form, &of, &sums, &ahead);
-        for (int i = 0; i <= both; i++)
-            finish_tile(with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
+        for (int i = 0; i <= both; i++) {
+            if (form == FORM_INT8)
+                finish_tile(FORM_INT8, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
+            else
+                finish_tile(FORM_FLOAT32, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
+        }
     }
     _tile_release();
 }
