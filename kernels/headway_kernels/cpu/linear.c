@@ -117,8 +117,8 @@ float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
 
 typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
-                           const float *weight, int32_t *offset) {
+float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
+                    int32_t *offset) {
     const ivec sign_off = splat_int(0x7fffffff);
     vec magnitudes = splat(TINY), not_finite = {0};
     for (int64_t k = 0; k < inputs; k += LANES) {
@@ -149,4 +149,3 @@ void fetch_panel(const linear *from, int64_t panel) {
     if (bytes > MOST_FETCHED) bytes = MOST_FETCHED;
     for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(start + at, 0, 2);
 }
-

@@ -28,8 +28,8 @@
 #define TILE_BYTES 1024 /* of one tile: SIDE rows of a cache line */
 #define PARTS 3         /* bfloat16s that are a float32 together */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
-#define SPLIT_STEPS 2 /* for which there is room: one in use, one in the making */
-#define LINES_AHEAD 512 /* in the L2 cache */
+#define SPLIT_STEPS 2         /* for which there is room: one in use, one in the making */
+#define LINES_AHEAD 512       /* in the L2 cache */
 #define INPUT_BYTES (1 << 20) /* of tiles that are multiplied with a panel at once */
 #define MOST_TILES 16
 #define LEAST_TILES 6
@@ -116,8 +116,8 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
 
 /* ---- weights ---- */
 
-/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on; without an `end`, from `at` on. `lines` with
- * every step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
+/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on; without an `end`, from `at` on. `lines`
+ * with every step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
 typedef struct {
     const char *at;
     const char *end;
@@ -311,8 +311,9 @@ INLINE void finish_tile(const int form, const linear *with, const packed_inputs 
     }
 }
 
-/* What is fetched while `num_tiles` tiles are multiplied. Few of them wait for memory: they look a little ahead, near the
- * end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every step. */
+/* What is fetched while `num_tiles` tiles are multiplied. Few of them wait for memory: they look a little ahead, near
+ * the end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every
+ * step. */
 static fetching what_to_fetch(const char *weights, const char *next, int64_t bytes, int64_t lines, int64_t num_tiles) {
     fetching ahead = {.at = next, .end = next + bytes, .then = next};
     if (num_tiles <= FEW_TILES) ahead = (fetching){weights + LINES_AHEAD * LINE, weights + bytes, next, 0, 0};
