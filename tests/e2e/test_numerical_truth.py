@@ -2,10 +2,14 @@
 
 For each family: 32 concurrent requests of mixed lengths, for small and large blocks, small and large budgets, an ample
 pool and one so small that requests are preempted, with and without shared prefixes; and log probabilities agree.
+
+Where transformers' two likeliest tokens are closer than the rounding of float32, either is right, and what follows is a
+different text: a request is compared up to there, and nearly all tokens have to be.
 """
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +30,8 @@ from threaded_headway import running
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
 VOCAB_SIZE = 320
+TIE = 1e-4
+"""Logits that differ by less: transformers' are up to 3e-5 off in float32, ours up to 2e-5."""
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
@@ -52,18 +58,45 @@ def prompts(shared_prefixes: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
     return tuple(requests)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What transformers generates. ``num_certain``: tokens before the first that another rounding may change."""
+
+    tokens: tuple[int, ...]
+    num_certain: int
+
+
+def answer_of(model: torch.nn.Module, prompt: tuple[int, ...], max_tokens: int) -> Answer:
+    # An end-of-sequence token does not end these: lengths are to be mixed as planned.
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    likeliest = torch.cat(output.logits).topk(2).values
+    ties = (likeliest[:, 0] - likeliest[:, 1] < TIE).nonzero()
+    tokens = tuple(output.sequences[0, len(prompt) :].tolist())
+    return Answer(tokens, int(ties[0]) if len(ties) else len(tokens))
+
+
 @cache
-def expected(family: str, shared_prefixes: bool) -> tuple[tuple[int, ...], ...]:
+def expected(family: str, shared_prefixes: bool) -> tuple[Answer, ...]:
     """What transformers generates, one request at a time."""
     model = make_model(family)
-    outputs = []
-    for prompt, max_tokens in prompts(shared_prefixes):
-        # An end-of-sequence token does not end these: lengths are to be mixed as planned.
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        outputs.append(tuple(output[0, len(prompt) :].tolist()))
-    return tuple(outputs)
+    return tuple(answer_of(model, prompt, max_tokens) for prompt, max_tokens in prompts(shared_prefixes))
+
+
+def assert_equal_tokens(got: tuple[tuple[int, ...], ...], answers: tuple[Answer, ...]) -> None:
+    assert [len(tokens) for tokens in got] == [len(answer.tokens) for answer in answers]
+    certain = [answer.num_certain for answer in answers]
+    assert sum(certain) > 0.9 * sum(len(answer.tokens) for answer in answers)
+    assert [tokens[:count] for tokens, count in zip(got, certain, strict=True)] == [
+        answer.tokens[:count] for answer, count in zip(answers, certain, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +157,7 @@ async def test_greedy_tokens_equal_transformers(
             assert core.counters.num_preemptions > 0
         assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
     got = tuple(tuple(result.token_ids) for result in results)
-    assert got == expected_of(family, shared_prefixes, requests)
+    assert_equal_tokens(got, expected_of(family, shared_prefixes, requests))
 
 
 def on_triton(config: BackendConfig) -> BackendConfig:
@@ -150,7 +183,7 @@ async def test_the_triton_backend_equals_transformers_on_a_device(
     config, limits = settings_of(checkpoints[family], block_size, budget, small_pool)
     with running(tmp_path, checkpoints[family], ThreadedBackend(TritonBackend()), on_triton(config), limits) as headway:
         got = await generate_all(headway.address, prompts(shared_prefixes))
-    assert got == expected(family, shared_prefixes)
+    assert_equal_tokens(got, expected(family, shared_prefixes))
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -167,7 +200,7 @@ async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dic
         core = headway.core_when_quiet()
         assert core.counters.num_preemptions > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected("llama3", True)[: len(requests)]
+    assert_equal_tokens(got, expected("llama3", True)[: len(requests)])
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
@@ -185,7 +218,7 @@ async def test_swapped_requests_go_on_as_if_nothing_had_been(
         assert core.counters.num_swapped_out_blocks > 0
         assert core.counters.num_preemptions > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected(family, False)
+    assert_equal_tokens(got, expected(family, False))
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -211,7 +244,7 @@ async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
         assert core.counters.num_preemptions > 0
         assert core.counters.num_prefix_hit_tokens > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected("llama2", True)
+    assert_equal_tokens(got, expected("llama2", True))
 
 
 async def generate_all(
@@ -239,18 +272,11 @@ async def generate_all(
 
 def expected_of(
     family: str, shared_prefixes: bool, requests: tuple[tuple[tuple[int, ...], int], ...]
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[Answer, ...]:
     if "dynamic" not in family:
         return expected(family, shared_prefixes)
     model = make_model(family)
-    return tuple(
-        tuple(
-            model.generate(
-                torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-        )
-        for prompt, count in requests
-    )
+    return tuple(answer_of(model, prompt, max_tokens) for prompt, max_tokens in requests)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
