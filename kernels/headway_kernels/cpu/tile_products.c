@@ -116,8 +116,8 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
 
 /* ---- weights ---- */
 
-/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on; without an `end`, from `at` on. `lines`
- * with every step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
+/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on if that is not NULL. `lines` with every
+ * step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
 typedef struct {
     const char *at;
     const char *end;
@@ -128,7 +128,11 @@ typedef struct {
 
 INLINE void fetch_lines(fetching *ahead, int64_t lines) {
     for (int64_t line = 0; line < lines; line++, ahead->at += LINE) {
-        if (ahead->at == ahead->end) ahead->at = ahead->then;
+        if (ahead->at == ahead->end) {
+            if (ahead->then == NULL) return;
+            ahead->at = ahead->then;
+            ahead->end = NULL;
+        }
         __builtin_prefetch(ahead->at, 0, 2);
     }
 }
@@ -315,10 +319,11 @@ INLINE void finish_tile(const int form, const linear *with, const packed_inputs 
  * the end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every
  * step. */
 static fetching what_to_fetch(const char *weights, const char *next, int64_t bytes, int64_t lines, int64_t num_tiles) {
-    fetching ahead = {.at = next, .end = next + bytes, .then = next};
-    if (num_tiles <= FEW_TILES) ahead = (fetching){weights + LINES_AHEAD * LINE, weights + bytes, next, 0, 0};
-    if (ahead.at > ahead.end) ahead = (fetching){.at = next, .end = next + bytes, .then = next};
-    ahead.lines = num_tiles <= FEW_TILES ? lines : (2 * lines + num_tiles - 1) / num_tiles;
+    const int few = num_tiles <= FEW_TILES;
+    fetching ahead = {.at = next, .end = next + bytes};
+    if (few && LINES_AHEAD * LINE < bytes)
+        ahead = (fetching){.at = weights + LINES_AHEAD * LINE, .end = weights + bytes, .then = next};
+    ahead.lines = few ? lines : (2 * lines + num_tiles - 1) / num_tiles;
     ahead.lines_per_pair = (ahead.lines + SIDE - 1) / SIDE;
     return ahead;
 }
