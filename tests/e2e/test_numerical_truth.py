@@ -2,10 +2,13 @@
 
 For each family: 32 concurrent requests of mixed lengths, for small and large blocks, small and large budgets, an ample
 pool and one so small that requests are preempted, with and without shared prefixes; and log probabilities agree.
+
+Requests are drawn so that at none of their tokens transformers' two likeliest are within the rounding of float32.
 """
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +29,9 @@ from threaded_headway import running
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
 VOCAB_SIZE = 320
+TIE = 1e-4
+"""Logits that differ by less: in float32, transformers' are up to 3e-5 off, ours up to 2e-5."""
+LONGEST_DYNAMIC_PROMPT = 50
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
@@ -38,32 +44,54 @@ CASES = [
 ]
 
 
+@dataclass(frozen=True)
+class Workload:
+    """Requests, each a prompt and how many tokens to generate after it; ``tokens``: what transformers generates."""
+
+    requests: tuple[tuple[tuple[int, ...], int], ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+    def first(self, count: int) -> "Workload":
+        return Workload(self.requests[:count], self.tokens[:count])
+
+
 @cache
-def prompts(shared_prefixes: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Prompts and how many tokens to generate after each."""
+def workload(family: str, shared_prefixes: bool) -> Workload:
+    """Requests for which another rounding changes no token: where two tokens tie, float32 decides by chance."""
+    model = make_model(family)
+    longest = LONGEST_DYNAMIC_PROMPT if "dynamic" in family else MAX_MODEL_LEN
     rng = np.random.default_rng(7)
     common = tuple(rng.integers(3, VOCAB_SIZE, size=40).tolist())
-    requests = []
-    for number in range(NUM_REQUESTS):
+    requests: list[tuple[tuple[int, ...], int]] = []
+    tokens: list[tuple[int, ...]] = []
+    while len(requests) < NUM_REQUESTS:
         own = tuple(rng.integers(3, VOCAB_SIZE, size=int(rng.integers(1, 60))).tolist())
         # Equal beginnings of different lengths, some of them no multiple of a block.
-        beginning = common[: (16, 33, 40, 0)[number % 4]] if shared_prefixes else ()
-        requests.append((beginning + own, int(rng.integers(1, 24))))
-    return tuple(requests)
+        beginning = common[: (16, 33, 40, 0)[len(requests) % 4]] if shared_prefixes else ()
+        prompt, max_tokens = (beginning + own)[:longest], int(rng.integers(1, 24))
+        answer = generated(model, prompt, max_tokens)
+        if answer is not None:
+            requests.append((prompt, max_tokens))
+            tokens.append(answer)
+    return Workload(tuple(requests), tuple(tokens))
 
 
-@cache
-def expected(family: str, shared_prefixes: bool) -> tuple[tuple[int, ...], ...]:
-    """What transformers generates, one request at a time."""
-    model = make_model(family)
-    outputs = []
-    for prompt, max_tokens in prompts(shared_prefixes):
-        # An end-of-sequence token does not end these: lengths are to be mixed as planned.
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        outputs.append(tuple(output[0, len(prompt) :].tolist()))
-    return tuple(outputs)
+def generated(model: torch.nn.Module, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...] | None:
+    """What transformers generates by itself; None where its two likeliest tokens were ever closer than ``TIE``."""
+    # An end-of-sequence token does not end these: lengths are to be mixed as planned.
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    likeliest = torch.cat(output.logits).topk(2).values
+    if bool((likeliest[:, 0] - likeliest[:, 1] < TIE).any()):
+        return None
+    return tuple(output.sequences[0, len(prompt) :].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +133,15 @@ async def test_greedy_tokens_equal_transformers(
     kernels: str,
 ) -> None:
     model = checkpoints[family]
-    requests = prompts(shared_prefixes)
+    load = workload(family, shared_prefixes)
     config, limits = settings_of(model, block_size, budget, small_pool, kernels)
-    if "dynamic" in family:
-        requests = tuple((prompt[:50], max_tokens) for prompt, max_tokens in requests)
     with running(tmp_path, model, TorchBackend(), config, limits) as headway:
         async with AsyncClient(headway.address) as client:
             await client.wait_ready(20)
             results = await asyncio.gather(
                 *(
                     client.generate(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True).result()
-                    for prompt, max_tokens in requests
+                    for prompt, max_tokens in load.requests
                 )
             )
         core = headway.core_when_quiet()
@@ -124,7 +150,7 @@ async def test_greedy_tokens_equal_transformers(
             assert core.counters.num_preemptions > 0
         assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
     got = tuple(tuple(result.token_ids) for result in results)
-    assert got == expected_of(family, shared_prefixes, requests)
+    assert got == load.tokens
 
 
 def on_triton(config: BackendConfig) -> BackendConfig:
@@ -149,8 +175,8 @@ async def test_the_triton_backend_equals_transformers_on_a_device(
 ) -> None:
     config, limits = settings_of(checkpoints[family], block_size, budget, small_pool)
     with running(tmp_path, checkpoints[family], ThreadedBackend(TritonBackend()), on_triton(config), limits) as headway:
-        got = await generate_all(headway.address, prompts(shared_prefixes))
-    assert got == expected(family, shared_prefixes)
+        got = await generate_all(headway.address, workload(family, shared_prefixes).requests)
+    assert got == workload(family, shared_prefixes).tokens
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -159,15 +185,15 @@ async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dic
     config, limits = settings_of(checkpoints["llama3"], 8, 64, small_pool=True)
     config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
     limits = msgspec.structs.replace(limits, reserve="none")
-    requests = prompts(True)[:6]
+    load = workload("llama3", True).first(6)
     with running(
         tmp_path, checkpoints["llama3"], ThreadedBackend(TritonBackend()), on_triton(config), limits
     ) as headway:
-        got = await generate_all(headway.address, requests)
+        got = await generate_all(headway.address, load.requests)
         core = headway.core_when_quiet()
         assert core.counters.num_preemptions > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected("llama3", True)[: len(requests)]
+    assert got == load.tokens
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
@@ -178,14 +204,14 @@ async def test_swapped_requests_go_on_as_if_nothing_had_been(
     config, limits = settings_of(checkpoints[family], 8, 512, small_pool=True)
     config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
     limits = msgspec.structs.replace(limits, preemption="swap", reserve="none", enable_prefix_caching=False)
-    requests = prompts(False)
+    load = workload(family, False)
     with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:
-        got = await generate_all(headway.address, requests)
+        got = await generate_all(headway.address, load.requests)
         core = headway.core_when_quiet()
         assert core.counters.num_swapped_out_blocks > 0
         assert core.counters.num_preemptions > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected(family, False)
+    assert got == load.tokens
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -206,12 +232,12 @@ async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
         max_num_seqs=8,
     )
     with running(tmp_path, checkpoints["llama2"], TorchBackend(), config, limits) as headway:
-        got = await generate_all(headway.address, prompts(True), mixed=True)
+        got = await generate_all(headway.address, workload("llama2", True).requests, mixed=True)
         core = headway.core_when_quiet()
         assert core.counters.num_preemptions > 0
         assert core.counters.num_prefix_hit_tokens > 0
         assert core.pool.num_free == core.pool.num_blocks
-    assert got == expected("llama2", True)
+    assert got == workload("llama2", True).tokens
 
 
 async def generate_all(
@@ -237,26 +263,10 @@ async def generate_all(
     return tuple(tuple(result.token_ids) for result in results)
 
 
-def expected_of(
-    family: str, shared_prefixes: bool, requests: tuple[tuple[tuple[int, ...], int], ...]
-) -> tuple[tuple[int, ...], ...]:
-    if "dynamic" not in family:
-        return expected(family, shared_prefixes)
-    model = make_model(family)
-    return tuple(
-        tuple(
-            model.generate(
-                torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-        )
-        for prompt, count in requests
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_logprobs_agree_with_transformers(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
     config, limits = settings_of(checkpoints[family], 8, 48, small_pool=False)
-    requests = prompts(False)[:12]
+    requests = workload(family, False).requests[:12]
     with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:
         async with AsyncClient(headway.address) as client:
             await client.wait_ready(20)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
 
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, make_checkpoint
@@ -25,12 +27,14 @@ from decoder_driver import (
 )
 from headway_executor.models.families import read_model_config
 from headway_kernels.cpu import build
+from headway_kernels.cpu import library as library_module
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 TESTS = Path(__file__).resolve().parents[1]
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
+BY_NAME = {path.stem.rpartition(".")[2]: path for path in VARIANTS}
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
 
 OUTPUTS = (1, 2, 8, 16, 31, 32, 33, 63, 64, 70, 130)
@@ -48,6 +52,17 @@ def library(request):
 @pytest.fixture(scope="module")
 def team(library):
     return Team(library, 2)
+
+
+def best_of_each_width():
+    """Attention is compiled from the same code for registers of the same width."""
+    by_width = {CpuLibrary(path).lanes: path for path in reversed(VARIANTS)}
+    return list(by_width.values())
+
+
+@pytest.fixture(scope="module", params=best_of_each_width(), ids=lambda path: path.stem)
+def attending(request):
+    return CpuLibrary(request.param)
 
 
 # ---- products ---------------------------------------------------------------------------------------------------------
@@ -151,6 +166,95 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, form):
             assert torch.equal(product(team, inputs[:rows], norm, NORM_EPS), together[:rows])
 
 
+def roundings(library, inputs):
+    """How often an output of a product is rounded at most, and what else is lost, in units of 2^-24 of its terms' sum."""
+    if library.variant != "amx":
+        return inputs + 1
+    # Six additions to the sum every 32 inputs, of chains of 17; and products below 2^-22 that are left out.
+    return 6 * -(-inputs // 32) + 17 + 2 + 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    outputs=st.integers(1, 100),
+    inputs=st.one_of(st.integers(1, 100), st.integers(500, 1600)),
+    rows=st.integers(1, 70),
+    spread=st.sampled_from([0.0, 3.0]),
+    positive=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_float32_product_loses_no_more_than_its_roundings(
+    library, team, outputs, inputs, rows, spread, positive, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape):
+        found = torch.randn(shape, generator=generator) * torch.exp(spread * torch.randn(shape, generator=generator))
+        return found.abs() if positive else found
+
+    weight, from_rows = values(outputs, inputs), values(rows, inputs)
+    product = PackedLinear(library, weight, None, WeightForm.FLOAT32)(team, from_rows)
+    expected, sizes = expected_product(WeightForm.FLOAT32, weight, None, from_rows, None, gated=False)
+    lost = (product.double() - expected).abs() / sizes
+    assert float(lost.max()) <= 1.01 * roundings(library, inputs) * 2**-24
+
+
+needs_matrix_unit = pytest.mark.skipif(not {"amx", "avx512"} <= set(BY_NAME), reason="needs a processor with AMX")
+
+
+@needs_matrix_unit
+@pytest.mark.parametrize("inputs", [64, 576, 1536])
+def test_a_matrix_unit_is_at_least_as_exact_as_the_vector_unit(inputs):
+    weight, from_rows = drawn(256, inputs), drawn(40, inputs, seed=3)
+    expected, sizes = expected_product(WeightForm.FLOAT32, weight, None, from_rows, None, gated=False)
+    lost = {}
+    for name in ("amx", "avx512"):
+        library = CpuLibrary(BY_NAME[name])
+        product = PackedLinear(library, weight, None, WeightForm.FLOAT32)(Team(library, 1), from_rows)
+        lost[name] = float(((product.double() - expected).abs() / sizes).max())
+    assert lost["amx"] < lost["avx512"] < 2**-21
+
+
+@needs_matrix_unit
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_matrix_unit_gives_the_same_8_bit_products_as_the_vector_unit(gated):
+    libraries = [CpuLibrary(BY_NAME[name]) for name in ("amx", "avx512")]
+    for outputs, inputs, rows in shapes(11):
+        weight, norm = drawn((1 + gated) * outputs, inputs) * WEIGHT_SCALE, 0.5 + drawn(inputs, seed=2).abs()
+        bias, from_rows = drawn(len(weight), seed=1), drawn(rows, inputs, seed=3)
+        first, second = (
+            PackedLinear(library, weight, bias, WeightForm.INT8, gated=gated)(
+                Team(library, 1), from_rows, norm, NORM_EPS
+            )
+            for library in libraries
+        )
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("form", WeightForm)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_an_infinity_is_no_number_afterwards_and_stays_in_its_row(library, team, form, value):
+    weight = (drawn(70, 97) * WEIGHT_SCALE).bfloat16()
+    inputs = drawn(40, 97, seed=3)
+    product = PackedLinear(library, weight, None, form)
+    clean = product(team, inputs)
+    inputs[7, 50] = value
+    poisoned = product(team, inputs)
+    assert not poisoned[7].isfinite().any()
+    others = [row for row in range(40) if row != 7]
+    assert torch.equal(poisoned[others], clean[others])
+
+
+def test_the_largest_and_the_smallest_numbers_are_multiplied(library, team):
+    largest, smallest = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    weight = torch.tensor([[largest, 0.0], [0.0, smallest], [smallest / 8, 0.0]])
+    inputs = torch.tensor([[0.5, 4.0], [2.0**-126, 1.0]])
+    product = PackedLinear(library, weight, None, WeightForm.FLOAT32)(team, inputs)
+    expected = inputs.double() @ weight.double().t()
+    # A processor's matrix unit takes what is too small for a normal number as zero.
+    assert ((product.double() - expected).abs() <= 1e-6 * expected.abs() + 2 * smallest).all()
+
+
 def test_zeros_and_extreme_values_are_products_too(library, team):
     weight = drawn(33, 21) * WEIGHT_SCALE
     weight[3] = 0.0
@@ -228,19 +332,19 @@ def test_every_family_gives_what_eager_operators_give(family, library):
     ],
 )
 def test_every_shape_of_attention_gives_what_eager_operators_give(
-    tmp_path, library, heads, kv_heads, head_dim, window, block_size
+    tmp_path, attending, heads, kv_heads, head_dim, window, block_size
 ):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     directory = write_checkpoint(tmp_path, sliding_window=window, **sizes)
     assert_equals_eager(
-        directory, library, lengths=(3, 150, 390), block_size=block_size, vocab_size=90, seed=heads + block_size
+        directory, attending, lengths=(3, 150, 390), block_size=block_size, vocab_size=90, seed=heads + block_size
     )
 
 
-def test_the_widest_head_gives_what_eager_operators_give(tmp_path, library):
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": library.max_head_dim}
+def test_the_widest_head_gives_what_eager_operators_give(tmp_path, attending):
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": attending.max_head_dim}
     directory = write_checkpoint(tmp_path, num_hidden_layers=1, **sizes)
-    assert_equals_eager(directory, library, lengths=(3, 150), block_size=16, vocab_size=90)
+    assert_equals_eager(directory, attending, lengths=(3, 150), block_size=16, vocab_size=90)
 
 
 # ---- the same to the last bit -----------------------------------------------------------------------------------------
@@ -445,3 +549,24 @@ def test_nothing_undefined_happens(tmp_path):
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         check=True,
     )
+
+
+# ---- which variant ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("amx" not in BY_NAME, reason="needs a processor with AMX")
+def test_where_the_system_refuses_the_matrix_unit_the_next_variant_runs(monkeypatch):
+    real = library_module._declared
+
+    def refused(functions):
+        declared = real(functions)
+        if Path(functions._name) == BY_NAME["amx"]:
+            declared.headway_permitted = lambda: 0
+        return declared
+
+    monkeypatch.setattr(library_module, "_declared", refused)
+    monkeypatch.setattr(library_module, "load_library", library_module.load_library.__wrapped__)
+    with pytest.raises(PermissionError, match="does not let this process use the processor's amx"):
+        CpuLibrary(BY_NAME["amx"])
+    assert not runs_here(BY_NAME["amx"])
+    assert library_module.load_library().variant == "avx512"

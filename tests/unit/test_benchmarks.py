@@ -10,6 +10,7 @@ import torch
 
 import headway
 from headway.__main__ import main as headway_main
+from headway_kernels.cpu.library import installed_variants, runs_here
 from headway_scheduler.core.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -54,6 +55,23 @@ def test_prompt_work(tmp_path):
     computed = [row["prompt_tokens_computed"] for row in record["results"].values()]
     # Of 200 tokens, twelve blocks of sixteen are shared by those who waited for them.
     assert computed == [200, 200, 200, 200 + 2 * 8, 3 * 200]
+
+
+def test_cpu_products(tmp_path):
+    variants = [path for path in installed_variants() if runs_here(path)]
+    if not variants:
+        pytest.skip("no CPU kernels that run here")
+    result = tmp_path / "result.json"
+    load = ("--shapes", "output,gate_up", "--rows", "1,3", "--repetitions", "1", "--bytes-of-weights", "1")
+    printed = run("cpu_products.py", *load, "--forms", "float32,int8", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["form"], row["name"], row["rows"]) for row in record["results"]] == [
+        (form, name, rows) for form in ("float32", "int8") for name in ("output", "gate_up") for rows in (1, 3)
+    ]
+    for row in record["results"]:
+        assert len(row["giga_operations_per_s"]) == len(variants)
+        assert all(rate > 0 and str(rate) in printed for rate in row["giga_operations_per_s"].values())
 
 
 def test_scheduler_step(tmp_path):

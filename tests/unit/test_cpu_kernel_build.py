@@ -62,7 +62,7 @@ def compilations(build, monkeypatch):
 @pytest.mark.parametrize(
     ("system", "machine", "libc", "libraries"),
     [
-        ("Linux", "x86_64", "glibc", ["libheadway_cpu.avx2.so", "libheadway_cpu.avx512.so"]),
+        ("Linux", "x86_64", "glibc", ["libheadway_cpu.avx2.so", "libheadway_cpu.avx512.so", "libheadway_cpu.amx.so"]),
         ("Linux", "aarch64", "glibc", ["libheadway_cpu.neon.so"]),
         ("Darwin", "arm64", "", ["libheadway_cpu.neon.dylib"]),
         ("Linux", "x86_64", "", []),

@@ -37,6 +37,10 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("-mcpu=x86_64_v3",),
         "avx512": ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512"),
+        "amx": (
+            "-mcpu=x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",
+            "-mprefer-vector-width=512",
+        ),
     },
     "aarch64": {"neon": ("-mcpu=baseline",)},
 }

@@ -67,8 +67,8 @@ static void pack_task(void *work, int64_t task) {
 /* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
 static void multiply_task(void *work, int64_t task) {
     const product *of = work;
-    int64_t first = task / of->with->num_panels * MOST_TILES;
-    int64_t end = first + MOST_TILES < of->inputs.num_tiles ? first + MOST_TILES : of->inputs.num_tiles;
+    int64_t at_once = tiles_at_once(of->with), first = task / of->with->num_panels * at_once;
+    int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
     int64_t panel = task % of->with->num_panels;
     /* Members take turns, more or less: this is what this member will probably multiply next. */
     int64_t next = (panel + of->num_members) % of->with->num_panels;
@@ -84,7 +84,7 @@ static void fetch_first_panel(const member *self, const linear *of, int64_t num_
 static void run_product(member *self, product *of, const linear *next) {
     of->num_members = team_size(self->of);
     if (of->from != NULL) team_phase(self, pack_task, of, of->inputs.num_tiles);
-    int64_t num_blocks = (of->inputs.num_tiles + MOST_TILES - 1) / MOST_TILES;
+    int64_t at_once = tiles_at_once(of->with), num_blocks = (of->inputs.num_tiles + at_once - 1) / at_once;
     int64_t num_tasks = num_blocks * of->with->num_panels;
     team_take(self, multiply_task, of, num_tasks);
     if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
@@ -303,7 +303,8 @@ static int reserve_space(decoder *of, int64_t num_tokens) {
     space->hidden = stream_alloc(num_tokens * of->hidden_stride * 4);
     space->qkv = stream_alloc(num_tokens * of->qkv_stride * 4);
     space->attended = stream_alloc(num_tokens * of->attended_stride * 4);
-    space->activations = stream_alloc(num_tokens * of->activation_stride * 4);
+    int64_t packed_activations = packed_bytes(num_tokens, of->shape.intermediate_size, FORM_FLOAT32);
+    space->activations = stream_alloc(larger_of(num_tokens * of->activation_stride * 4, packed_activations));
     space->tiles = stream_alloc(packed_bytes(num_tokens, widest, FORM_FLOAT32));
     space->factors = stream_alloc(num_tokens * 4);
     space->offsets = stream_alloc(num_tokens * 4);
@@ -342,6 +343,7 @@ static attention_shape attention_of(const decoder_shape *shape) {
                              shape->score_scale};
 }
 
+int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }
 int64_t headway_max_head_dim(void) { return MAX_HEAD_DIM; }
 int64_t headway_block_floats(const decoder_shape *shape) {

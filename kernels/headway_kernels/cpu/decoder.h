@@ -67,6 +67,8 @@ typedef struct {
     int64_t layer_stride;
 } decoder_step;
 
+/* Ask the system for what this library needs of it, before any other call; 0 if it refuses. */
+EXPORT int headway_permitted(void);
 EXPORT int64_t headway_lanes(void);
 EXPORT int64_t headway_max_head_dim(void);
 EXPORT int64_t headway_block_floats(const decoder_shape *shape);

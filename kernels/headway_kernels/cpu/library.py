@@ -20,14 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _DIRECTORY = Path(__file__).parent
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
 _FEATURES = {
-    "avx512": ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"),
     "neon": (),
 }
 """What each variant needs of the processor, in torch's names; the best first."""
 
-_ARCHITECTURES = {"avx512": "x86_64", "avx2": "x86_64", "neon": "aarch64"}
+_ARCHITECTURES = {"amx": "x86_64", "avx512": "x86_64", "avx2": "x86_64", "neon": "aarch64"}
+
+_NEED_PERMISSION = frozenset({"amx"})
+"""Variants with registers that a system gives to those processes only that ask: virtual machines may refuse."""
 
 
 class WeightForm(IntEnum):
@@ -131,11 +136,17 @@ class LayerWeights:
 
 
 class CpuLibrary:
-    """One loaded variant."""
+    """One loaded variant.
+
+    Raises:
+        PermissionError: the system lets no process use what the variant needs.
+    """
 
     def __init__(self, path: Path) -> None:
         self.functions = _declared(ctypes.CDLL(str(path)))
         self.variant = _variant(path)
+        if not self.functions.headway_permitted():
+            raise PermissionError(f"the system does not let this process use the processor's {self.variant}")
         self.lanes = int(self.functions.headway_lanes())
         self.max_head_dim = int(self.functions.headway_max_head_dim())
 
@@ -147,6 +158,7 @@ class CpuLibrary:
 def _declared(functions: ctypes.CDLL) -> Any:
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "permitted": (ctypes.c_int, ()),
         "lanes": (integer, ()),
         "max_head_dim": (integer, ()),
         "block_floats": (integer, (pointer,)),
@@ -185,10 +197,21 @@ def installed_variants() -> list[Path]:
 
 
 def runs_here(path: Path) -> bool:
-    """Whether this processor has what a variant needs."""
+    """Whether this processor has what a variant needs, and the system lets a process use it."""
     variant = _variant(path)
     has = torch.cpu.get_capabilities()
-    return has.get("architecture") == _ARCHITECTURES[variant] and all(has.get(name) for name in _FEATURES[variant])
+    if has.get("architecture") != _ARCHITECTURES[variant] or not all(has.get(name) for name in _FEATURES[variant]):
+        return False
+    return variant not in _NEED_PERMISSION or _is_permitted(path)
+
+
+def _is_permitted(path: Path) -> bool:
+    """Asks for the whole process, the threads it has and those it will have."""
+    try:
+        CpuLibrary(path)
+    except PermissionError:
+        return False
+    return True
 
 
 def _variant(path: Path) -> str:

@@ -1,24 +1,12 @@
 #define _GNU_SOURCE
-#include "linear.h"
+#include "products.h"
 
-#include <assert.h>
 #include <stdlib.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#if defined(__AVX512VNNI__)
-#include <immintrin.h>
-#endif
 
 #define HUGE_PAGE (2 << 20)
-#define INT8_MAX_VALUE 127.0f
-#define TINY 1e-30f
-#define QUAD 4     /* inputs that one 8-bit instruction takes */
-#define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
-#define LINE 64    /* bytes that memory gives at once */
-#define LINES_AHEAD 128
-/* Steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache. */
-#define DEPTH 768
 #define MOST_FETCHED (128 << 10)
 
 void *stream_alloc(int64_t bytes) {
@@ -33,25 +21,9 @@ void *stream_alloc(int64_t bytes) {
     return made;
 }
 
-static int64_t quads(int64_t inputs) { return (inputs + QUAD - 1) / QUAD; }
-
-static int64_t panel_bytes(int64_t inputs, int64_t form) {
-    switch (form) {
-    case FORM_FLOAT32: return inputs * PANEL * 4;
-    case FORM_BFLOAT16: return inputs * PANEL * 2;
-    default: return quads(inputs) * QUAD * PANEL;
-    }
-}
-
-/* Steps of a sum: a step takes 4 bytes of each row. */
-static int64_t steps_of(int64_t inputs, int64_t form) { return form == FORM_INT8 ? quads(inputs) : inputs; }
-
-static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
-    return (steps_of(inputs, form) + STRETCH - 1) / STRETCH * STRETCH * 4;
-}
-
-int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
-    return num_rows * packed_row_bytes(inputs, form);
+int64_t panel_bytes(int64_t inputs, int64_t form) {
+    int64_t padded = steps_of(inputs, form) * inputs_per_step(form);
+    return padded * PANEL * (form == FORM_FLOAT32 ? 4 : form == FORM_BFLOAT16 ? 2 : 1);
 }
 
 /* Which output stands in column `column` of panel `panel`; -1 if none. */
@@ -74,7 +46,7 @@ static void pack_bfloat16(uint16_t *to, const float *row, int64_t inputs) {
     for (int64_t k = 0; k < inputs; k++) {
         uint32_t bits;
         memcpy(&bits, &row[k], 4);
-        to[k * PANEL] = (uint16_t)(bits >> 16);
+        to[k / PAIR * PANEL * PAIR + k % PAIR] = (uint16_t)(bits >> 16);
     }
 }
 
@@ -114,7 +86,7 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
             if (form == FORM_FLOAT32)
                 pack_float32((float *)start + column, row, inputs);
             else if (form == FORM_BFLOAT16)
-                pack_bfloat16((uint16_t *)start + column, row, inputs);
+                pack_bfloat16((uint16_t *)start + column * PAIR, row, inputs);
             else
                 made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);
             if (bias != NULL) made->bias[panel * PANEL + column] = bias[output];
@@ -131,7 +103,7 @@ void linear_free(linear *the_linear) {
     free(the_linear);
 }
 
-static float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
+float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
     vec squares = {0};
     int64_t k = 0;
     for (; k + LANES <= inputs; k += LANES) {
@@ -143,28 +115,10 @@ static float root_mean_square_factor(const float *row, int64_t inputs, float eps
     return 1.0f / sqrtf(sum / (float)inputs + eps);
 }
 
-/* Inputs k to k + LANES - 1 of a row, times the norm's weight if there is one; zeros behind the end. */
-INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64_t inputs) {
-    if (k + LANES <= inputs) return weight == NULL ? load(row + k) : load(row + k) * load(weight + k);
-    vec some = {0};
-    for (int64_t i = 0; k + i < inputs; i++) some[i] = weight == NULL ? row[k + i] : row[k + i] * weight[k + i];
-    return some;
-}
-
-static void pack_float32_row(float *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, float factor,
-                             const float *weight) {
-    for (int64_t k = 0; k < inputs; k += STRETCH) {
-        float *to = tile + k * rows + place * STRETCH;
-        for (int64_t i = 0; i < STRETCH; i += LANES) store(to + i, normed_inputs(row, weight, k + i, inputs) * factor);
-    }
-}
-
 typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Quantise one row, symmetrically, to 8 bits; returns the scale of its codes, NaN if a value is not finite. `offset`:
- * 128 times their sum (see pack_int8). A factor on the whole row would not change the codes. */
-static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs,
-                           const float *weight, int32_t *offset) {
+float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
+                    int32_t *offset) {
     const ivec sign_off = splat_int(0x7fffffff);
     vec magnitudes = splat(TINY), not_finite = {0};
     for (int64_t k = 0; k < inputs; k += LANES) {
@@ -173,7 +127,7 @@ static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const floa
         not_finite += x * 0.0f;
     }
     const float largest = largest_of(magnitudes), scale = INT8_MAX_VALUE / largest;
-    const int64_t stretch = STRETCH * QUAD;
+    const int64_t stretch = CODES_SIDE_BY_SIDE;
     ivec sums = {0};
     for (int64_t k = 0; k < inputs; k += stretch) {
         int8_t *to = tile + k * rows + place * stretch;
@@ -189,239 +143,9 @@ static float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const floa
     return largest / INT8_MAX_VALUE + sum_of(not_finite);
 }
 
-void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
-    int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
-    int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
-    char *start = (char *)to->tiles + first * packed_row_bytes(to->inputs, form);
-    for (int64_t i = 0; i < rows; i++) {
-        const float *row = from + (first + i) * stride;
-        float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
-        if (form == FORM_INT8) {
-            float scale =
-                pack_int8_row((int8_t *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
-            to->factors[first + i] = factor * scale;
-        } else {
-            pack_float32_row((float *)start, rows, i, row, to->inputs, factor, norm.weight);
-        }
-    }
-}
-
-/* Steps of a sum: inputs, or quads of them. */
-typedef struct {
-    int64_t begin;
-    int64_t end;
-} range;
-
-/* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on, and from `then` on when only
- * `last_steps` are left. */
-typedef struct {
-    const char *at;
-    int64_t lines;
-    const char *then;
-    int64_t last_steps;
-} fetching;
-
-INLINE void fetch(fetching *ahead, int64_t steps_left) {
-    if (steps_left == ahead->last_steps) ahead->at = ahead->then;
-    for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
-}
-
-typedef uint16_t half_width __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
-/* LANES weights of a panel in `form`, the first of which is number `at`. */
-INLINE vec load_weights(const int form, const void *panel, int64_t at) {
-    if (form == FORM_FLOAT32) return load((const float *)panel + at);
-    const half_width bits = *(const half_width *)((const uint16_t *)panel + at);
-    return bits_as_vec(__builtin_convertvector(bits, ivec) << 16);
-}
-
-INLINE void sum_floats(const int rows, const int form, const float *tile, const void *panel, range inputs,
-                       vec (*sums)[2], fetching ahead) {
-    for (int64_t k = inputs.begin; k < inputs.end; k++) {
-        fetch(&ahead, inputs.end - k);
-        vec low = load_weights(form, panel, k * PANEL);
-        vec high = load_weights(form, panel, k * PANEL + LANES);
-        const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-        UNROLLED
-        for (int i = 0; i < rows; i++) {
-            vec input = splat(column[i * STRETCH]);
-            sums[i][0] += input * low;
-            sums[i][1] += input * high;
-        }
-    }
-}
-
-/* Exact in int32: 4 products of unsigned and signed bytes are added to each lane. */
-INLINE ivec add_quad_products(ivec sum, ivec weights, ivec inputs) {
-#if defined(__AVX512VNNI__)
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
-#else
-    UNROLLED
-    for (int j = 0; j < QUAD; j++) {
-        sum += ((weights >> (8 * j)) & 255) * ((inputs << (24 - 8 * j)) >> 24);
-    }
-    return sum;
-#endif
-}
-
-INLINE void sum_int8(const int rows, const int8_t *tile, const uint8_t *panel, range quads, ivec (*sums)[2],
-                     fetching ahead) {
-    for (int64_t quad = quads.begin; quad < quads.end; quad++) {
-        fetch(&ahead, quads.end - quad);
-        ivec low = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD);
-        ivec high = *(const unaligned_ivec *)(panel + quad * PANEL * QUAD + LANES * QUAD);
-        const int8_t *column = tile + (quad / STRETCH * STRETCH * rows + quad % STRETCH) * QUAD;
-        UNROLLED
-        for (int i = 0; i < rows; i++) {
-            int32_t four;
-            memcpy(&four, column + i * STRETCH * QUAD, QUAD);
-            ivec input = splat_int(four);
-            sums[i][0] = add_quad_products(sums[i][0], low, input);
-            sums[i][1] = add_quad_products(sums[i][1], high, input);
-        }
-    }
-}
-
-INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
-    switch (epilogue) {
-    case STORE:
-        store(out, low);
-        store(out + LANES, high);
-        break;
-    case ADD:
-        store(out, load(out) + low);
-        store(out + LANES, load(out + LANES) + high);
-        break;
-    case GATED:
-    case GATED_PACKED: store(out, silu(low) * high); break;
-    }
-}
-
-/* The sums of one tile with one panel, kept between one range of steps and the next. */
-typedef union {
-    vec floats[TILE_ROWS][2];
-    ivec integers[TILE_ROWS][2];
-} tile_sums;
-
-INLINE void multiply_int8(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue, float *out,
-                          int64_t stride) {
-    const uint8_t *weights = (const uint8_t *)with->panels + panel * panel_bytes(with->inputs, FORM_INT8);
-    const int8_t *tile = (const int8_t *)from->tiles + first * packed_row_bytes(with->inputs, FORM_INT8);
-    ivec sums[TILE_ROWS][2];
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        sums[i][0] = steps.begin > 0 ? kept->integers[i][0] : (ivec){0};
-        sums[i][1] = steps.begin > 0 ? kept->integers[i][1] : (ivec){0};
-    }
-    sum_int8(rows, tile, weights, steps, sums, ahead);
-    if (steps.end < quads(with->inputs)) {
-        UNROLLED
-        for (int i = 0; i < rows; i++) {
-            kept->integers[i][0] = sums[i][0];
-            kept->integers[i][1] = sums[i][1];
-        }
-        return;
-    }
-    const vec low_bias = load(with->bias + panel * PANEL), low_scale = load(with->scales + panel * PANEL);
-    const vec high_bias = load(with->bias + panel * PANEL + LANES);
-    const vec high_scale = load(with->scales + panel * PANEL + LANES);
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
-        vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
-        vec factor = splat(from->factors[first + i]);
-        finish_row(epilogue, low * (low_scale * factor) + low_bias, high * (high_scale * factor) + high_bias,
-                   out + i * stride);
-    }
-}
-
-INLINE void multiply_floats(const int rows, const int form, const linear *with, const packed_inputs *from,
-                            int64_t first, int64_t panel, range steps, fetching ahead, tile_sums *kept,
-                            enum epilogue epilogue, float *out, int64_t stride) {
-    const char *weights = (const char *)with->panels + panel * panel_bytes(with->inputs, form);
-    const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, form);
-    const vec low_bias = load(with->bias + panel * PANEL);
-    const vec high_bias = load(with->bias + panel * PANEL + LANES);
-    vec sums[TILE_ROWS][2];
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
-        sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
-    }
-    sum_floats(rows, form, (const float *)tile, weights, steps, sums, ahead);
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        if (steps.end < with->inputs) {
-            kept->floats[i][0] = sums[i][0];
-            kept->floats[i][1] = sums[i][1];
-        } else {
-            finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
-        }
-    }
-}
-
-/* Steps `steps` of the sums of one tile, of exactly `rows` rows, with one panel; after the last step the results go to
- * `out`, the tile's first row at the panel's first column. */
-INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue, float *out,
-                          int64_t stride) {
-    switch (with->form) {
-    case FORM_INT8: multiply_int8(rows, with, from, first, panel, steps, ahead, kept, epilogue, out, stride); break;
-    case FORM_BFLOAT16:
-        multiply_floats(rows, FORM_BFLOAT16, with, from, first, panel, steps, ahead, kept, epilogue, out, stride);
-        break;
-    default: multiply_floats(rows, FORM_FLOAT32, with, from, first, panel, steps, ahead, kept, epilogue, out, stride);
-    }
-}
-
-/* What tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first one, which
- * brings those from memory, looks a little ahead, near the end into what comes next: what lies behind the end is
- * another member's. The second and third, which have the weights in the cache, fetch the rest of what comes next. */
-static fetching what_to_fetch(const char *current, const char *next, int64_t bytes, int64_t lines, int64_t place,
-                              int64_t count) {
-    if (lines == 0) return (fetching){.at = current};
-    if (place == 0) return (fetching){current + LINES_AHEAD * LINE, lines, next, LINES_AHEAD / lines};
-    if (place == 1 && count == 2) return (fetching){.at = next, .lines = lines};
-    if (place <= 2) return (fetching){.at = next + (place - 1) * bytes / 2 / LINE * LINE, .lines = (lines + 1) / 2};
-    return (fetching){.at = current};
-}
-
 void fetch_panel(const linear *from, int64_t panel) {
     int64_t bytes = panel_bytes(from->inputs, from->form);
     const char *start = (const char *)from->panels + panel * bytes;
     if (bytes > MOST_FETCHED) bytes = MOST_FETCHED;
     for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(start + at, 0, 2);
-}
-
-#define CASE(rows)                                                                                                     \
-    case rows: multiply_tile(rows, with, from, first, panel, steps, ahead, &kept[place], epilogue, to, row_step); break;
-
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
-              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    assert(end_tile - first_tile <= MOST_TILES);
-    int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
-    int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
-    int64_t num_steps = steps_of(with->inputs, with->form);
-    int64_t bytes = panel_bytes(with->inputs, with->form), step_bytes = bytes / num_steps;
-    const char *weights = (const char *)with->panels + panel * bytes;
-    tile_sums kept[MOST_TILES];
-    for (int64_t begin = 0; begin < num_steps; begin += DEPTH) {
-        const range steps = {begin, begin + DEPTH < num_steps ? begin + DEPTH : num_steps};
-        const char *current = weights + begin * step_bytes;
-        const char *following =
-            steps.end < num_steps ? weights + steps.end * step_bytes : (const char *)with->panels + next * bytes;
-        for (int64_t tile = first_tile; tile < end_tile; tile++) {
-            int64_t first = tile_start(tile, from->num_tiles, from->num_rows), place = tile - first_tile;
-            int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
-            float *to = out + first * stride + column;
-            if (epilogue == GATED_PACKED) {
-                char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
-                to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
-            }
-            fetching ahead = what_to_fetch(current, following, (steps.end - begin) * step_bytes, step_bytes / LINE,
-                                           place, end_tile - first_tile);
-            switch (rows) { EACH_TILE_SIZE(CASE) }
-        }
-    }
 }

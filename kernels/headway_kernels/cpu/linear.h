@@ -5,9 +5,10 @@
  *
  * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights
  * side by side, so that a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of high-performance
- * matrix multiplication"). Inputs [rows, in] are cut into tiles of at most TILE_ROWS rows; a tile holds, stretch after
- * stretch, the inputs of each row. Every output is one chain of additions over the inputs in order: it does not depend
- * on the other rows, nor on how many there are.
+ * matrix multiplication"). Inputs [rows, in] are cut into tiles of at most INPUT_ROWS rows; a tile holds, stretch after
+ * stretch, the inputs of each row. How an output is added up depends on the number of inputs only, not on the other
+ * rows nor on how many there are. There are two ways to multiply, of which a library has one: vector_products.c and
+ * tile_products.c.
  */
 #ifndef HEADWAY_LINEAR_H
 #define HEADWAY_LINEAR_H
@@ -17,7 +18,13 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
-#define MOST_TILES 10 /* that are multiplied with a panel at once: what is used of them fits the L2 cache */
+
+/* Rows in a tile of inputs, at most. */
+#if HAS_TILES
+#define INPUT_ROWS 16
+#else
+#define INPUT_ROWS TILE_ROWS
+#endif
 
 /* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
  * checkpoints' do: half the memory to read, and the same result to the last bit. */
@@ -38,14 +45,14 @@ typedef struct {
     int64_t num_rows;
     int64_t inputs;
     int64_t num_tiles;
-    void *tiles;      /* float32 or int8 */
+    void *tiles;      /* float32, bfloat16 parts of it, or int8 */
     float *factors;   /* of each row, on its outputs */
     int32_t *offsets; /* int8: what the outputs of each row are too large by */
 } packed_inputs;
 
 /* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second
- * half, for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, as float32 tiles of
- * so many rows and columns, ready for the next product. */
+ * half, for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, packed as inputs of
+ * so many rows and columns, ready for a next product that is not of int8. */
 enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
 /* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
@@ -58,7 +65,7 @@ void linear_free(linear *the_linear);
 static inline int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
     return tile * num_rows / num_tiles;
 }
-static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + INPUT_ROWS - 1) / INPUT_ROWS; }
 
 /* Bytes that the tiles of `num_rows` rows need in a form. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
@@ -73,11 +80,17 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* Multiply tiles [first_tile, end_tile), at most MOST_TILES, with panel `panel`; `out` rows are `stride` apart, whole
- * panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile panel `next` is fetched into the cache:
- * products of few rows wait for memory. */
+/* How many tiles to multiply with a panel at once: what is used of them fits the L2 cache. */
+int64_t tiles_at_once(const linear *with);
+
+/* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart,
+ * whole panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile panel `next` is fetched into the
+ * cache: products of few rows wait for memory. */
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
+
+/* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
+int products_permitted(void);
 
 /* Fetch panel `panel` into the cache, or as much of it as the cache should hold beforehand. */
 void fetch_panel(const linear *from, int64_t panel);

@@ -22,6 +22,13 @@
 #define TILE_ROWS 8
 #endif
 
+/* A matrix unit for products of bfloat16s and of bytes, with tile registers. */
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
 /* DO(rows) for every number of rows that a tile can have: a loop over rows is unrolled only where their number is
  * known. */
 #if TILE_ROWS == 12

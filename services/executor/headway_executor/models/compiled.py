@@ -4,7 +4,7 @@ Owns: when the kernels can run a model, giving them its weights, and turning a s
 Must not know: how they compute.
 
 They compute in float32. A row's logits are the same to the last bit whatever else is in the step, and however the row
-was cut into chunks.
+was cut into chunks; processors that run different variants of the kernels may differ in the last bits.
 """
 
 import torch

@@ -1,0 +1,121 @@
+"""Speed of the CPU kernels' products, every variant that this processor runs beside the others in one run.
+
+Owns: the shapes, the turns, the table and the result file.
+Must not know: how a variant multiplies.
+
+A product of each kind that a Llama of 135M parameters has, so many times that no cache holds them all: weights
+come from memory, as they do in a model. The best of ``--repetitions`` rounds, in which the variants take turns.
+
+    python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
+from provenance import provenance
+
+BYTES_OF_WEIGHTS = 300e6
+WEIGHT_BYTES = {WeightForm.FLOAT32: 4, WeightForm.BFLOAT16: 2, WeightForm.INT8: 1}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One kind of product. ``gated``: half of the outputs are gates of the others."""
+
+    name: str
+    outputs: int
+    inputs: int
+    gated: bool = False
+
+
+SHAPES = (
+    Shape("qkv", 960, 576),
+    Shape("output", 576, 576),
+    Shape("gate_up", 3072, 576, gated=True),
+    Shape("down", 576, 1536),
+    Shape("head", 49152, 576),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant and its threads."""
+
+    library: CpuLibrary
+    team: Team
+
+
+def variants(num_threads: int) -> dict[str, Variant]:
+    """All that run here, the best first."""
+    libraries = [CpuLibrary(path) for path in installed_variants() if runs_here(path)]
+    return {library.variant: Variant(library, Team(library, num_threads)) for library in libraries}
+
+
+def measure(
+    shape: Shape, form: WeightForm, all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
+) -> list[dict[str, object]]:
+    """One record per number of rows: billions of operations per second of each variant."""
+    weight = torch.randn(shape.outputs, shape.inputs) * 0.02
+    if form is WeightForm.BFLOAT16:
+        weight = weight.bfloat16().float()
+    num_copies = max(1, int(arguments.bytes_of_weights / (weight.numel() * WEIGHT_BYTES[form])))
+    products = {
+        name: [PackedLinear(variant.library, weight, None, form, gated=shape.gated) for _ in range(num_copies)]
+        for name, variant in chosen.items()
+    }
+    records: list[dict[str, object]] = []
+    for rows in all_rows:
+        inputs = torch.randn(rows, shape.inputs)
+        seconds = dict.fromkeys(chosen, float("inf"))
+        for _ in range(arguments.repetitions):
+            for name, variant in chosen.items():
+                started = time.perf_counter()
+                for product in products[name]:
+                    product(variant.team, inputs)
+                seconds[name] = min(seconds[name], (time.perf_counter() - started) / num_copies)
+        operations = 2 * rows * weight.numel()
+        rates = {name: round(operations / taken / 1e9, 1) for name, taken in seconds.items()}
+        records.append({**asdict(shape), "form": form.name.lower(), "rows": rows, "giga_operations_per_s": rates})
+        print(f"{form.name.lower():>8} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
+    return records
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--forms", default="float32,bfloat16,int8", help="how weights are held")
+    parser.add_argument("--rows", default="1,8,32,128,256")
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--bytes-of-weights", type=float, default=BYTES_OF_WEIGHTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.manual_seed(arguments.seed)
+    chosen = variants(arguments.threads)
+    shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
+    all_rows = [int(rows) for rows in arguments.rows.split(",")]
+    print("billions of operations per second\n    form  product  rows" + "".join(f"{name:>9}" for name in chosen))
+    results = [
+        record
+        for form in arguments.forms.split(",")
+        for shape in shapes
+        for record in measure(shape, WeightForm[form.upper()], all_rows, chosen, arguments)
+    ]
+    record = {"benchmark": "cpu_products", "threads": arguments.threads, **provenance(arguments.seed)}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+/* What the two ways to multiply have in common: the vector unit's and the matrix unit's.
+ *
+ * Owns: the sizes of packed rows and panels, normalising and quantising rows, and what becomes of sums.
+ * Must not know: how either multiplies.
+ */
+#ifndef HEADWAY_PRODUCTS_H
+#define HEADWAY_PRODUCTS_H
+
+#include "linear.h"
+
+#define INT8_MAX_VALUE 127.0f
+#define TINY 1e-30f
+#define QUAD 4                /* inputs that one 8-bit instruction takes */
+#define LINE 64               /* bytes that memory gives at once */
+#define CODES_SIDE_BY_SIDE 64 /* 8-bit codes of a row that a tile of inputs holds side by side */
+
+/* PAIR: bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them). */
+#if HAS_TILES
+#define PAIR 2
+#else
+#define PAIR 1
+#endif
+
+/* Inputs that one step of a sum takes; a matrix unit takes as many as fit a cache line of each output or row. Panels
+ * and packed rows are padded with zeros to whole steps. */
+static inline int64_t inputs_per_step(int64_t form) {
+#if HAS_TILES
+    return form == FORM_INT8 ? 64 : 32;
+#else
+    return form == FORM_INT8 ? QUAD : 1;
+#endif
+}
+static inline int64_t steps_of(int64_t inputs, int64_t form) {
+    return (inputs + inputs_per_step(form) - 1) / inputs_per_step(form);
+}
+
+/* Bytes of one panel. */
+int64_t panel_bytes(int64_t inputs, int64_t form);
+
+/* 1 / root mean square of a row. */
+float root_mean_square_factor(const float *row, int64_t inputs, float eps);
+
+/* Inputs k to k + LANES - 1 of a row, times the norm's weight if there is one; zeros behind the end. */
+INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64_t inputs) {
+    if (k + LANES <= inputs) return weight == NULL ? load(row + k) : load(row + k) * load(weight + k);
+    vec some = {0};
+    for (int64_t i = 0; k + i < inputs; i++) some[i] = weight == NULL ? row[k + i] : row[k + i] * weight[k + i];
+    return some;
+}
+
+/* Quantise one row of a tile of `rows`, symmetrically, to 8 bits: the tile holds 64 codes of each row, then the
+ * next 64. Returns the scale of its codes, NaN if a value is not finite. `offset`: 128 times their sum, for weights
+ * with 128 added. A factor on the whole row would not change the codes. */
+float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
+                    int32_t *offset);
+
+INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {
+    switch (epilogue) {
+    case STORE:
+        store(out, low);
+        store(out + LANES, high);
+        break;
+    case ADD:
+        store(out, load(out) + low);
+        store(out + LANES, load(out + LANES) + high);
+        break;
+    case GATED:
+    case GATED_PACKED: store(out, silu(low) * high); break;
+    }
+}
+
+#endif

@@ -1,0 +1,374 @@
+/* Products on a matrix unit: AMX, where a processor has it (Intel 2023, "Architecture instruction set extensions
+ * programming reference", chapter 3). Compiled only for the variant that asks for it.
+ *
+ * A float32 is the sum of three bfloat16s of 8 bits each, so a product of two is nine products of those, added in
+ * float32 (Henry, Tang & Heinecke 2019, arXiv 1904.06376). The three smallest, below 2^-22 of the product together, are
+ * left out. What remains is six instructions where the unit is sixteen times as fast as the vector unit. Weights are
+ * split panel by panel, when they are in the cache: memory is read as little as without. Weights of 8 bits and those
+ * that are bfloat16s go in as they are.
+ *
+ * An output's additions come in an order that depends on the number of inputs only, as everywhere in these kernels.
+ *
+ * The unit takes denormals as zeros and makes no others: parts, and products, below 1.2e-38 are lost. A row with an
+ * infinity gives NaN in all outputs, since what is left of an infinity without itself is no number; so it does after
+ * the next normalisation anyway.
+ */
+#define _GNU_SOURCE
+#include "products.h"
+
+#if HAS_TILES
+
+#include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define SIDE 16         /* rows of a tile, and columns of 4 bytes */
+#define TILE_BYTES 1024 /* of one tile: SIDE rows of a cache line */
+#define PARTS 3         /* bfloat16s that are a float32 together */
+#define SPLIT_STEP (2 * PARTS * TILE_BYTES)
+#define SPLIT_STEPS 2         /* for which there is room: one in use, one in the making */
+#define LINES_AHEAD 512       /* in the L2 cache */
+#define INPUT_BYTES (1 << 20) /* of tiles that are multiplied with a panel at once */
+#define MOST_TILES 16
+#define LEAST_TILES 6
+#define FEW_TILES 2 /* of inputs: then a product waits for memory */
+
+/* Tile registers: sums of two tiles of rows with both halves of a panel, two tiles of inputs, two of weights. */
+#define SUMS_LOW 0
+#define SUMS_HIGH 1
+#define MORE_SUMS_LOW 2
+#define MORE_SUMS_HIGH 3
+#define INPUTS 4
+#define MORE_INPUTS 5
+#define WEIGHTS_LOW 6
+#define WEIGHTS_HIGH 7
+
+typedef struct {
+    uint8_t palette;
+    uint8_t start_row;
+    uint8_t reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+static void shape_tiles(int64_t rows) {
+    tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = LINE;
+        shapes.rows[i] = (uint8_t)(i < WEIGHTS_LOW ? rows : SIDE);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+static int64_t bytes_of_inputs(int64_t form) { return (form == FORM_INT8 ? 1 : PARTS) * TILE_BYTES; }
+
+static int64_t packed_tile_bytes(int64_t inputs, int64_t form) {
+    return steps_of(inputs, form) * bytes_of_inputs(form);
+}
+
+int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
+    return tiles_of(num_rows) * packed_tile_bytes(inputs, form);
+}
+
+/* ---- inputs ---- */
+
+typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+/* The bfloat16 nearest to each value goes to `to`; what is left of the value is returned. */
+INLINE vec take_part(vec value, char *to) {
+    __m256i part = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+    _mm256_storeu_si256((__m256i *)to, part);
+    return value - (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16);
+}
+
+/* LANES inputs of row `place` of a packed tile, from input `k` on. */
+INLINE void pack_parts(char *tile, int64_t place, int64_t k, vec value) {
+    char *to = tile + k / (SIDE * PAIR) * PARTS * TILE_BYTES + place * LINE + k % (SIDE * PAIR) * 2;
+    for (int part = PARTS - 1; part >= 0; part--) value = take_part(value, to + part * TILE_BYTES);
+}
+
+static void pack_float32_row(char *tile, int64_t place, const float *row, int64_t inputs, float factor,
+                             const float *weight) {
+    int64_t end = steps_of(inputs, FORM_FLOAT32) * SIDE * PAIR;
+    for (int64_t k = 0; k < end; k += LANES) {
+        pack_parts(tile, place, k, normed_inputs(row, weight, k, inputs) * factor);
+    }
+}
+
+void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
+    int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
+    int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
+    char *start = (char *)to->tiles + tile * packed_tile_bytes(to->inputs, form);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *row = from + (first + i) * stride;
+        float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
+        if (form == FORM_INT8) {
+            float scale =
+                pack_int8_row((int8_t *)start, SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            to->factors[first + i] = factor * scale;
+        } else {
+            pack_float32_row(start, i, row, to->inputs, factor, norm.weight);
+        }
+    }
+}
+
+/* ---- weights ---- */
+
+/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on if that is not NULL. `lines` with every
+ * step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
+typedef struct {
+    const char *at;
+    const char *end;
+    const char *then;
+    int64_t lines;
+    int64_t lines_per_pair;
+} fetching;
+
+INLINE void fetch_lines(fetching *ahead, int64_t lines) {
+    for (int64_t line = 0; line < lines; line++, ahead->at += LINE) {
+        if (ahead->at == ahead->end) {
+            if (ahead->then == NULL) return;
+            ahead->at = ahead->then;
+            ahead->end = NULL;
+        }
+        __builtin_prefetch(ahead->at, 0, 2);
+    }
+}
+
+/* The upper halves of two float32s, side by side. */
+INLINE __m512i upper_halves(__m512i even, __m512i odd) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
+}
+
+INLINE __m512i without_upper_half(__m512i value) {
+    __m512i upper = _mm512_and_si512(value, _mm512_set1_epi32((int32_t)0xffff0000));
+    return (__m512i)_mm512_sub_ps((__m512)value, (__m512)upper);
+}
+
+/* Pairs of inputs [begin, end) of one step of a float32 panel as bfloat16 tiles: all first parts, low and high half of
+ * the panel, all second, all third. A part is what the part before has left, cut off after 8 bits: nothing is lost, and
+ * no value grows to infinity. */
+INLINE void split_pairs(const float *weights, char *tiles, const int begin, const int end, fetching *ahead) {
+    UNROLLED
+    for (int pair = begin; pair < end; pair++) {
+        fetch_lines(ahead, ahead->lines_per_pair);
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            const float *from = weights + pair * PAIR * PANEL + half * LANES;
+            char *to = tiles + half * TILE_BYTES + pair * LINE;
+            __m512i even = _mm512_loadu_si512(from), odd = _mm512_loadu_si512(from + PANEL);
+            _mm512_store_si512(to, upper_halves(even, odd));
+            even = without_upper_half(even), odd = without_upper_half(odd);
+            _mm512_store_si512(to + 2 * TILE_BYTES, upper_halves(even, odd));
+            even = without_upper_half(even), odd = without_upper_half(odd);
+            _mm512_store_si512(to + 4 * TILE_BYTES, upper_halves(even, odd));
+        }
+    }
+}
+
+/* ---- sums ---- */
+
+/* Two tiles of inputs, or one, and a panel of weights, over all steps. */
+typedef struct {
+    const char *inputs;
+    const char *more;
+    const char *weights;
+    int64_t steps;
+} factors;
+
+INLINE void load_inputs(const int both, const factors *of, int64_t at) {
+    _tile_loadd(INPUTS, of->inputs + at, LINE);
+    if (both) _tile_loadd(MORE_INPUTS, of->more + at, LINE);
+}
+
+INLINE void load_split_weights(const char *at) {
+    _tile_loadd(WEIGHTS_LOW, at, LINE);
+    _tile_loadd(WEIGHTS_HIGH, at + TILE_BYTES, LINE);
+}
+
+INLINE void load_weights(const char *at) {
+    _tile_loadd(WEIGHTS_LOW, at, 2 * LINE);
+    _tile_loadd(WEIGHTS_HIGH, at + LINE, 2 * LINE);
+}
+
+INLINE void add_products(const int both, const int form) {
+    if (form == FORM_INT8) {
+        _tile_dpbsud(SUMS_LOW, INPUTS, WEIGHTS_LOW);
+        _tile_dpbsud(SUMS_HIGH, INPUTS, WEIGHTS_HIGH);
+        if (!both) return;
+        _tile_dpbsud(MORE_SUMS_LOW, MORE_INPUTS, WEIGHTS_LOW);
+        _tile_dpbsud(MORE_SUMS_HIGH, MORE_INPUTS, WEIGHTS_HIGH);
+    } else {
+        _tile_dpbf16ps(SUMS_LOW, INPUTS, WEIGHTS_LOW);
+        _tile_dpbf16ps(SUMS_HIGH, INPUTS, WEIGHTS_HIGH);
+        if (!both) return;
+        _tile_dpbf16ps(MORE_SUMS_LOW, MORE_INPUTS, WEIGHTS_LOW);
+        _tile_dpbf16ps(MORE_SUMS_HIGH, MORE_INPUTS, WEIGHTS_HIGH);
+    }
+}
+
+/* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one of them stays where it is.
+ * Meanwhile the weights of the next step are split: the vector unit has nothing else to do. It does so again for the
+ * next two tiles: parts that are kept for them in L2 take longer to write and to read than to make. */
+INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
+    _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
+    const float *weights = (const float *)of->weights;
+    split_pairs(weights, split, 0, SIDE, ahead);
+    for (int64_t step = 0; step < of->steps; step++) {
+        const int64_t inputs = step * PARTS * TILE_BYTES;
+        const char *tiles = split + step % SPLIT_STEPS * SPLIT_STEP;
+        char *next_tiles = split + (step + 1) % SPLIT_STEPS * SPLIT_STEP;
+        const int more = step + 1 < of->steps;
+        weights += SIDE * PAIR * PANEL;
+        load_split_weights(tiles);
+        load_inputs(both, of, inputs);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 0, 3, ahead);
+        load_inputs(both, of, inputs + TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 3, 6, ahead);
+        load_split_weights(tiles + 2 * TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 6, 9, ahead);
+        load_inputs(both, of, inputs + 2 * TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 9, 12, ahead);
+        load_split_weights(tiles + 4 * TILE_BYTES);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 12, 14, ahead);
+        load_split_weights(tiles);
+        add_products(both, FORM_FLOAT32);
+        if (more) split_pairs(weights, next_tiles, 14, SIDE, ahead);
+    }
+}
+
+/* The same for weights whose second and third parts are zeros. */
+INLINE void sum_bfloat16(const int both, const factors *of, fetching *ahead) {
+    for (int64_t step = 0; step < of->steps; step++) {
+        fetch_lines(ahead, ahead->lines);
+        load_weights(of->weights + step * 2 * TILE_BYTES);
+        for (int64_t part = 0; part < PARTS; part++) {
+            load_inputs(both, of, (step * PARTS + part) * TILE_BYTES);
+            add_products(both, FORM_BFLOAT16);
+        }
+    }
+}
+
+INLINE void sum_int8(const int both, const factors *of, fetching *ahead) {
+    for (int64_t step = 0; step < of->steps; step++) {
+        fetch_lines(ahead, ahead->lines);
+        load_weights(of->weights + step * 2 * TILE_BYTES);
+        load_inputs(both, of, step * TILE_BYTES);
+        add_products(both, FORM_INT8);
+    }
+}
+
+/* The sums of two tiles of rows with both halves of a panel. */
+typedef struct {
+    _Alignas(LINE) char tiles[2][2][TILE_BYTES];
+} tile_sums;
+
+INLINE void sum_tiles(const int both, int64_t form, const factors *of, tile_sums *sums, fetching *ahead) {
+    _tile_zero(SUMS_LOW);
+    _tile_zero(SUMS_HIGH);
+    if (both) _tile_zero(MORE_SUMS_LOW);
+    if (both) _tile_zero(MORE_SUMS_HIGH);
+    switch (form) {
+    case FORM_INT8: sum_int8(both, of, ahead); break;
+    case FORM_BFLOAT16: sum_bfloat16(both, of, ahead); break;
+    default: sum_float32(both, of, ahead);
+    }
+    _tile_stored(SUMS_LOW, sums->tiles[0][0], LINE);
+    _tile_stored(SUMS_HIGH, sums->tiles[0][1], LINE);
+    if (both) _tile_stored(MORE_SUMS_LOW, sums->tiles[1][0], LINE);
+    if (both) _tile_stored(MORE_SUMS_HIGH, sums->tiles[1][1], LINE);
+}
+
+/* ---- results ---- */
+
+/* LANES outputs of row `row` of all: its sums, scaled if they are of 8-bit codes, and biased. */
+INLINE vec output_of(const int form, const packed_inputs *from, int64_t row, const char *sums, vec scale, vec bias) {
+    if (form != FORM_INT8) return load((const float *)sums) + bias;
+    vec sum = __builtin_convertvector(*(const unaligned_ivec *)sums - from->offsets[row], vec);
+    return sum * (scale * from->factors[row]) + bias;
+}
+
+/* The sums of tile `tile` with panel `panel` are complete. */
+INLINE void finish_tile(const int form, const linear *with, const packed_inputs *from, int64_t panel, int64_t tile,
+                        const char (*sums)[TILE_BYTES], enum epilogue epilogue, float *out, int64_t stride) {
+    int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
+    int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+    int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
+    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
+    const vec low_scale = load(with->scales + panel * PANEL), high_scale = load(with->scales + panel * PANEL + LANES);
+    for (int64_t i = 0; i < rows; i++) {
+        vec low = output_of(form, from, first + i, sums[0] + i * LINE, low_scale, low_bias);
+        vec high = output_of(form, from, first + i, sums[1] + i * LINE, high_scale, high_bias);
+        if (epilogue == GATED_PACKED) {
+            char *packed = (char *)out + tile * packed_tile_bytes(stride, FORM_FLOAT32);
+            pack_parts(packed, i, panel * LANES, silu(low) * high);
+        } else {
+            finish_row(epilogue, low, high, out + (first + i) * stride + column);
+        }
+    }
+}
+
+/* What is fetched while `num_tiles` tiles are multiplied. Few of them wait for memory: they look a little ahead, near
+ * the end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every
+ * step. */
+static fetching what_to_fetch(const char *weights, const char *next, int64_t bytes, int64_t lines, int64_t num_tiles) {
+    const int few = num_tiles <= FEW_TILES;
+    fetching ahead = {.at = next, .end = next + bytes};
+    if (few && LINES_AHEAD * LINE < bytes)
+        ahead = (fetching){.at = weights + LINES_AHEAD * LINE, .end = weights + bytes, .then = next};
+    ahead.lines = few ? lines : (2 * lines + num_tiles - 1) / num_tiles;
+    ahead.lines_per_pair = (ahead.lines + SIDE - 1) / SIDE;
+    return ahead;
+}
+
+int64_t tiles_at_once(const linear *with) {
+    int64_t fitting = INPUT_BYTES / packed_tile_bytes(with->inputs, with->form) / 2 * 2;
+    return fitting > MOST_TILES ? MOST_TILES : fitting < LEAST_TILES ? LEAST_TILES : fitting;
+}
+
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
+              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with->inputs, form);
+    const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
+    const char *weights = (const char *)with->panels + panel * bytes;
+    fetching ahead = what_to_fetch(weights, (const char *)with->panels + next * bytes, bytes, bytes / steps / LINE,
+                                   end_tile - first_tile);
+    tile_sums sums;
+    shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
+    for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
+        const char *inputs = (const char *)from->tiles + tile * tile_bytes;
+        const factors of = {inputs, inputs + tile_bytes, weights, steps};
+        const int both = tile + 1 < end_tile;
+        if (both)
+            sum_tiles(1, form, &of, &sums, &ahead);
+        else
+            sum_tiles(0, form, &of, &sums, &ahead);
+        for (int i = 0; i <= both; i++) {
+            if (form == FORM_INT8)
+                finish_tile(FORM_INT8, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
+            else
+                finish_tile(FORM_FLOAT32, with, from, panel, tile + i, sums.tiles[i], epilogue, out, stride);
+        }
+    }
+    _tile_release();
+}
+
+/* A thread's tile registers are 8 KB that the system has to save: a process must ask (Linux,
+ * Documentation/arch/x86/xstate.rst). */
+int products_permitted(void) {
+#if defined(__linux__)
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+#endif
