@@ -58,6 +58,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``max_num_rows`` is how many rows it can hold. ``num_host_blocks`` blocks can be swapped out to main memory (0: it
     cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
     opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
+    ``supports_constraints``: its rows may have a ``SamplingParams.constraint``.
     """
 
     backend: str
@@ -74,6 +75,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_host_blocks: int = 0
     swap_us_per_block: float = 0.0
     max_num_batched_tokens: int = 0
+    supports_constraints: bool = False
 
 
 _RANGES = (

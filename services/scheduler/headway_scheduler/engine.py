@@ -332,6 +332,7 @@ class SchedulerEngine:
             num_host_blocks=info.num_host_blocks,
             swap_us_per_block=info.swap_us_per_block,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            supports_constraints=info.supports_constraints,
         )
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
@@ -620,6 +621,7 @@ class SchedulerEngine:
             vocab_size=self.info.vocab_size,
             eos_token_ids=self.info.eos_token_ids,
             max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
+            supports_constraints=self.info.supports_constraints,
         )
 
     def _tell_refusal(self, submit: Submit, rejected: Rejected) -> None:

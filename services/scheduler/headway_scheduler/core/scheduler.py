@@ -52,7 +52,7 @@ from headway_scheduler.core.counters import (
     SchedulerCounters,
     WasteReason,
 )
-from headway_scheduler.core.door import RequestRejected, check_request, limit_of
+from headway_scheduler.core.door import RequestRejected, asks_too_much, check_request, limit_of
 from headway_scheduler.core.events import (
     AdmittedEvent,
     FinishedEvent,
@@ -431,6 +431,9 @@ class Scheduler:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
             elif len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
                 message = "the executor that took over cannot hold this request"
+                finished.append(self._finish(request, FinishReason.ERROR, error=message))
+            elif asks_too_much(request.new, capacity):
+                message = "the executor that took over cannot constrain outputs"
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
