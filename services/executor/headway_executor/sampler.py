@@ -42,7 +42,11 @@ from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 _CONSTRAINED = 1 << 16
 """Beside the flags of the layout: this row has a mask in this step."""
 
+_FORCED = 1 << 17
+"""Beside them too: its mask leaves a single token, whatever its logits are."""
+
 _ADJUSTED = PENALTIES | ENTRIES | _CONSTRAINED
+_NOWHERE = np.zeros(0, dtype=np.int64)
 
 _FIRST_WIDTH = 64
 _WIDER = 16
@@ -128,22 +132,33 @@ class Sampler:
         token_ids: Tensor,
         masks: StepMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        """Split the batch into plain argmax rows and rows whose logits are processed; draw both."""
-        processed = np.flatnonzero(flags & (_ADJUSTED | RANDOM))
-        if not len(processed):
+        """Split the batch into plain argmax rows, rows with a single token to draw, and those whose logits are processed."""
+        forced = _NOWHERE
+        if masks is not None and len(masks):
+            forced = masks.places[masks.only >= 0]
+        needs = flags & (_ADJUSTED | RANDOM)
+        needs[forced] = _FORCED
+        processed = np.flatnonzero(needs & ~_FORCED)
+        if not len(processed) and not len(forced):
             return _argmax(logits)
-        plain = np.flatnonzero((flags & (_ADJUSTED | RANDOM)) == 0)
+        plain = np.flatnonzero(needs == 0)
         drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         usable = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
         if len(plain):
             where = self._to_device(plain)
             drawn[where], usable[where] = _argmax(logits.index_select(0, where))
+        if masks is not None and len(forced):
+            where = self._to_device(forced)
+            drawn[where] = self._to_device(masks.only[masks.only >= 0])
+            usable[where] = logits[where, drawn[where]].isfinite()
+        if not len(processed):
+            return drawn, usable
         where = self._to_device(processed)
         working = logits.index_select(0, where).float()
         self._adjust(working, flags[processed], rows[processed], positions[processed], token_ids)
-        constrained = np.flatnonzero(flags[processed] & _CONSTRAINED)
-        if masks is not None and len(constrained):
-            self._mask(working, constrained, masks.words)
+        if masks is not None and len(masks):
+            choosing = masks.only < 0
+            self._mask(working, np.searchsorted(processed, masks.places[choosing]), masks.words[choosing])
         drawn[where], usable[where] = self._draw_processed(
             working, flags[processed], rows[processed], positions[processed]
         )

@@ -39,6 +39,7 @@ class _Row:
 
     def __init__(self, words: Mask) -> None:
         self.words = words
+        self.only = -1
         self.matcher: Matcher | None = None
         self.failure = ""
         self.lane: Lane | None = None
@@ -68,21 +69,27 @@ class _Row:
         matcher = grammar().matcher()
         if output:
             matcher.accept(output)
-        matcher.fill_mask(self.words)
         self.matcher = matcher
+        self._fill()
 
     def advance(self, token_id: int) -> None:
         """Go on by a token that was drawn."""
         if self.matcher is not None:
             self.matcher.accept((token_id,))
-            self.matcher.fill_mask(self.words)
+            self._fill()
+
+    def _fill(self) -> None:
+        assert self.matcher is not None
+        self.matcher.fill_mask(self.words)
+        self.only = only_token(self.words)
 
 
 class StepMasks:
     """What the constrained ones among a step's sampling rows may draw.
 
     ``places`` int64, shape ``[c]``, ascending: where they stand among the rows that sample; ``words`` int32, shape
-    ``[c, words]``, their masks (see ``Matcher.fill_mask``). ``failures``: rows that cannot go on, and why.
+    ``[c, words]``, their masks (see ``Matcher.fill_mask``); ``only`` int64, shape ``[c]``, the token where a mask allows
+    a single one, else -1. ``failures``: rows that cannot go on, and why.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class StepMasks:
         self._rows = rows
         self.places = np.array(places, dtype=np.int64)
         self.words = np.stack([row.words for row in rows]) if rows else _NO_WORDS
+        self.only = np.array([row.only for row in rows], dtype=np.int64)
         self.failures = failures
 
     def __len__(self) -> int:
@@ -221,6 +229,15 @@ class ConstrainedRows:
         if isinstance(known, str):
             raise ConstraintError(known)
         return known
+
+
+def only_token(words: Mask) -> int:
+    """The token that a mask allows, if it is a single one, else -1. Much of what a schema asks for is."""
+    places = np.flatnonzero(words)
+    if len(places) != 1:
+        return -1
+    word = int(words[places[0]]) & 0xFFFFFFFF
+    return int(places[0]) * 32 + word.bit_length() - 1 if word.bit_count() == 1 else -1
 
 
 def compiler_for(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | None:
