@@ -7,6 +7,7 @@ The scheduler checks the same ranges again with the same function (``headway_pro
 only one front end knows is how one request takes an engine down.
 """
 
+import json
 import secrets
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo
-from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams, violations
+from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
@@ -28,6 +29,7 @@ MAX_CONTINUATIONS = 16
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
 
@@ -71,6 +73,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationS
     wrong: dict[str, str] = {}
     wrong.update(_request_violations(request, model))
     wrong.update(_sampling_violations(request.sampling))
+    wrong.update(_constraint_violations(request.sampling, model))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
@@ -184,7 +187,18 @@ def sampling_params(request: api.GenerateRequest) -> SamplingParams:
         stop_token_ids=tuple(given.stop_token_ids),
         logprobs=given.logprobs if given.HasField("logprobs") else NO_LOGPROBS,
         seed=_seed(request),
+        constraint=_constraint(given),
     )
+
+
+def _constraint(given: api.SamplingParams) -> Constraint | None:
+    kind = given.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == CHOICE:
+        return Constraint(kind, json.dumps(list(given.choice.choices), ensure_ascii=False))
+    value = getattr(given, kind)
+    return Constraint(kind, value if isinstance(value, str) else "")
 
 
 def _seed(request: api.GenerateRequest) -> int:
@@ -250,6 +264,24 @@ def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterab
     wrong = next((t for t in request.resume.token_ids if not 0 <= t < model.vocab_size), None)
     if wrong is not None:
         yield "resume.token_ids", f"{wrong} is not a token id of this model; allowed: 0 to {model.vocab_size - 1}"
+
+
+def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
+    """What can be told before it is compiled."""
+    kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return
+    if kind == "json_object" and not sampling.json_object:
+        yield "sampling.json_object", "False is not allowed; allowed: True or unset"
+    if kind == CHOICE and not 1 <= len(sampling.choice.choices) <= MAX_CHOICES:
+        yield "sampling.choice", f"{len(sampling.choice.choices)} choices are not allowed; allowed: 1 to {MAX_CHOICES}"
+    if sampling.ignore_eos:
+        yield (
+            "sampling.ignore_eos",
+            f"True is not allowed together with {kind}, whose end is the output's; allowed: False",
+        )
+    if not model.eos_token_ids:
+        yield f"sampling.{kind}", "the model has no token that ends an output; allowed: unset"
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
