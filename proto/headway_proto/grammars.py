@@ -163,11 +163,11 @@ def _grammar_of(constraint: Constraint) -> str:
 
 
 def _json_grammar(schema: Any) -> str:
+    if schema is False:
+        raise ConstraintError("Unsatisfiable schema: it is false")
     _check_multiples(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema) if isinstance(schema, bool) else schema, _JSON_DEFAULTS, _JSON_OVERRIDES
-        )
+        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, _JSON_DEFAULTS, _JSON_OVERRIDES)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(_reason(str(error))) from error
 

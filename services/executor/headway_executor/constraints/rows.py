@@ -61,8 +61,8 @@ class _Row:
             self.fail(f"its constraint failed: {type(error).__name__}")
 
     def fail(self, reason: str) -> None:
-        """Have nothing to draw from, for good."""
-        self.failure, self.matcher = reason, None
+        """Have nothing to draw from, for good, for the first ``reason`` of several."""
+        self.failure, self.matcher = self.failure or reason, None
 
     def begin(self, grammar: Callable[[], Grammar], output: Sequence[int]) -> None:
         """Take up a constraint behind the ``output`` so far."""
