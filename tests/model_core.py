@@ -45,6 +45,8 @@ class ModelCore:
         self.core = Scheduler(limits, self.capacity)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, FinishedEvent] = {}
+        self.num_cached_tokens: dict[int, int] = {}
+        """Of each request's prompt, when it began."""
         self._epoch = 0
         self._now = 0.0
         self._in_flight: deque[tuple[SchedulerOutput, int | None, object]] = deque()
@@ -141,6 +143,8 @@ class ModelCore:
         ):
             assert index == len(self.tokens[handle])
             self.tokens[handle].append(token)
+        for admitted in events.admitted:
+            self.num_cached_tokens.setdefault(admitted.origin.handle, admitted.num_cached_tokens)
         for end in events.finished:
             self.ends[end.origin.handle] = end
 

@@ -37,6 +37,9 @@ _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 _JSON_OVERRIDES: Any = {"lenient": False}
 """A keyword that the library does not know is an error, whatever the schema asks for."""
 
+_DEAD_END = "NoExtension"
+"""How the library's error begins where no token is left."""
+
 Mask = NDArray[np.int32]
 
 
@@ -80,10 +83,11 @@ class Matcher:
             ConstraintError: no token may, or finding them costs too much.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            raise ConstraintError(f"the constraint cannot be followed further: {_reason(self._matcher.get_error())}")
-        if not words.any():
+        error = self._matcher.get_error()
+        if _DEAD_END in error or not words.any():
             raise ConstraintError("no token of the model continues what the constraint allows")
+        if error:
+            raise ConstraintError(f"the constraint cannot be followed further: {_reason(error)}")
 
 
 class Grammar:
@@ -213,5 +217,5 @@ def _parsed(text: str, what: str, kinds: tuple[type, ...]) -> Any:
 
 def _reason(message: str) -> str:
     """The library's own words, on one line and not for ever."""
-    words = " ".join(message.split())
+    words = " ".join(message.replace("<non-verbose/>", "").split())
     return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

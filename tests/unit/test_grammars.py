@@ -90,8 +90,9 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other(compiler) -> None:
 
 def test_what_does_not_follow_is_an_error(compiler) -> None:
     matcher = compiler.compile(Constraint("regex", "[0-9]+")).matcher()
-    with pytest.raises(ConstraintError, match="^the output does not follow its constraint") as caught:
+    with pytest.raises(ConstraintError) as caught:
         matcher.accept(ENCODER.encode("abc").ids)
+    assert str(caught.value).startswith("the output does not follow its constraint: ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
