@@ -10,7 +10,7 @@ import pytest
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.framing import FrameReader, FrameWriter
-from headway_proto.sampling import SamplingParams
+from headway_proto.sampling import Constraint, SamplingParams
 
 INFO = step.BackendInfo(
     backend="torch",
@@ -26,6 +26,7 @@ INFO = step.BackendInfo(
     max_num_rows=8,
     num_host_blocks=32,
     swap_us_per_block=12.5,
+    supports_constraints=True,
 )
 MODEL = ingress.ModelInfo(
     name="demo",
@@ -37,9 +38,17 @@ MODEL = ingress.ModelInfo(
     vocab_size=4096,
     eos_token_ids=(0, 2),
     max_request_tokens=1024,
+    supports_constraints=True,
 )
 SAMPLING = SamplingParams(
-    temperature=0.5, top_k=3, top_p=0.25, logit_bias=((7, -1.5),), stop_token_ids=(2,), logprobs=1, seed=(1 << 64) - 1
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    logit_bias=((7, -1.5),),
+    stop_token_ids=(2,),
+    logprobs=1,
+    seed=(1 << 64) - 1,
+    constraint=Constraint("regex", "a+"),
 )
 NEW_REQUEST = step.NewRequest(
     row=1,
@@ -173,7 +182,14 @@ def test_bytes_are_the_pinned_ones() -> None:
 
 
 ADDED = {
-    step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0, "max_num_batched_tokens": 0},
+    step.BackendInfo: {
+        "num_host_blocks": 0,
+        "swap_us_per_block": 0.0,
+        "max_num_batched_tokens": 0,
+        "supports_constraints": False,
+    },
+    SamplingParams: {"constraint": None},
+    ingress.ModelInfo: {"supports_constraints": False},
     step.ExecutorOutput: {"move_time_us": 0},
     ingress.Submit: {"traceparent": "", "has_run": False},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
@@ -184,7 +200,9 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("body", [INFO, FINISHED, *(body for _, body in MESSAGES if type(body) in ADDED)])
+@pytest.mark.parametrize(
+    "body", [INFO, FINISHED, SAMPLING, MODEL, *(body for _, body in MESSAGES if type(body) in ADDED)]
+)
 def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
     added = ADDED[type(body)]
     older = msgspec.msgpack.encode(msgspec.to_builtins(body, builtin_types=(bytes,))[: -len(added)])

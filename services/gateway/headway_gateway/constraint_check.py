@@ -58,11 +58,8 @@ class ConstraintChecker:
         """
         field = f"sampling.{constraint.kind}"
         if not model.supports_constraints:
-            raise CallRefusedError(
-                grpc.StatusCode.UNIMPLEMENTED,
-                f"{field}: the executor's backend {model.backend!r:.64} cannot constrain outputs; allowed: unset",
-                violations=((field, "the executor's backend cannot constrain outputs; allowed: unset"),),
-            )
+            lacking = f"the executor's backend {model.backend!r:.64} cannot constrain outputs; allowed: unset"
+            raise CallRefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {lacking}", violations=((field, lacking),))
         vocabulary = model.vocab_size, model.eos_token_ids
         key = sha256(repr((constraint.kind, constraint.text, vocabulary)).encode()).digest()
         problem = self._known(key)

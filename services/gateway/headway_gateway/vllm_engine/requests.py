@@ -118,7 +118,8 @@ def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
     """The same refusal about the fields that the caller knows."""
     if not refusal.violations:
         return refusal
-    return invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
+    renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
+    return CallRefusedError(refusal.code, renamed.message, violations=renamed.violations, reason=refusal.reason)
 
 
 def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
