@@ -41,5 +41,5 @@ def _exclude(logits, places, words, logits_stride, words_stride, VOCAB: tl.const
     word = tl.load(words + number * words_stride + token // 32, mask=exists, other=-1)
     is_excluded = ((word >> (token % 32)) & 1) == 0
     row = tl.load(places + number)
-    excluded = tl.full((BLOCK,), float("-inf"), dtype=logits.dtype.element_ty)
+    excluded = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     tl.store(logits + row * logits_stride + token, excluded, mask=exists & is_excluded)
