@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from flight_logs import MemoryLog, RecordedCore, recorder_into, replay_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.request import FinishReason
+from headway_scheduler.flight.records import Arrived
 from model_core import ModelCore, demo_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -165,6 +167,47 @@ def test_another_executor_goes_on_with_every_output() -> None:
     core.run()
     core.close()
     assert core.tokens == expected
+
+
+class RecordedModelCore(ModelCore):
+    """A core whose flight log can be replayed."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.log = MemoryLog()
+        self.recorder = recorder_into(self.log, self.limits)
+        self.core = RecordedCore(self.core, self.recorder)
+
+    def schedule(self) -> bool:
+        was_full = self.core.num_in_flight >= self.limits.max_steps_in_flight
+        num_steps = 0
+        while super().schedule():
+            num_steps += 1
+        self.core.end_turn(self._now, was_full=was_full)
+        return num_steps > 0
+
+
+def test_a_recorded_run_is_replayed_and_its_checkpoint_goes_on() -> None:
+    expected = undisturbed(range(12))
+    config = BackendConfig(model=str(demo_model()), max_num_seqs=6, num_kv_blocks=2000)
+    limits = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=6)
+    core = RecordedModelCore(TorchBackend(), config, limits)
+    for place in range(12):
+        core.add(PROMPT, 200, sampling(place))
+    for beat in range(12):
+        core.beat()
+        if beat == 5:
+            core.begin_epoch()
+        if beat == 8:
+            core.core.restore()
+    core.run()
+    core.close()
+    assert core.tokens == expected
+    core.recorder.flush(core._now, None, is_final=True)
+    replayed = replay_of(core.log, limits)
+    assert replayed.core.num_unfinished == 0
+    constraints = [record.sampling.constraint for record in core.log.records if isinstance(record, Arrived)]
+    assert constraints == [sampling(place).constraint for place in range(12)]
 
 
 def test_resubmitted_requests_go_on_behind_the_tokens_they_hold() -> None:
