@@ -26,6 +26,7 @@ from headway_proto.sampling import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, RE
 MAX_CHOICES = 1024
 _MAX_REASON_CHARACTERS = 200
 _WORD_BITS = 32
+_ALL_BITS = (1 << _WORD_BITS) - 1
 _MAX_EARLEY_ITEMS = 50_000
 _MAX_LEXER_STATES = 20_000
 _MAX_GRAMMAR_SYMBOLS = 100_000
@@ -71,11 +72,15 @@ class Matcher:
         matcher = self._matcher
         if matcher.is_stopped() and not matcher.is_error():
             return  # The end was drawn; what a step in flight drew behind it is nobody's.
-        if not matcher.consume_tokens(list(token_ids)):
+        if not (
+            matcher.consume_token(token_ids[0]) if len(token_ids) == 1 else matcher.consume_tokens(list(token_ids))
+        ):
             raise ConstraintError(f"the output does not follow its constraint: {_reason(matcher.get_error())}")
 
-    def fill_mask(self, words: Mask) -> None:
+    def fill_mask(self, words: Mask) -> int:
         """Set the bit of every token that may come next, and clear the others.
+
+        Returns the token, if it is a single one, else -1. Much of what a schema asks for leaves no choice.
 
         ``words`` int32, contiguous, ``num_mask_words(vocab_size)`` of them; bit ``i % 32`` of word ``i // 32`` is token i.
 
@@ -84,10 +89,15 @@ class Matcher:
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         error = self._matcher.get_error()
-        if _DEAD_END in error or not words.any():
+        filled = words.nonzero()[0]
+        if _DEAD_END in error or not len(filled):
             raise ConstraintError("no token of the model continues what the constraint allows")
         if error:
             raise ConstraintError(f"the constraint cannot be followed further: {_reason(error)}")
+        if len(filled) > 1:
+            return -1
+        word = int(words[filled[0]]) & _ALL_BITS
+        return int(filled[0]) * _WORD_BITS + word.bit_length() - 1 if word.bit_count() == 1 else -1
 
 
 class Grammar:

@@ -1,5 +1,6 @@
 """Constrained rows beside the forward pass: masks in time, and whoever cannot have one fails alone."""
 
+import ctypes
 import json
 import threading
 import time
@@ -11,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from headway_executor.constraints import rows as constrained
 from headway_executor.constraints.lanes import Lane, Task
-from headway_executor.constraints.rows import ConstrainedRows, compiler_for, only_token
+from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.sampler import BAD_LOGITS, Sampler
-from headway_proto.grammars import GrammarCompiler
+from headway_proto.grammars import GrammarCompiler, Matcher
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_proto.step import ERRORED_ROW
 from model_core import demo_model
@@ -186,12 +187,25 @@ def test_a_lane_runs_its_tasks_in_order_and_ends_when_it_is_closed() -> None:
 
 @pytest.mark.parametrize("token", [0, 1, 31, 32, 4095])
 def test_a_single_token_is_found_in_its_mask(token) -> None:
-    words = np.zeros(128, dtype=np.int32)
-    assert only_token(words) == -1
-    words[token // 32] = np.int32(-(1 << 31)) if token % 32 == 31 else 1 << token % 32
-    assert only_token(words) == token
-    words[(token + 1) // 32 % 128] |= 1 << (token + 1) % 32 if (token + 1) % 32 != 31 else 1
-    assert only_token(words) == -1
+    class Library:
+        """Fills in one token, then two."""
+
+        tokens = (token,)
+
+        def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+            bits = np.zeros(num_bytes * 8, dtype=np.uint8)
+            bits[list(self.tokens)] = 1
+            filled = np.packbits(bits, bitorder="little").tobytes()
+            ctypes.memmove(address, filled, num_bytes)
+
+        def get_error(self) -> str:
+            return ""
+
+    library, words = Library(), np.zeros(128, dtype=np.int32)
+    assert Matcher(library).fill_mask(words) == token
+    for other in (token ^ 1, token ^ 64):
+        library.tokens = (token, other)
+        assert Matcher(library).fill_mask(words) == -1
 
 
 def sampled(sampler, logits, rows, masks):

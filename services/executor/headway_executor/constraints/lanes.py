@@ -18,6 +18,8 @@ class Task:
         self.steps = steps
         self.num_made = 0
         """How many steps are over; the one at this place is being made, or is the next."""
+        self.is_over = False
+        """Whether all of them are."""
         self._ended = threading.Event()
         self._is_abandoned = False
 
@@ -28,6 +30,7 @@ class Task:
             if self._is_abandoned:
                 return
             self.num_made += 1
+        self.is_over = True
         self._ended.set()
 
     def abandon(self) -> None:

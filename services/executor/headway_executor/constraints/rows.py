@@ -80,8 +80,7 @@ class _Row:
 
     def _fill(self) -> None:
         assert self.matcher is not None
-        self.matcher.fill_mask(self.words)
-        self.only = only_token(self.words)
+        self.only = self.matcher.fill_mask(self.words)
 
 
 class StepMasks:
@@ -193,7 +192,7 @@ class ConstrainedRows:
 
     def _wait_for(self, row: _Row) -> None:
         """Until ``row`` has its mask, or has failed."""
-        while row.lane is not None and row.task is not None and not row.failure:
+        while row.lane is not None and row.task is not None and not row.task.is_over and not row.failure:
             if row.lane.wait(row.task, PATIENCE_S):
                 row.task = None
             else:
@@ -229,15 +228,6 @@ class ConstrainedRows:
         if isinstance(known, str):
             raise ConstraintError(known)
         return known
-
-
-def only_token(words: Mask) -> int:
-    """The token that a mask allows, if it is a single one, else -1. Much of what a schema asks for is."""
-    places = np.flatnonzero(words)
-    if len(places) != 1:
-        return -1
-    word = int(words[places[0]]) & 0xFFFFFFFF
-    return int(places[0]) * 32 + word.bit_length() - 1 if word.bit_count() == 1 else -1
 
 
 def compiler_for(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | None:
