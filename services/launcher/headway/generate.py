@@ -166,7 +166,7 @@ def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
     return {
         name: (bytes_of_file(file, flag) or b"").decode("utf-8", "replace")
         for name, flag in flags.items()
-        if (file := getattr(arguments, name)) is not None
+        if (file := getattr(arguments, name, None)) is not None
     }
 
 
