@@ -271,7 +271,9 @@ class GenerationServicer(api_grpc.GenerationServicer):
             prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             if spec.sampling.constraint is not None:
+                began_at = time.monotonic()
                 await self._constraints.check(spec.sampling.constraint, model)
+                self._statistics.constraint_s.observe(time.monotonic() - began_at)
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,
