@@ -308,6 +308,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--masks", type=int, default=300, help="of each schema")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds for a hostile input, beside 10 to start")
+    parser.add_argument("--libraries", default=",".join(LIBRARIES))
+    parser.add_argument("--vocabularies", nargs="*", help="names of those to measure; default: all")
+    parser.add_argument("--hostile-inputs", type=int, default=len(HOSTILE), help="how many of them to try")
     parser.add_argument("--hostile", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -315,7 +318,7 @@ def main() -> None:
         try_hostile(*arguments.hostile)
         return
     result: dict[str, Any] = {"provenance": provenance(SEED), "libraries": {}}
-    for name in LIBRARIES:
+    for name in arguments.libraries.split(","):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -324,11 +327,13 @@ def main() -> None:
         needs = [need for need in importlib.metadata.requires(name) or () if "extra ==" not in need]
         entry: dict[str, Any] = {"version": version, "needs": needs, "vocabularies": {}, "hostile": {}}
         for label, (tokenizer, vocab_size) in vocabularies().items():
+            if arguments.vocabularies and label not in arguments.vocabularies:
+                continue
             entry["vocabularies"][label] = measured = measure(name, tokenizer, vocab_size, arguments.masks)
             print(
                 name, label, json.dumps({key: value for key, value in measured.items() if key != "schemas"}), flush=True
             )
-        for label in HOSTILE:
+        for label in list(HOSTILE)[: arguments.hostile_inputs]:
             entry["hostile"][label] = hostile(name, label, arguments.patience)
             print(name, label, json.dumps(entry["hostile"][label]), flush=True)
         result["libraries"][name] = entry

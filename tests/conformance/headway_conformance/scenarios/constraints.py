@@ -94,7 +94,7 @@ def _scheduler(stage: Stage, *, depth: int = 1, seed: int, **changes: int) -> Sc
 
 def _digits(stage: Stage, place: int) -> ScriptedRequest:
     """Six digits, then the end: of its seven tokens the last is foreseen."""
-    sampling = SamplingParams(temperature=float(place % 2), seed=place, constraint=_DIGITS, logprobs=place - 1)
+    sampling = SamplingParams(temperature=float(place == 1), seed=place, constraint=_DIGITS, logprobs=place - 1)
     return stage.request(3 + place, 7, sampling)
 
 
