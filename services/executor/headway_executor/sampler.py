@@ -201,6 +201,9 @@ class Sampler:
         """Exclude from the rows of ``working`` at ``places`` what their masks, ``[len(places), words]``, do not allow."""
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         excluded = self._to_device(bits == 0)
+        if len(places) == len(working):
+            working.masked_fill_(excluded, -torch.inf)
+            return
         for number, place in enumerate(places.tolist()):
             working[place].masked_fill_(excluded[number], -torch.inf)
 
