@@ -52,6 +52,7 @@ REJECT_OUT_OF_RANGE = "out_of_range"
 REJECT_ALREADY_EXISTS = "already_exists"
 REJECT_OVERLOADED = "overloaded"
 REJECT_UNAVAILABLE = "unavailable"
+REJECT_UNSUPPORTED = "unsupported"
 
 
 class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +163,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The most tokens (prompt + output) that fit the KV pool, at most ``max_model_len``."""
     supports_prompt_logprobs: bool = False
     """Whether it reports log probabilities of prompts."""
+    supports_constraints: bool = False
+    """Whether outputs may be constrained."""
 
 
 class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):

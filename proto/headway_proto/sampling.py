@@ -12,6 +12,25 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300
 NO_LOGPROBS = -1
 
+JSON_SCHEMA = "json_schema"
+JSON_OBJECT = "json_object"
+REGEX = "regex"
+GRAMMAR = "grammar"
+CHOICE = "choice"
+CONSTRAINT_KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, GRAMMAR, CHOICE)
+MAX_CONSTRAINT_BYTES = 1 << 16
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must be, from its first token to its last.
+
+    ``text`` is a JSON schema, nothing (``JSON_OBJECT``: any object), a regular expression, a grammar, or a JSON list of
+    texts of which the output is one. ``headway_proto.grammars`` says what is accepted.
+    """
+
+    kind: str
+    text: str = ""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one request; every default is neutral.
@@ -24,6 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     ones), presence and frequency over output only (subtract). The generator is keyed by ``seed`` (an unsigned 64-bit
     integer) and the position of the drawn token in its sequence. ``prompt_logprobs`` asks for the same of the prompt's own
     tokens, from the second on: so many alternatives beside each; ``NO_LOGPROBS`` for nothing.
+    Under a ``constraint`` only tokens are drawn that it allows; when it is fulfilled, only the model's own end-of-sequence
+    tokens are. The mask comes after penalties and bias, so top-k, top-p and min-p choose among what is allowed.
     """
 
     temperature: float = 1.0
@@ -39,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: int = NO_LOGPROBS
     seed: int = 0
     prompt_logprobs: int = NO_LOGPROBS
+    constraint: Constraint | None = None
 
 
 def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str]]:
@@ -89,4 +111,19 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
         require(math.isfinite(bias) and abs(bias) <= 100.0, "logit_bias", bias, "allowed: -100 to 100")
     for token_id in sampling.stop_token_ids:
         require(0 <= token_id < vocab_size, "stop_token_ids", token_id, f"allowed: token ids 0 to {vocab_size - 1}")
+    if sampling.constraint is not None:
+        found += _constraint_violations(sampling.constraint, sampling.min_tokens)
     return found
+
+
+def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:
+    """What can be told without the library and the tokenizer."""
+    if constraint.kind not in CONSTRAINT_KINDS:
+        return [("constraint", f"{constraint.kind!r:.64} is not allowed; allowed: {', '.join(CONSTRAINT_KINDS)}")]
+    num_bytes = len(constraint.text.encode())
+    if num_bytes > MAX_CONSTRAINT_BYTES:
+        return [(constraint.kind, f"{num_bytes} bytes are not allowed; allowed: at most {MAX_CONSTRAINT_BYTES}")]
+    if min_tokens:
+        # A fulfilled constraint leaves only tokens that end the output, which min_tokens would forbid.
+        return [("min_tokens", f"{min_tokens} is not allowed together with a constraint; allowed: 0")]
+    return []

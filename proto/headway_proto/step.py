@@ -62,6 +62,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
     opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
     ``supports_prompt_logprobs``: it follows rule 8.
+    ``supports_constraints``: its rows may have a ``SamplingParams.constraint``.
     """
 
     backend: str
@@ -79,6 +80,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     swap_us_per_block: float = 0.0
     max_num_batched_tokens: int = 0
     supports_prompt_logprobs: bool = False
+    supports_constraints: bool = False
 
 
 _RANGES = (

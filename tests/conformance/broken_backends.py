@@ -569,6 +569,30 @@ class IsAlwaysGreedy(WrappedBackend):
         return super().execute(replace(batch, new_rows=new_rows))
 
 
+class IgnoresConstraints(WrappedBackend):
+    """Says that it follows constraints, and does not."""
+
+    found_by = (
+        "constrained_rows_among_others",
+        "constrained_rows_in_flight_and_taken_over",
+        "constraints_that_end_nowhere",
+    )
+
+    def execute(self, batch):
+        new_rows = tuple(replace(new, sampling=replace(new.sampling, constraint=None)) for new in batch.new_rows)
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
+class ForgetsWhatWasDrawnBefore(WrappedBackend):
+    """Begins a constraint anew for a row that comes with output."""
+
+    found_by = ("constrained_rows_in_flight_and_taken_over",)
+
+    def execute(self, batch):
+        new_rows = tuple(replace(new, num_prompt_tokens=len(new.token_ids)) for new in batch.new_rows)
+        return super().execute(replace(batch, new_rows=new_rows))
+
+
 class IgnoresASlidingWindow(WrappedBackend):
     """Attends to everything where the model has a window."""
 

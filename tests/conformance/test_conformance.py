@@ -13,6 +13,7 @@ from broken_backends import BROKEN, WrappedBackend
 from headway_conformance import SCENARIOS, SMALL, ConformanceFailure, Outcome, check, scenario_named
 from headway_conformance.answers import AskedStep, check_answer
 from headway_conformance.checkpoints import write_checkpoint
+from headway_conformance.scenarios import constraints
 from headway_executor.backend import StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.registry import create_backend
@@ -30,7 +31,11 @@ BACKENDS = {
 }
 SLOW_TWINS = {"steps_in_flight_1", "steps_in_flight_3"}
 """Beside depths 2 and 4, these would tell nothing more of a backend whose steps take effect at once."""
-NEEDS_A_MODEL = {"a_model_that_is_not_there", *(scenario.name for scenario in SCENARIOS if "family" in scenario.name)}
+NEEDS_A_MODEL = {
+    "a_model_that_is_not_there",
+    *(scenario.name for scenario in SCENARIOS if "family" in scenario.name),
+    *(scenario.name for scenario in constraints.SCENARIOS),
+}
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +88,7 @@ def test_the_wrapper_that_broken_backends_derive_from_works(checkpoints):
         check(scenario_named(name), WrappedBackend, directory=checkpoints)
 
 
-@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+@pytest.mark.parametrize("field", [field for field in SamplingParams.__struct_fields__ if field != "constraint"])
 def test_a_backend_that_ignores_a_parameter_is_found(field, checkpoints):
     class Ignores(WrappedBackend):
         def execute(self, batch):

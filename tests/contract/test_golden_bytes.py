@@ -11,7 +11,7 @@ from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns, encode_floats
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.prompt_logprobs import PromptLogprobColumns
-from headway_proto.sampling import SamplingParams
+from headway_proto.sampling import Constraint, SamplingParams
 
 INFO = step.BackendInfo(
     backend="torch",
@@ -28,6 +28,7 @@ INFO = step.BackendInfo(
     num_host_blocks=32,
     swap_us_per_block=12.5,
     supports_prompt_logprobs=True,
+    supports_constraints=True,
 )
 MODEL = ingress.ModelInfo(
     name="demo",
@@ -40,6 +41,7 @@ MODEL = ingress.ModelInfo(
     eos_token_ids=(0, 2),
     max_request_tokens=1024,
     supports_prompt_logprobs=True,
+    supports_constraints=True,
 )
 SAMPLING = SamplingParams(
     temperature=0.5,
@@ -50,6 +52,7 @@ SAMPLING = SamplingParams(
     logprobs=1,
     seed=(1 << 64) - 1,
     prompt_logprobs=1,
+    constraint=Constraint("regex", "a+"),
 )
 PROMPT = PromptLogprobColumns(1, encode_floats([-0.5]), encode_column([6]), encode_floats([-0.25]))
 NEW_REQUEST = step.NewRequest(
@@ -192,7 +195,10 @@ ADDED = {
         "swap_us_per_block": 0.0,
         "max_num_batched_tokens": 0,
         "supports_prompt_logprobs": False,
+        "supports_constraints": False,
     },
+    SamplingParams: {"prompt_logprobs": -1, "constraint": None},
+    ingress.ModelInfo: {"supports_prompt_logprobs": False, "supports_constraints": False},
     step.ExecutorOutput: {"move_time_us": 0, "prompt_logprobs": ()},
     ingress.Submit: {"traceparent": "", "has_run": False, "num_prompt_logprobs": 0},
     ingress.Tokens: {"prompt_logprobs": ()},
@@ -204,7 +210,9 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("body", [INFO, FINISHED, *(body for _, body in MESSAGES if type(body) in ADDED)])
+@pytest.mark.parametrize(
+    "body", [INFO, FINISHED, SAMPLING, MODEL, *(body for _, body in MESSAGES if type(body) in ADDED)]
+)
 def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
     added = ADDED[type(body)]
     older = msgspec.msgpack.encode(msgspec.to_builtins(body, builtin_types=(bytes,))[: -len(added)])

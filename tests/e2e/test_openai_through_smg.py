@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ pytest.importorskip("openai", reason="needs the openai client (extra dev)")
 pytest.importorskip("smg", reason="needs smg (extra smg)")
 pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine (extra smg)")
 
+import jsonschema
 import openai
 import psutil
 
@@ -156,10 +158,16 @@ def test_a_client_that_leaves_frees_its_blocks(client, server: RunningHeadway) -
     [
         ({"max_tokens": 5000}, 400, r"sampling_params.max_tokens: 5000 is not allowed; allowed: at most \d+"),
         (
-            {"response_format": {"type": "json_object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                }
+            },
             400,
-            "sampling_params.json_schema: output cannot be constrained",
+            r'sampling_params.json_schema: Unimplemented keys: \["uniqueItems"\]',
         ),
+        ({"extra_body": {"regex": "(a"}}, 400, "sampling_params.regex: .*unclosed group"),
         ({"extra_body": {"stop_token_ids": [99999]}}, 400, "sampling_params.stop_token_ids: 99999 is not allowed"),
         ({"extra_body": {"min_tokens": 9}, "max_tokens": 3}, 400, "min_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, 400, "maximum context length is 1024 tokens"),
@@ -202,6 +210,78 @@ TOOLS = [
         },
     }
 ]
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
+    },
+}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "y": {"enum": ["up", "down"]}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+SAMPLED = {"model": MODEL, "messages": CHAT, "max_tokens": 200, "temperature": 1.0}
+
+
+def test_json_is_what_the_schema_says(client) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+    for seed in range(4):
+        choice = client.chat.completions.create(response_format=asked, seed=seed, **SAMPLED).choices[0]
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), POINT)
+    chunks = client.chat.completions.create(response_format=asked, seed=3, stream=True, **SAMPLED)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == choice.message.content
+
+
+def test_a_json_object_is_one_as_far_as_it_goes(client) -> None:
+    """A small model may write strings without end; what it has written by then begins an object."""
+    asked = {"response_format": {"type": "json_object"}}
+    for seed in range(4):
+        choice = client.chat.completions.create(seed=seed, **SAMPLED, **asked).choices[0]
+        assert choice.message.content.startswith("{")
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+
+
+def test_a_tool_call_that_is_required_comes(client) -> None:
+    weather = {"type": "string", "maxLength": 8}
+    tools = [
+        ADD,
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "parameters": ADD["function"]["parameters"] | {"properties": {"city": weather}, "required": ["city"]},
+            },
+        },
+    ]
+    checks = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, seed in (("required", 1), ("required", 2), (named, 3)):
+        answer = client.chat.completions.create(tools=tools, tool_choice=choice, seed=seed, **SAMPLED).choices[0]
+        assert answer.message.tool_calls
+        for call in answer.message.tool_calls:
+            jsonschema.validate(json.loads(call.function.arguments), checks[call.function.name])
+    assert call.function.name == "add"
+
+
+def test_texts_of_a_regular_expression_and_of_a_grammar(client) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 50, "temperature": 1.0, "seed": 1}
+    text = client.completions.create(extra_body={"regex": "[ab]{4}"}, **asked).choices[0].text
+    assert re.fullmatch("[ab]{4}", text)
+    grammar = 'root ::= "yes" | "no" rest\nrest ::= "!"'
+    assert client.completions.create(extra_body={"ebnf": grammar}, **asked).choices[0].text in {"yes", "no!"}
 
 
 async def test_a_tool_call_is_parsed_and_the_engines_refusals_are_told(tmp_path: Path) -> None:

@@ -105,8 +105,12 @@ async def test_the_tokens_of_a_stop_string_are_told_and_none_behind_them() -> No
 async def test_refusals_have_a_status_and_name_the_callers_fields() -> None:
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     async with served() as (on, scheduler):
-        with refused(invalid, "^sampling_params.regex: output cannot be constrained; allowed: unset$"):
-            await answers(on, request(regex="a+"))
+        with refused(grpc.StatusCode.UNIMPLEMENTED, "backend 'fake' cannot constrain outputs; allowed: unset$"):
+            await answers(on, request(regex="a+", ignore_eos=False))
+        with refused(invalid, "^sampling_params.ignore_eos: True is not allowed together with regex"):
+            await answers(on, request(regex="a+", ignore_eos=True))
+        with refused(invalid, "^sampling_params.structural_tag: tags within free text are not served"):
+            await answers(on, request(structural_tag="{}"))
         with refused(invalid, "^sampling_params.top_p: 1.5 is not allowed; allowed: above 0, up to 1$"):
             await answers(on, request(top_p=1.5))
         with refused(invalid, r"^tokenized.input_ids\[0\]: 4096 is not a token id of this model"):

@@ -1,5 +1,6 @@
 """Every benchmark still runs, with the smallest load there is, and writes what a result consists of."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import headway
 from headway.__main__ import main as headway_main
@@ -399,3 +401,37 @@ def test_load_generators_with_the_one_that_is_always_there(tmp_path):
     assert row["reports"]["requests"] == row["recorded"]["requests"] == 8
     assert row["reports"]["ttft_ms_p50"] >= row["recorded"]["ttft_ms_p50"] > 0
     assert "headway bench, recorded" in printed
+
+
+def test_a_random_tokenizer_is_as_wide_as_asked_and_loses_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    random_tokenizer = importlib.import_module("random_tokenizer").random_tokenizer
+    text = random_tokenizer(2000, seed=3)
+    assert text == random_tokenizer(2000, seed=3) != random_tokenizer(2000, seed=4)
+    tokenizer = Tokenizer.from_str(text)
+    assert tokenizer.get_vocab_size() == 2000
+    ids = tokenizer.encode("thee {1: é\n}").ids
+    assert tokenizer.decode(ids) == "thee {1: é\n}"
+    assert len(ids) < 13
+
+
+def test_constraints(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--outputs", "14", "--models", "demo", "--batch", "4", "--steps", "4", "--rounds", "1")
+    run("constraints.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record["provenance"].keys() >= PROVENANCE
+    assert record["conformance"]["valid"] == record["conformance"]["outputs"] == 14
+    assert [row["temperature"] for row in record["cost"]["demo"]] == [1.0, 0.0]
+    assert all(row["ratio"] > 0 and row["constrained"] == 2 for row in record["cost"]["demo"])
+
+
+def test_constraint_libraries(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--libraries", "llguidance", "--vocabularies", "demo, 4k", "--masks", "5", "--hostile-inputs", "0")
+    run("constraint_libraries.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record["provenance"].keys() >= PROVENANCE
+    measured = record["libraries"]["llguidance"]["vocabularies"]["demo, 4k"]
+    assert all(schema["same_masks_twice"] for schema in measured["schemas"].values())
+    assert measured["mask_us_mean"] > 0

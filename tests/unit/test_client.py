@@ -183,6 +183,27 @@ def test_values_that_no_message_can_carry(serve, options, words):
     assert not servicer.requests
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json_schema": {"type": "integer"}}, api.SamplingParams(json_schema='{"type": "integer"}')),
+        ({"json_schema": '{"type":"null"}'}, api.SamplingParams(json_schema='{"type":"null"}')),
+        ({"json_schema": True}, api.SamplingParams(json_schema="true")),
+        ({"json_object": True}, api.SamplingParams(json_object=True)),
+        ({"regex": "a+"}, api.SamplingParams(regex="a+")),
+        ({"grammar": 'root ::= "a"'}, api.SamplingParams(grammar='root ::= "a"')),
+        ({"choice": ["a", "b"]}, api.SamplingParams(choice=api.Choice(choices=["a", "b"]))),
+    ],
+)
+def test_what_the_output_must_be_is_sent(options, expected):
+    assert client_module._generate_request("x", options).sampling == expected
+
+
+def test_two_constraints_are_refused_before_anything_is_sent():
+    with pytest.raises(InvalidRequestError, match="json_object: not allowed together with json_schema; allowed: one"):
+        client_module._generate_request("x", {"json_schema": {}, "json_object": True})
+
+
 def test_unknown_options_and_lone_surrogates():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="no option 'max_token'"):

@@ -136,12 +136,12 @@ def test_a_template_that_would_not_end_or_would_fill_the_memory_only_refuses(tem
 def test_a_template_process_that_dies_is_replaced_and_none_is_left():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render((("user", "é\u2028"),)) == "é\u2028"
-    process = template._process
+    process = template._renderer.process
     process.kill()
     with pytest.raises(TemplateError, match="fails on these messages"):
         template.render((("user", "x"),))
     assert template.render((("user", "y"),)) == "y"
-    process = template._process
+    process = template._renderer.process
     del template
     gc.collect()
     assert process.returncode is not None

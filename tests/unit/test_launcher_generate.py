@@ -30,6 +30,43 @@ def test_zero_is_given():
     assert job.options == {"temperature": 0.0, "seed": 0, "ignore_eos": True}
 
 
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--json"], {"json_object": True}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+    ],
+)
+def test_what_the_output_must_be_is_given_by_a_flag(words, options):
+    (job,) = jobs_of(arguments("--prompt", "hi", *words))
+    assert job.options == options
+
+
+def test_schema_and_grammar_come_from_files(tmp_path):
+    file = tmp_path / "file"
+    file.write_text('{"type": "integer"}')
+    (job,) = jobs_of(arguments("--prompt", "hi", "--json-schema", str(file)))
+    assert job.options == {"json_schema": '{"type": "integer"}'}
+    (job,) = jobs_of(arguments("--prompt", "hi", "--grammar", str(file)))
+    assert job.options == {"grammar": '{"type": "integer"}'}
+    with pytest.raises(ConfigurationError, match="--json-schema: cannot read"):
+        list(jobs_of(arguments("--prompt", "hi", "--json-schema", str(tmp_path / "none"))))
+
+
+def test_one_constraint_at_a_time(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        arguments("--prompt", "hi", "--json", "--regex", "a")
+    assert capsys.readouterr().err == "headway generate: argument --regex: not allowed with argument --json\n"
+
+
+def test_a_lines_constraint_is_instead_of_the_flags(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one", "json_schema": {"type": "null"}}\n{"prompt": "two"}\n')
+    jobs = list(jobs_of(arguments("--file", str(file), "--regex", "a", "--seed", "4")))
+    assert [job.options for job in jobs] == [{"seed": 4, "json_schema": {"type": "null"}}, {"seed": 4, "regex": "a"}]
+
+
 def test_chat_makes_a_users_message():
     (job,) = jobs_of(arguments("--prompt", "hi", "--chat"))
     assert (job.title, job.prompt) == ("hi", [{"role": "user", "content": "hi"}])

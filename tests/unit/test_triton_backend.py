@@ -6,13 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_proto.sampling import SamplingParams
+from headway_proto.sampling import Constraint, SamplingParams
+from headway_scheduler.core.limits import SchedulerLimits
+from model_core import ModelCore
 
 pytestmark = [
     pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
@@ -225,3 +228,26 @@ def test_opening_tells_how_far_it_is(llama):
         ("loading layers", 1, 3),
         ("loading layers", 2, 3),
     ]
+
+
+def test_constrained_rows_draw_what_they_draw_on_the_torch_backend(llama):
+    """With steps in flight: the mask of a step needs the token of the one before, whose launch is not waited for."""
+    directory, _ = llama
+    digits, choice = Constraint("regex", "[0-9]{3}"), Constraint("choice", '["the scheduler", "a block"]')
+    outputs = []
+    for kind in (TorchBackend, TritonBackend):
+        config = BackendConfig(model=str(directory), max_num_batched_tokens=64, **SETTINGS)
+        core = ModelCore(kind(), config, SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4))
+        assert core.info.supports_constraints
+        core.add(prompt(5), 12, SamplingParams(temperature=0.0, constraint=digits, logprobs=1))
+        core.add(prompt(7), 6, SamplingParams(temperature=0.0))
+        core.add(prompt(3), 12, SamplingParams(seed=3, constraint=choice))
+        core.add(prompt(3), 12, SamplingParams(temperature=0.0, constraint=digits), held=(1,))
+        core.run()
+        core.close()
+        assert core.ends[3].error.startswith("the output does not follow its constraint")
+        outputs.append([core.tokens[handle] for handle in range(3)])
+    assert outputs[0] == outputs[1]
+    decoder = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert decoder.decode(outputs[0][0]).isdigit()
+    assert decoder.decode(outputs[0][2]) in {"the scheduler", "a block"}

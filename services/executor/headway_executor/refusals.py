@@ -4,6 +4,8 @@ Owns: which rows those are, and putting their errors into a step's result.
 Must not know: how a model runs, or how tokens are drawn.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from headway_proto.columns import Int32Array
@@ -30,7 +32,7 @@ class Refusals:
         self._messages[row] = f"token id {first} is not allowed; allowed: 0 to {self._vocab_size - 1}"
         return np.where(outside, np.int32(0), token_ids)
 
-    def add(self, messages: dict[int, str]) -> None:
+    def add(self, messages: Mapping[int, str]) -> None:
         """Refuse rows for other reasons than their tokens."""
         self._messages |= messages
 

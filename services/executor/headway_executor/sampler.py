@@ -19,8 +19,8 @@ A draw inverts the cumulative weights of the kept tokens, **in the order of thei
 entry. So a draw needs to know which tokens are kept but not their ranks, and ``headway_kernels.gpu.sampling`` computes
 the same without sorting.
 
-Order of the steps: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; temperature;
-top-k; top-p over what top-k left; min-p. A row pays only for the steps that its parameters ask for; a batch of plain
+Order of the steps: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's
+mask; temperature; top-k; top-p over what top-k left; min-p. A row pays only for the steps that its parameters ask for; a batch of plain
 greedy rows is one argmax.
 """
 
@@ -31,13 +31,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway_executor.constraints.rows import StepMasks
 from headway_executor.philox import uniforms
 from headway_executor.sampling_columns import SamplingColumns, SamplingEntries
 from headway_kernels.gpu.sampling_layout import ENTRIES, LOGPROBS, PENALTIES, RANDOM
+from headway_proto.columns import Int32Array
 from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 
-_ADJUSTED = PENALTIES | ENTRIES
+_CONSTRAINED = 1 << 16
+"""Beside the flags of the layout: this row has a mask in this step."""
+
+_FORCED = 1 << 17
+"""Beside them too: its mask leaves a single token, whatever its logits are."""
+
+_ADJUSTED = PENALTIES | ENTRIES | _CONSTRAINED
+_NOWHERE = np.zeros(0, dtype=np.int64)
 
 _FIRST_WIDTH = 64
 _WIDER = 16
@@ -91,21 +100,26 @@ class Sampler:
         if entries is not None:
             self._entries[row] = entries
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor, masks: StepMasks | None = None
+    ) -> SampledTokens:
         """Draw one token per row of ``logits``.
 
         ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified; ``rows`` int64, shape ``[n]``;
         ``positions`` int64, shape ``[n]``, the index of the token being drawn; ``token_ids`` integer, shape
-        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read.
+        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read; ``masks`` those of
+        constrained rows, at their places among ``rows``.
         A row whose logits are NaN or infinite gets ``ERRORED_ROW`` and an error; the others are unaffected.
         """
         host_rows: _HostIndex = rows.cpu().numpy()
         flags = self._columns["flags"][host_rows]
+        if masks is not None and len(masks):
+            flags[masks.places] |= _CONSTRAINED
         if not flags.any():
             drawn, usable = _argmax(logits)
             return _collect(drawn, usable, host_rows, ())
         host_positions: _HostIndex = positions.cpu().numpy()
-        drawn, usable = self._draw(logits, flags, host_rows, host_positions, token_ids)
+        drawn, usable = self._draw(logits, flags, host_rows, host_positions, token_ids, masks)
         logprobs = self._logprobs(logits, flags, host_rows, drawn, usable)
         return _collect(drawn, usable, host_rows, logprobs)
 
@@ -116,20 +130,35 @@ class Sampler:
         rows: _HostIndex,
         positions: _HostIndex,
         token_ids: Tensor,
+        masks: StepMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        """Split the batch into plain argmax rows and rows whose logits are processed; draw both."""
-        processed = np.flatnonzero(flags & (_ADJUSTED | RANDOM))
-        if not len(processed):
+        """Split the batch into plain argmax rows, rows with a single token to draw, and those whose logits are processed."""
+        forced = _NOWHERE
+        if masks is not None and len(masks):
+            forced = masks.places[masks.only >= 0]
+        needs = flags & (_ADJUSTED | RANDOM)
+        needs[forced] = _FORCED
+        processed = np.flatnonzero(needs & ~_FORCED)
+        if not len(processed) and not len(forced):
             return _argmax(logits)
-        plain = np.flatnonzero((flags & (_ADJUSTED | RANDOM)) == 0)
+        plain = np.flatnonzero(needs == 0)
         drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         usable = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
         if len(plain):
             where = self._to_device(plain)
             drawn[where], usable[where] = _argmax(logits.index_select(0, where))
+        if masks is not None and len(forced):
+            where = self._to_device(forced)
+            drawn[where] = self._to_device(masks.only[masks.only >= 0])
+            usable[where] = logits[where, drawn[where]].isfinite()
+        if not len(processed):
+            return drawn, usable
         where = self._to_device(processed)
         working = logits.index_select(0, where).float()
         self._adjust(working, flags[processed], rows[processed], positions[processed], token_ids)
+        if masks is not None and len(masks):
+            choosing = masks.only < 0
+            self._mask(working, np.searchsorted(processed, masks.places[choosing]), masks.words[choosing])
         drawn[where], usable[where] = self._draw_processed(
             working, flags[processed], rows[processed], positions[processed]
         )
@@ -167,6 +196,16 @@ class Sampler:
         having = np.flatnonzero(flags & ENTRIES)
         if len(having):
             self._apply_entries(working, having, rows[having], positions[having])
+
+    def _mask(self, working: Tensor, places: _HostIndex, words: Int32Array) -> None:
+        """Exclude from the rows of ``working`` at ``places`` what their masks, ``[len(places), words]``, do not allow."""
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        excluded = self._to_device(bits == 0)
+        if len(places) == len(working):
+            working.masked_fill_(excluded, -torch.inf)
+            return
+        for number, place in enumerate(places.tolist()):
+            working[place].masked_fill_(excluded[number], -torch.inf)
 
     def _apply_entries(self, working: Tensor, places: _HostIndex, rows: _HostIndex, positions: _HostIndex) -> None:
         """Apply logit bias and the ``min_tokens`` mask to ``working``, whose rows at ``places`` are ``rows``."""

@@ -1,35 +1,28 @@
 """The process that renders chats: one template, messages in, text out, and nothing else.
 
-Owns: the dialect of chat templates, their sandbox, and the limits on what the process may use.
+Owns: the dialect of chat templates, their sandbox, and the most memory that the process may use.
 Must not know: tokenizers, gRPC, who asks.
 
 A template comes with a checkpoint, so it is a program of somebody else's, run on messages of yet another. The sandbox
 keeps it from what it must not touch; it does not keep it from looping for ever or from filling the memory. So it runs here:
 ``template_process`` starts this module as a process, talks to it over its pipes, and ends it when it takes too long.
 
-Frames are a length (4 bytes, little-endian) and JSON. The first holds a ``TemplateSource``, each later one ``Messages``;
-each is answered with a ``Rendering``.
+Frames hold JSON. The first is a ``TemplateSource``, each later one ``Messages``; each is answered with a ``Rendering``.
 """
 
-import contextlib
 import datetime as dt
 import json
-import resource
-import struct
-import sys
-from typing import BinaryIO
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
 
+from headway_gateway.bounded_process import limit_this_process, serve
+
 MAX_MEMORY_BYTES = 1 << 30
 MAX_OUTPUT_CHARACTERS = 1 << 25
-MAX_CPU_S = 10
 MAX_MESSAGE_CHARACTERS = 200
-
-_LENGTH = struct.Struct("<I")
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -51,23 +44,6 @@ class Rendering(msgspec.Struct, frozen=True):
     text: str = ""
     refusal: str = ""
     failure: str = ""
-
-
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    """Write one frame."""
-    stream.write(_LENGTH.pack(len(body)))
-    stream.write(body)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read one frame, None at the end of the stream."""
-    header = stream.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    body = stream.read(length)
-    return body if len(body) == length else None
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -105,39 +81,24 @@ class Renderer:
         return "".join(parts)
 
 
-def main(requests: BinaryIO, answers: BinaryIO) -> None:
+def main() -> None:
     """Serve until the pipe is closed."""
-    _limit(resource.RLIMIT_AS, MAX_MEMORY_BYTES)
-    _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit_this_process(MAX_MEMORY_BYTES)
     renderer: Renderer | None = None
-    while (body := read_frame(requests)) is not None:
-        _allow_cpu_time()
+
+    def answer(body: bytes) -> bytes:
+        nonlocal renderer
         try:
             if renderer is None:
                 renderer = Renderer(msgspec.json.decode(body, type=TemplateSource))
-                answer = Rendering()
-            else:
-                answer = Rendering(text=renderer.render(msgspec.json.decode(body, type=Messages)))
-            encoded = msgspec.json.encode(answer)
+                return msgspec.json.encode(Rendering())
+            return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Messages))))
         except jinja2.TemplateError as error:
-            encoded = msgspec.json.encode(Rendering(refusal=_one_line(error) or type(error).__name__))
+            return msgspec.json.encode(Rendering(refusal=_one_line(error) or type(error).__name__))
         except Exception as error:  # noqa: BLE001  # Whatever a template does, it is the template's failure.
-            encoded = msgspec.json.encode(Rendering(failure=type(error).__name__))
-        write_frame(answers, encoded)
+            return msgspec.json.encode(Rendering(failure=type(error).__name__))
 
-
-def _limit(what: int, most: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # It is lower already.
-        resource.setrlimit(what, (most, most))
-
-
-def _allow_cpu_time() -> None:
-    """Let this process end by itself if it loops after the one who asked has gone."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + MAX_CPU_S, hard))
+    serve(answer)
 
 
 def _raise_template_error(message: str) -> None:
@@ -159,4 +120,4 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    main()

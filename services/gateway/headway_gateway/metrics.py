@@ -39,6 +39,7 @@ _HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token_s", "From the arrival of a call until its first token is written."),
     "inter_token_latency_seconds": ("gap_s", "Gaps between tokens as they are written to clients."),
     "tokenization_seconds": ("encoding_s", "Time to turn a prompt into tokens, the wait for a thread included."),
+    "constraint_check_seconds": ("constraint_s", "Time to see whether a constraint can be followed, waits included."),
 }
 
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from headway_gateway.admin import AdminServicer
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
+from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
 from headway_gateway.interceptors import (
@@ -73,6 +74,7 @@ class GatewayServer:
             keys=load_link_keys(Path(config.curve_keys)) if config.curve_keys else None,
         )
         self._lanes = EncodingLanes(text_model, config.tokenizer_threads)
+        self._constraints = ConstraintChecker(Path(config.model))
         self._statistics = GatewayStatistics()
         self._metrics: MetricsEndpoint | None = None
         self._tracing: Tracing | None = None
@@ -91,6 +93,7 @@ class GatewayServer:
             statistics=self._statistics,
             tracing=self._tracing,
             load_report=self._load_report if config.load_reports else None,
+            constraints=self._constraints,
         )
         self._load = LoadMonitor(self._client.link, self._statistics)
         more_services = (VLLM_ENGINE_SERVICE,) if serves_vllm_engine(config) else ()
@@ -170,6 +173,7 @@ class GatewayServer:
         await self._load.close()
         await self._client.close()
         self._lanes.close()
+        await asyncio.to_thread(self._constraints.close)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if self._tracing is not None:

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from headway_gateway.best_outputs import HeldOutput, ranked
+from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
@@ -48,6 +49,7 @@ from headway_proto.ingress import (
     REJECT_INVALID,
     REJECT_OUT_OF_RANGE,
     REJECT_OVERLOADED,
+    REJECT_UNSUPPORTED,
     STATE_DRAINING,
     Finished,
     ModelInfo,
@@ -70,6 +72,7 @@ _REFUSAL_CODES = {
     REJECT_OUT_OF_RANGE: grpc.StatusCode.OUT_OF_RANGE,
     REJECT_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
     REJECT_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    REJECT_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
 }
 
 
@@ -119,11 +122,13 @@ class GenerationServicer(api_grpc.GenerationServicer):
         statistics: GatewayStatistics,
         tracing: Tracing | None = None,
         load_report: Callable[[], OrcaLoadReport] | None = None,
+        constraints: ConstraintChecker,
     ) -> None:
         """``load_report`` is told with the end of each generation, where there is one."""
         self._tracing = tracing
         self._load_report = load_report
         self._client = client
+        self._constraints = constraints
         self._text_model = text_model
         self._lanes = lanes
         self._prompts = PromptEncoder(text_model, lanes)
@@ -218,6 +223,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             device=model.device,
             dtype=model.dtype,
             has_chat_template=self._text_model.has_chat_template,
+            supports_constraints=model.supports_constraints,
         )
 
     @asynccontextmanager
@@ -268,6 +274,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             prompt_text = await self._text_of(request, prompt_ids) if spec.echoes else ""
+            if spec.sampling.constraint is not None:
+                began_at = time.monotonic()
+                await self._constraints.check(spec.sampling.constraint, model)
+                self._statistics.constraint_s.observe(time.monotonic() - began_at)
             call = GenerationCall(
                 client=self._client,
                 text_model=self._text_model,

@@ -28,6 +28,8 @@ class GatewayStatistics:
         """Between tokens as they are written: those that share a delta follow each other at once."""
         self.encoding_s = Histogram(_ENCODING_S)
         """To turn a prompt into tokens, the wait for a thread included."""
+        self.constraint_s = Histogram(_ENCODING_S)
+        """To judge a constraint, the wait for those before it included; those that are let pass."""
         self.calls: Counter[tuple[str, str]] = Counter()
         """By method and status."""
         self.refusals: Counter[tuple[str]] = Counter()

@@ -7,6 +7,7 @@ The scheduler checks the same ranges again with the same function (``headway_pro
 only one front end knows is how one request takes an engine down.
 """
 
+import json
 import secrets
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo
-from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams, violations
+from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128
@@ -28,6 +29,7 @@ MAX_CONTINUATIONS = 16
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
 
@@ -87,6 +89,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationS
     wrong.update(_request_violations(request, model))
     wrong.update(_sampling_violations(request.sampling))
     wrong.update(_prompt_logprobs_violations(request, model))
+    wrong.update(_constraint_violations(request.sampling, model))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
@@ -204,7 +207,18 @@ def sampling_params(request: api.GenerateRequest) -> SamplingParams:
         logprobs=given.logprobs if given.HasField("logprobs") else NO_LOGPROBS,
         seed=_seed(request),
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else NO_LOGPROBS,
+        constraint=_constraint(given),
     )
+
+
+def _constraint(given: api.SamplingParams) -> Constraint | None:
+    kind = given.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == CHOICE:
+        return Constraint(kind, json.dumps(list(given.choice.choices), ensure_ascii=False))
+    value = getattr(given, kind)
+    return Constraint(kind, value if isinstance(value, str) else "")
 
 
 def _seed(request: api.GenerateRequest) -> int:
@@ -282,6 +296,24 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
         yield field, f"the backend {model.backend} does not report them; allowed: unset"
     elif request.resume.token_ids:
         yield field, "not allowed together with resume.token_ids, before which they were told; allowed: unset"
+
+
+def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
+    """What can be told before it is compiled."""
+    kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return
+    if kind == "json_object" and not sampling.json_object:
+        yield "sampling.json_object", "False is not allowed; allowed: True or unset"
+    if kind == CHOICE and not 1 <= len(sampling.choice.choices) <= MAX_CHOICES:
+        yield "sampling.choice", f"{len(sampling.choice.choices)} choices are not allowed; allowed: 1 to {MAX_CHOICES}"
+    if sampling.ignore_eos:
+        yield (
+            "sampling.ignore_eos",
+            f"True is not allowed together with {kind}, whose end is the output's; allowed: False",
+        )
+    if not model.eos_token_ids:
+        yield f"sampling.{kind}", "the model has no token that ends an output; allowed: unset"
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:

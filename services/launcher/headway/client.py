@@ -21,6 +21,7 @@ Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations`` and ``re
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,11 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate``. Ranges and defaults are those of generation.proto."""
+    """Keyword arguments of ``generate``. Ranges and defaults are those of generation.proto.
+
+    At most one of the constraints: ``json_schema`` (a text, or the schema as Python values), ``json_object``, ``regex``,
+    ``grammar``, ``choice``.
+    """
 
     max_tokens: int
     min_tokens: int
@@ -92,6 +97,11 @@ class GenerateOptions(TypedDict, total=False):
     tenant: str
     model: str
     timeout_s: float
+    json_schema: str | Mapping[str, Any] | bool
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +296,9 @@ _SCALAR_SAMPLING_OPTIONS = (
     "best_of",
 )
 _REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "echo")
+CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""Of which a request has one at most."""
+
 _KNOWN_OPTIONS = GenerateOptions.__annotations__.keys()
 
 
@@ -306,6 +319,7 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb
                 ],
                 stop=[stop] if isinstance(stop, str) else stop,
                 stop_token_ids=options.get("stop_token_ids", ()),
+                **_constraint(values),
             ),
         )
         _set_prompt(request, prompt)
@@ -319,6 +333,21 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb
             )
         request.priority = _PRIORITIES[options["priority"]]
     return request
+
+
+def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The field of the request that says what the output must be, if one of the options does."""
+    given = [name for name in CONSTRAINT_OPTIONS if name in values]
+    if len(given) > 1:
+        raise ValueError(f"{given[1]}: not allowed together with {given[0]}; allowed: one constraint")
+    if not given:
+        return {}
+    name, value = given[0], values[given[0]]
+    if name == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value)
+    if name == "choice":
+        value = generation_pb2.Choice(choices=value)
+    return {name: value}
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixRequest, prompt: Prompt) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.client import CONSTRAINT_OPTIONS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
 from headway.connection import add_connection_flags, client_of
 from headway.reporting import Screen, prompt_table, table
 from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
@@ -45,6 +45,11 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     best_of: int | msgspec.UnsetType = msgspec.UNSET
     priority: Literal["realtime", "high", "normal", "low"] | msgspec.UnsetType = msgspec.UNSET
     timeout_s: float | msgspec.UnsetType = msgspec.UNSET
+    json_schema: dict[str, Any] | bool | str | msgspec.UnsetType = msgspec.UNSET
+    json_object: bool | msgspec.UnsetType = msgspec.UNSET
+    regex: str | msgspec.UnsetType = msgspec.UNSET
+    grammar: str | msgspec.UnsetType = msgspec.UNSET
+    choice: list[str] | msgspec.UnsetType = msgspec.UNSET
 
     def as_options(self) -> dict[str, Any]:
         """Return what was given."""
@@ -92,6 +97,17 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--best-of", type=int, metavar="N", help="generate N answers and show the one of the likeliest tokens"
     )
     sampling.add_argument("--priority", choices=("realtime", "high", "normal", "low"))
+    _add_constraint_flags(parser)
+
+
+def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    titled = parser.add_argument_group("structured output (one of these; see docs/structured-output.md)")
+    constraint = titled.add_mutually_exclusive_group()
+    constraint.add_argument("--json-schema", metavar="FILE", help="JSON that follows the JSON schema in this file")
+    constraint.add_argument("--json", dest="json_object", action="store_const", const=True, help="any JSON object")
+    constraint.add_argument("--regex", metavar="REGEX", help="a text that this regular expression matches as a whole")
+    constraint.add_argument("--grammar", metavar="FILE", help="a text of the grammar in this file, Lark or GBNF")
+    constraint.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; to be repeated")
 
 
 _FLAG_TYPES: dict[str, type[int | float]] = {
@@ -140,6 +156,7 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
             for name in SamplingOptions.__struct_fields__
             if (value := getattr(arguments, name, None)) is not None
         }
+        | _constraint_files(arguments)
     ).as_options()
     if arguments.prompt is not None:
         yield _job(arguments.prompt, given, is_chat=arguments.chat)
@@ -150,10 +167,27 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
     for number, line in lines:
         if arguments.file.endswith(".jsonl"):
             job_line = _parsed(line, number, arguments.file)
-            options = {**given, **job_line.as_options()}
+            options = _joined(given, job_line.as_options())
             yield _job(options.pop("prompt"), options, is_chat=arguments.chat)
         else:
             yield _job(line, given, is_chat=arguments.chat)
+
+
+def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
+    """What the files say that flags name."""
+    flags = {"json_schema": "--json-schema", "grammar": "--grammar"}
+    return {
+        name: (bytes_of_file(file, flag) or b"").decode("utf-8", "replace")
+        for name, flag in flags.items()
+        if (file := getattr(arguments, name, None)) is not None
+    }
+
+
+def _joined(given: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """The flags' options and a line's, which win; a constraint of the line's is instead of the flags'."""
+    if any(name in line for name in CONSTRAINT_OPTIONS):
+        given = {name: value for name, value in given.items() if name not in CONSTRAINT_OPTIONS}
+    return {**given, **line}
 
 
 def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:

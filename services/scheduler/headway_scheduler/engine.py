@@ -334,6 +334,7 @@ class SchedulerEngine:
             swap_us_per_block=info.swap_us_per_block,
             max_num_batched_tokens=info.max_num_batched_tokens,
             supports_prompt_logprobs=info.supports_prompt_logprobs,
+            supports_constraints=info.supports_constraints,
         )
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
@@ -628,6 +629,7 @@ class SchedulerEngine:
             eos_token_ids=self.info.eos_token_ids,
             max_request_tokens=min(self.core.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
             supports_prompt_logprobs=self.info.supports_prompt_logprobs,
+            supports_constraints=self.info.supports_constraints,
         )
 
     def _tell_refusal(self, submit: Submit, rejected: Rejected) -> None:

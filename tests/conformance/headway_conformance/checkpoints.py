@@ -1,6 +1,6 @@
 """Tiny checkpoints with random weights, one per family of models.
 
-Owns: their configuration files and their tensors, written as safetensors.
+Owns: their configuration files, their tensors, written as safetensors, and a tokenizer of single characters.
 Must not know: how a model computes, or what reads the files.
 
 Every value is exact in bfloat16, so that all dtypes load the same weights and differ in their arithmetic only. Weights
@@ -9,7 +9,7 @@ are wide and values and outputs of attention wider, so that logits lie far apart
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ QWEN2 = "qwen2"
 QWEN3 = "qwen3"
 
 EOS_TOKEN_ID = 0
+_END = "<end>"
+_CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F))
 
 _ARCHITECTURES = {
     LLAMA: "LlamaForCausalLM",
@@ -46,8 +48,33 @@ def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
     if not (target / "config.json").exists():
         target.mkdir(parents=True, exist_ok=True)
         save_file(_tensors(family, size), target / "model.safetensors")
+        (target / "tokenizer.json").write_text(json.dumps(_tokenizer(size), indent=1))
         (target / "config.json").write_text(json.dumps(_config(family, size), indent=2))
     return target
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """What the tokenizer makes of tokens; nothing of those that stand for no character."""
+    return "".join(_CHARACTERS[token_id - 1] for token_id in token_ids if 0 < token_id <= len(_CHARACTERS))
+
+
+def _tokenizer(size: Size) -> dict[str, Any]:
+    """Token 0 ends a text, and each later one is a printable character, as byte-level tokenizers write it."""
+    characters = ["Ġ" if character == " " else character for character in _CHARACTERS[: size.vocab_size - 1]]
+    kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": EOS_TOKEN_ID, "content": _END, "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [end | flags],
+        "pre_tokenizer": kind,
+        "decoder": kind,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: token_id for token_id, token in enumerate([_END, *characters])},
+            "merges": [],
+        },
+    }
 
 
 def _config(family: str, size: Size) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
@@ -60,7 +61,10 @@ class TorchBackend:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
             fingerprint = checkpoint.fingerprint()
-            self._model = _OpenModel(config, model_config, forward, max_model_len, device)
+            constraints = ConstrainedRows(
+                compiler_for(directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
+            )
+            self._model = _OpenModel(config, model_config, forward, max_model_len, device, constraints)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
         pool = forward.pool
@@ -79,6 +83,7 @@ class TorchBackend:
             num_host_blocks=pool.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
             supports_prompt_logprobs=True,
+            supports_constraints=constraints.is_supported,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -97,7 +102,9 @@ class TorchBackend:
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
-        self._model = None
+        if self._model is not None:
+            self._model.constraints.close()
+            self._model = None
 
     @property
     def _opened(self) -> "_OpenModel":
@@ -116,8 +123,10 @@ class _OpenModel:
         forward: ForwardPass,
         max_model_len: int,
         device: torch.device,
+        constraints: ConstrainedRows,
     ) -> None:
         self.forward = forward
+        self.constraints = constraints
         self._device = device
         self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
@@ -138,6 +147,7 @@ class _OpenModel:
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
         self._refusals.forget(batch.finished_rows)
+        self.constraints.forget(batch.finished_rows)
         for new in batch.new_rows:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
         self._prompts.begin_step(batch)
@@ -165,9 +175,12 @@ class _OpenModel:
             assert logits is not None
             numbers = torch.from_numpy(rows.numbers[sampling]).to(self._device)
             positions = torch.from_numpy((rows.num_computed + rows.num_new)[sampling]).to(self._device)
-            sampled = self._sampler.sample(logits, numbers, positions, self._token_ids)
+            masks = self.constraints.masks(sampled_rows)
+            self._refusals.add(masks.failures)
+            sampled = self._sampler.sample(logits, numbers, positions, self._token_ids, masks)
             self._token_ids[numbers, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
             drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
+            masks.advance(drawn)
             logprobs, errors = sampled.logprobs, sampled.errors
         drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
         elapsed_us = (time.perf_counter_ns() - started) // 1000
@@ -181,6 +194,7 @@ class _OpenModel:
 
     def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         token_ids = self._refusals.admit(row, token_ids)
+        self.constraints.add(row, sampling.constraint, token_ids[num_prompt_tokens:])
         self._token_ids[row, : len(token_ids)] = torch.from_numpy(token_ids.astype(np.int32))
         self._sampler.add_row(row, sampling, num_prompt_tokens)
 

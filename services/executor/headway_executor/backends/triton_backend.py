@@ -16,6 +16,7 @@ left is the pool's.
 Under ``TRITON_INTERPRET=1`` all of it but graphs, streams and CuPy runs on a CPU, to be tried and tested.
 """
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,11 +31,12 @@ from headway_executor.backend import (
     StepBatch,
     StepResult,
 )
+from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.block_mover import open_pool
 from headway_executor.gpu.decoder import Decoder, load_decoder
 from headway_executor.gpu.device_rows import DeviceRows
-from headway_executor.gpu.device_sampler import DeviceSampler
+from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.linear import QuantizationKind
 from headway_executor.gpu.prompt_reader import PromptReader
@@ -86,7 +88,12 @@ class TritonBackend:
         # Sums of products in bfloat16 would save little and lose much.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
-            self._model = _OpenModel(config, model_config, weights, runtime, dtype, max_model_len)
+            constraints = ConstrainedRows(
+                compiler_for(
+                    Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
+                )
+            )
+            self._model = _OpenModel(config, model_config, weights, runtime, dtype, max_model_len, constraints)
             fingerprint = weights.fingerprint()
             self._model.prepare(record_graphs=graphs and runtime.is_cuda)
             swap_us_per_block = self._model.mover.measure_swap_us()
@@ -107,6 +114,7 @@ class TritonBackend:
             swap_us_per_block=swap_us_per_block,
             max_num_batched_tokens=config.max_num_batched_tokens,
             supports_prompt_logprobs=True,
+            supports_constraints=constraints.is_supported,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -145,8 +153,11 @@ class _OpenModel:
         runtime: Runtime,
         dtype: torch.dtype,
         max_model_len: int,
+        constraints: ConstrainedRows,
     ) -> None:
         self.runtime = runtime
+        self._constraints = constraints
+        self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
@@ -242,6 +253,7 @@ class _OpenModel:
         if len(batch.finished_rows):
             self._refusals.forget(batch.finished_rows)
             self._sampler.forget(batch.finished_rows)
+            self._constraints.forget(batch.finished_rows)
         new_rows = batch.new_rows
         if new_rows:
             new_rows = tuple(
@@ -251,6 +263,8 @@ class _OpenModel:
                 ]
             )
             self._refusals.add(self._sampler.add_rows(new_rows))
+            for new in new_rows:
+                self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
         self._rows.apply(new_rows, batch.new_blocks)
         self._prompts.begin_step(batch)
         shape = shape_of(batch)
@@ -270,9 +284,11 @@ class _OpenModel:
         if not shape.num_sampled:
             return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
         sampled_rows = batch.rows[batch.samples != 0]
-        drawn = self._sampler.sample(
-            self._decoder.logits(shape.num_sampled), sampled_rows, self._views, self._rows.token_store
-        )
+        logits = self._decoder.logits(shape.num_sampled)
+        masks = self._masks(sampled_rows)
+        drawn = self._sampler.sample(logits, sampled_rows, self._views, self._rows.token_store, masks)
+        if len(masks):
+            self._unread.append((self.runtime.mark(), masks, drawn))
         refused = self._refusals.among(sampled_rows)
 
         def build() -> StepResult:
@@ -282,8 +298,22 @@ class _OpenModel:
 
         return build
 
+    def _masks(self, sampled_rows: Int32Array) -> StepMasks:
+        """What constrained rows may draw; where there are some, this waits for what steps before have drawn for them.
+
+        The device has this step's forward pass to run meanwhile.
+        """
+        while self._unread:
+            reached, masks, drawn = self._unread.popleft()
+            reached.wait()
+            masks.advance(drawn.token_ids())
+        masks = self._constraints.masks(sampled_rows)
+        self._refusals.add(masks.failures)
+        return masks
+
     def close(self) -> None:
         """Let the steps and moves under way end."""
+        self._constraints.close()
         self.mover.close()
         if self._readback is not None:
             self._readback.close()

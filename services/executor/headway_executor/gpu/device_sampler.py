@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import NewRow
+from headway_executor.constraints.rows import StepMasks
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.sampler import BAD_LOGITS
 from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError
 from headway_kernels.gpu import sampling
+from headway_kernels.gpu.masks import exclude
 from headway_kernels.gpu.rows import store_sampled
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
@@ -49,6 +51,11 @@ class DrawnTokens(NamedTuple):
         if status.any():
             errors = tuple(RowError(row, BAD_LOGITS) for row in self.rows[status != 0].tolist())
         return token_ids, self._row_logprobs(status), errors
+
+    def token_ids(self) -> Int32Array:
+        """Token ids alone, as ``collect`` has them."""
+        token_ids: Int32Array = self.ids_and_status.numpy()[0, : len(self.rows)]
+        return token_ids
 
     def _row_logprobs(self, status: Int32Array) -> tuple[RowLogprobs, ...]:
         if self.logprobs is None:
@@ -103,16 +110,24 @@ class DeviceSampler:
         self._columns.write_rows(self._sent(rows), self._sent(self._host.pack(rows)))
         return refused
 
-    def sample(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> DrawnTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Int32Array,
+        views: ColumnViews,
+        token_store: Tensor,
+        masks: StepMasks | None = None,
+    ) -> DrawnTokens:
         """Draw a token for each of ``rows`` from its ``logits``, and store it for the next step.
 
-        ``views`` are the step's columns, whose sampled rows are ``rows``. Waits for nothing.
+        ``views`` are the step's columns, whose sampled rows are ``rows``; ``masks`` those of constrained rows, at their
+        places among ``rows``. Waits for nothing.
         """
         count = len(rows)
         needs = self._host.needs(rows)
         drawn = self._drawn[:, :count]
         sampling.sample(
-            logits,
+            self._masked(logits, masks.places, masks.words) if masks is not None and len(masks) else logits,
             views.sampled_row[:count],
             views.sampled_position[:count],
             self._columns,
@@ -146,6 +161,7 @@ class DeviceSampler:
                 )
             )
             self.sample(logits, rows, views, token_store)
+        self._masked(logits, np.arange(len(rows)), np.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=np.int32))
         self.forget(rows)
 
     def _logprobs(
@@ -160,6 +176,12 @@ class DeviceSampler:
         where = self._sent(top_places)
         ids, values = sampling.top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))
         return self._fetched(own), (self._fetched(ids), self._fetched(values))
+
+    def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:
+        """A copy of ``logits`` without what masks exclude: log probabilities are told of the model's own distribution."""
+        masked = logits.clone()
+        exclude(masked, self._sent(places), self._sent(words))
+        return masked
 
     def _sent(self, values: np.ndarray) -> Tensor:
         """``values`` on the device, without waiting: from pinned memory, which torch keeps until it is read."""

@@ -42,13 +42,18 @@ TRANSLATED_SAMPLING_FIELDS = frozenset(
         "logit_bias",
         "prompt_logprobs",
         "truncate_prompt_tokens",
+        "json_schema",
+        "json_object",
+        "regex",
+        "grammar",
+        "choice",
     }
 )
 TEXT_SAMPLING_FIELDS = frozenset(
     {
         "spaces_between_special_tokens",
         "include_stop_str_in_output",
-        # Where a constraint begins. Without one there is nothing that could.
+        # A constraint begins with the first token here, with or without it.
         "grammar_from_first_token",
     }
 )
@@ -56,17 +61,13 @@ TEXT_SAMPLING_FIELDS = frozenset(
 
 _NO_MEDIA = "media are not served; allowed: text and token ids"
 _NO_TRANSFER = "KV caches do not go from engine to engine; allowed: unset"
-_NO_CONSTRAINT = "output cannot be constrained; allowed: unset"
 _REASONS = {
     "kv_transfer_params": _NO_TRANSFER,
     "kv_transfer_params_json": _NO_TRANSFER,
     "mm_inputs": _NO_MEDIA,
     "extra_mm_inputs": _NO_MEDIA,
     "media_refs": _NO_MEDIA,
-    **{
-        f"sampling_params.{name}": _NO_CONSTRAINT
-        for name in ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice")
-    },
+    "sampling_params.structural_tag": "tags within free text are not served; allowed: json_schema, regex, grammar, choice",
 }
 _UNKNOWN = "this version of Headway does not know the field; allowed: unset"
 _MOST_INT32 = (1 << 31) - 1
@@ -118,7 +119,8 @@ def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
     """The same refusal about the fields that the caller knows."""
     if not refusal.violations:
         return refusal
-    return invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
+    renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
+    return CallRefusedError(refusal.code, renamed.message, violations=renamed.violations, reason=refusal.reason)
 
 
 def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
@@ -142,6 +144,12 @@ def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
             setattr(native, name, getattr(given, name))
     if given.HasField("seed"):
         native.seed = given.seed & _SEED_MASK
+    constraint = given.WhichOneof("constraint")
+    if constraint == "choice":
+        native.choice.choices.extend(given.choice.choices)
+        native.choice.SetInParent()
+    elif constraint in {"json_schema", "json_object", "regex", "grammar"}:
+        setattr(native, constraint, getattr(given, constraint))
     return native
 
 

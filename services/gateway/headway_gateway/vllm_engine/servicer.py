@@ -123,6 +123,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             data_parallel_size=1,
             model_dtype=model.dtype,
             max_num_seqs=status.max_num_seqs,
+            constrained_decoding_start="first_token" if model.supports_constraints else "",
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802

@@ -13,7 +13,7 @@ from headway_scheduler.core.request import NewRequestEvent
 
 
 class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """A request that is not taken. ``reason`` is "invalid", "already_exists" or "overloaded"."""
+    """A request that is not taken. ``reason`` is "invalid", "unsupported", "already_exists" or "overloaded"."""
 
     def __init__(self, reason: str, field: str, message: str) -> None:
         super().__init__(message)
@@ -61,6 +61,13 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
     for token_id in new.stop_token_ids:
         if not 0 <= token_id < capacity.vocab_size:
             raise _outside_vocabulary("stop_token_ids", token_id, capacity)
+    if asks_too_much(new, capacity):
+        raise RequestRejected("unsupported", "constraint", "the executor cannot constrain outputs; allowed: unset")
+
+
+def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
+    """Whether a request asks for what an executor of this ``capacity`` does not do."""
+    return new.sampling.constraint is not None and not capacity.supports_constraints
 
 
 def _outside_vocabulary(field: str, token_id: int, capacity: ExecutorCapacity) -> RequestRejected:

@@ -53,7 +53,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
     ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown;
     ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit. ``supports_prompt_logprobs``: whether it reports log
-    probabilities of prompts.
+    probabilities of prompts; ``supports_constraints``: whether outputs may be constrained.
     """
 
     num_blocks: int
@@ -65,6 +65,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     swap_us_per_block: float = 0.0
     max_num_batched_tokens: int = 0
     supports_prompt_logprobs: bool = False
+    supports_constraints: bool = False
 
     @property
     def max_request_tokens(self) -> int:

@@ -65,7 +65,7 @@ from headway_scheduler.core.counters import (
     SchedulerCounters,
     WasteReason,
 )
-from headway_scheduler.core.door import RequestRejected, check_request, limit_of
+from headway_scheduler.core.door import RequestRejected, asks_too_much, check_request, limit_of
 from headway_scheduler.core.events import (
     AdmittedEvent,
     FinishedEvent,
@@ -447,17 +447,24 @@ class Scheduler:
             request.num_swapped_tokens = 0
             request.lost_work = request.lost_work[0], WasteReason.NEW_EPOCH
             request.limit = limit_of(request.new, capacity)
-            largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
-            if not same_model:
-                message = "the executor that took over runs another model"
-                finished.append(self._finish(request, FinishReason.ERROR, error=message))
-            elif len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
-                message = "the executor that took over cannot hold this request"
-                finished.append(self._finish(request, FinishReason.ERROR, error=message))
-            elif request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
-                message = "the executor that took over reports no log probabilities of prompts"
+            message = self._why_not_here(request, same_model=same_model)
+            if message is not None:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
+
+    def _why_not_here(self, request: Request, *, same_model: bool) -> str | None:
+        """What keeps a request that another executor ran from going on with this one; None if nothing does."""
+        capacity = self.capacity
+        largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
+        if not same_model:
+            return "the executor that took over runs another model"
+        if len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
+            return "the executor that took over cannot hold this request"
+        if request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
+            return "the executor that took over reports no log probabilities of prompts"
+        if asks_too_much(request.new, capacity):
+            return "the executor that took over cannot constrain outputs"
+        return None
 
     # ------------------------------------------------------------------------------------------------------ schedule
 

@@ -1,0 +1,45 @@
+"""Excluding tokens by a bit mask, in Triton: what a row under a constraint must not draw gets a logit of minus infinity.
+
+Owns: the kernel. Must not know: what a mask stands for, or how a token is drawn.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS_PER_PROGRAM = 1024
+_NUM_WARPS = 4
+
+
+def exclude(logits: Tensor, places: Tensor, words: Tensor) -> None:
+    """Set to minus infinity the logits of rows ``places`` whose tokens are not in their masks.
+
+    ``logits`` floating, ``[n, vocab]``, contiguous along the vocabulary, changed in place; ``places`` int64, ``[c]``, no
+    row twice; ``words`` int32, ``[c, ceil(vocab / 32)]``, contiguous: bit ``i % 32`` of word ``i // 32`` is token i.
+    Reads a bit and may write an element per token of a masked row.
+    """
+    num_masked, vocab_size = len(places), logits.shape[1]
+    if not num_masked:
+        return
+    _exclude[(num_masked, triton.cdiv(vocab_size, _TOKENS_PER_PROGRAM))](
+        logits,
+        places,
+        words,
+        logits.stride(0),
+        words.stride(0),
+        VOCAB=vocab_size,
+        BLOCK=_TOKENS_PER_PROGRAM,
+        num_warps=_NUM_WARPS,
+    )
+
+
+@triton.jit
+def _exclude(logits, places, words, logits_stride, words_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < VOCAB
+    word = tl.load(words + number * words_stride + token // 32, mask=exists, other=-1)
+    is_excluded = ((word >> (token % 32)) & 1) == 0
+    row = tl.load(places + number)
+    excluded = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    tl.store(logits + row * logits_stride + token, excluded, mask=exists & is_excluded)

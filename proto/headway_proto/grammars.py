@@ -1,0 +1,231 @@
+"""What a constraint means: its grammar, and which tokens continue an output that follows it.
+
+Owns: the one library behind it (llguidance), the dialects that are accepted, and the limits on what a grammar may cost.
+Must not know: requests, rows, where a constraint came from, or how a token is drawn.
+
+The gateway compiles a constraint to judge it, the executor to follow it. Both do it here, so that what the one lets pass
+the other can run. A scheduler never does: it needs neither this module nor the library.
+
+Costs are bounded by counted work, not by time, so that a verdict is the same on every machine. (What the library does
+not count is ``multipleOf``, for which it builds an automaton of as many states; here it is.) Outputs are compact:
+between the tokens of JSON there is one space or none, or a model that is fond of white space would never end.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from numpy.typing import NDArray
+
+from headway_proto.sampling import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
+
+MAX_CHOICES = 1024
+_MAX_REASON_CHARACTERS = 200
+_WORD_BITS = 32
+_ALL_BITS = (1 << _WORD_BITS) - 1
+_MAX_EARLEY_ITEMS = 50_000
+_MAX_LEXER_STATES = 20_000
+_MAX_GRAMMAR_SYMBOLS = 100_000
+_FUEL_TO_BUILD = 1_000_000
+_FUEL_PER_MASK = 100_000
+_MOST_COMMON_MULTIPLE = 10_000
+
+_JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
+_JSON_OVERRIDES: Any = {"lenient": False}
+"""A keyword that the library does not know is an error, whatever the schema asks for."""
+
+_DEAD_END = "NoExtension"
+"""How the library's error begins where no token is left."""
+
+Mask = NDArray[np.int32]
+
+
+class ConstraintError(ValueError):
+    """A constraint that cannot be followed, or an output that does not follow it; the message is one line."""
+
+
+class TokenizerUnusableError(ValueError):
+    """A tokenizer that the library cannot match against; the message is one line."""
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """How many int32 words hold one bit for each of ``vocab_size`` tokens."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+class Matcher:
+    """How far one output has come in its grammar. Not for two threads at once; the lock of the interpreter is let go."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by ``token_ids``.
+
+        Raises:
+            ConstraintError: they do not follow the grammar, or it has become too complex; the matcher is of no use then.
+        """
+        matcher = self._matcher
+        if matcher.is_stopped() and not matcher.is_error():
+            return  # The end was drawn; what a step in flight drew behind it is nobody's.
+        if not (
+            matcher.consume_token(token_ids[0]) if len(token_ids) == 1 else matcher.consume_tokens(list(token_ids))
+        ):
+            raise ConstraintError(f"the output does not follow its constraint: {_reason(matcher.get_error())}")
+
+    def fill_mask(self, words: Mask) -> int:
+        """Set the bit of every token that may come next, and clear the others.
+
+        Returns the token, if it is a single one, else -1. Much of what a schema asks for leaves no choice.
+
+        ``words`` int32, contiguous, ``num_mask_words(vocab_size)`` of them; bit ``i % 32`` of word ``i // 32`` is token i.
+
+        Raises:
+            ConstraintError: no token may, or finding them costs too much.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        error = self._matcher.get_error()
+        filled = words.nonzero()[0]
+        if _DEAD_END in error or not len(filled):
+            raise ConstraintError("no token of the model continues what the constraint allows")
+        if error:
+            raise ConstraintError(f"the constraint cannot be followed further: {_reason(error)}")
+        if len(filled) > 1:
+            return -1
+        word = int(words[filled[0]]) & _ALL_BITS
+        return int(filled[0]) * _WORD_BITS + word.bit_length() - 1 if word.bit_count() == 1 else -1
+
+
+class Grammar:
+    """A compiled constraint, from which any number of outputs begin."""
+
+    def __init__(self, beginning: LLMatcher) -> None:
+        self._beginning = beginning
+
+    def matcher(self) -> Matcher:
+        """A matcher of an output without any tokens."""
+        return Matcher(self._beginning.deep_copy())
+
+
+class GrammarCompiler:
+    """Compiles constraints for one tokenizer."""
+
+    def __init__(self, tokenizer: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``tokenizer`` is the text of a tokenizer.json; ``vocab_size`` the width of the logits, which may exceed it.
+
+        Raises:
+            TokenizerUnusableError: the library cannot use it, or no token ends an output.
+        """
+        if not eos_token_ids:
+            raise TokenizerUnusableError("the model has no token that ends an output")
+        self.vocab_size = vocab_size
+        try:
+            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except Exception as error:  # The library raises whatever the tokenizer's defect makes it raise.
+            raise TokenizerUnusableError(_reason(str(error))) from error
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=_FUEL_TO_BUILD,
+            step_lexer_fuel=_FUEL_PER_MASK,
+            step_max_items=_MAX_EARLEY_ITEMS,
+            max_lexer_states=_MAX_LEXER_STATES,
+            max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        )
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Compile.
+
+        Raises:
+            ConstraintError: it is no constraint of its kind, asks for what the library does not know, or costs too much.
+        """
+        matcher = LLMatcher(self._tokenizer, _grammar_of(constraint), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ConstraintError(_reason(matcher.get_error()))
+        return Grammar(matcher)
+
+    def new_mask(self) -> Mask:
+        """Memory for one mask."""
+        return np.zeros(num_mask_words(self.vocab_size), dtype=np.int32)
+
+
+def _grammar_of(constraint: Constraint) -> str:
+    """The constraint in the library's own words."""
+    if constraint.kind == JSON_SCHEMA:
+        return _json_grammar(_parsed(constraint.text, "a JSON schema", (dict, bool)))
+    if constraint.kind == JSON_OBJECT:
+        return _json_grammar({"type": "object"})
+    if constraint.kind == CHOICE:
+        choices = _parsed(constraint.text, "a JSON list", (list,))
+        if not 0 < len(choices) <= MAX_CHOICES or not all(isinstance(choice, str) for choice in choices):
+            raise ConstraintError(f"{len(choices)} choices are not allowed; allowed: 1 to {MAX_CHOICES} texts")
+        # In the order of the first of equals: the grammar is the same in every process.
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+        )
+    if constraint.kind == REGEX:
+        return LLMatcher.grammar_from_regex(constraint.text)
+    if constraint.kind == GRAMMAR:
+        try:
+            return grammar_from("grammar", constraint.text)
+        except (ValueError, RecursionError) as error:
+            raise ConstraintError(_reason(str(error))) from error
+    raise ConstraintError(f"{constraint.kind!r:.64} is no kind of constraint")
+
+
+def _json_grammar(schema: Any) -> str:
+    if schema is False:
+        raise ConstraintError("Unsatisfiable schema: it is false")
+    _check_multiples(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, _JSON_DEFAULTS, _JSON_OVERRIDES)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(_reason(str(error))) from error
+
+
+def _check_multiples(schema: Any) -> None:
+    """Refuse what would take as many states as the least number that all ``multipleOf`` divide, in their finest unit."""
+    found = {Fraction(str(value)) for value in _values_of(schema, "multipleOf") if _is_divisor(value)}
+    unit = math.lcm(*(value.denominator for value in found))
+    common = math.lcm(*(int(value * unit) for value in found))
+    if common > _MOST_COMMON_MULTIPLE:
+        raise ConstraintError(
+            f"multipleOf: what all of them divide is more than {_MOST_COMMON_MULTIPLE} of their finest unit, which is allowed"
+        )
+
+
+def _is_divisor(value: Any) -> bool:
+    """Whether ``value`` is a number that the library would divide by; what else it is, is for the library to refuse."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _values_of(schema: Any, keyword: str) -> Iterator[Any]:
+    """Every value under ``keyword``, at any depth."""
+    rest = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            if keyword in part:
+                yield part[keyword]
+            rest.extend(part.values())
+        elif isinstance(part, list):
+            rest.extend(part)
+
+
+def _parsed(text: str, what: str, kinds: tuple[type, ...]) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"is not {what}: {_reason(str(error) or type(error).__name__)}") from error
+    if not isinstance(value, kinds):
+        raise ConstraintError(f"holds a {type(value).__name__}; allowed: {what}")
+    return value
+
+
+def _reason(message: str) -> str:
+    """The library's own words, on one line and not for ever."""
+    words = " ".join(message.replace("<non-verbose/>", "").split())
+    return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

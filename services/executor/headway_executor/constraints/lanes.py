@@ -1,0 +1,118 @@
+"""Threads that work through tasks while a model computes, and can be left behind if a task never ends.
+
+Owns: a thread, its tasks, and how far it has come with each.
+Must not know: what a task does.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+Step = Callable[[], None]
+
+
+class Task:
+    """Steps to make one after the other on one thread; none of them may raise."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.num_made = 0
+        """How many steps are over; the one at this place is being made, or is the next."""
+        self.is_over = False
+        """Whether all of them are."""
+        self._ended = threading.Event()
+        self._is_abandoned = False
+
+    def run(self) -> None:
+        """Make the steps; called by the thread."""
+        for step in self.steps:
+            step()
+            if self._is_abandoned:
+                return
+            self.num_made += 1
+        self.is_over = True
+        self._ended.set()
+
+    def abandon(self) -> None:
+        """Make no step after the one that is being made."""
+        self._is_abandoned = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all steps are over, within ``timeout_s``."""
+        return self._ended.wait(timeout_s)
+
+
+class Lane:
+    """A thread that runs tasks in the order they are given. A daemon: a task that never ends keeps no process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: deque[Task] = deque()
+        self._has_work = threading.Condition()
+        self._life = 0
+        self._is_closed = False
+        self.num_steps_made = 0
+        """Of the tasks that are over."""
+        self.num_abandoned = 0
+        """Threads that were left behind with a step that would not end."""
+        self.current: Task | None = None
+        """The task that is run."""
+        self._start()
+
+    def put(self, task: Task) -> None:
+        """Run ``task`` when those before it are over."""
+        with self._has_work:
+            self._tasks.append(task)
+            self._has_work.notify()
+
+    def wait(self, task: Task, patience_s: float) -> bool:
+        """Wait until ``task`` is over; False if for ``patience_s`` seconds the thread has ended no step of any."""
+        while True:
+            before = self._progress()
+            if task.wait(patience_s):
+                return True
+            if self._progress() == before:
+                return False
+
+    def abandon(self, first: Task | None) -> None:
+        """Leave the thread with the step that it is stuck in; a new one takes ``first``, then the tasks that wait."""
+        with self._has_work:
+            if self.current is not None:
+                self.current.abandon()
+            self.current = None
+            if first is not None:
+                self._tasks.appendleft(first)
+            self.num_abandoned += 1
+            self._life += 1
+            self._start()
+
+    def close(self) -> None:
+        """Take no more tasks; the thread ends behind those it has."""
+        with self._has_work:
+            self._is_closed = True
+            self._has_work.notify()
+
+    def _progress(self) -> tuple[int, int]:
+        current = self.current
+        return self.num_steps_made, 0 if current is None else current.num_made
+
+    def _start(self) -> None:
+        threading.Thread(target=self._work, args=(self._life,), name=self._name, daemon=True).start()
+
+    def _work(self, life: int) -> None:
+        while (task := self._next(life)) is not None:
+            task.run()
+            with self._has_work:
+                if self._life != life:
+                    return
+                self.current = None
+                self.num_steps_made += len(task.steps)
+
+    def _next(self, life: int) -> Task | None:
+        with self._has_work:
+            while not self._tasks and not self._is_closed and self._life == life:
+                self._has_work.wait()
+            if self._life != life or not self._tasks:
+                return None
+            self.current = self._tasks.popleft()
+            return self.current
