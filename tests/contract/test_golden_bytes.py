@@ -71,6 +71,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             swap_out=encode_columns(PAIR),
             swap_in=encode_columns(PAIR),
             total_num_scheduled_tokens=4,
+            num_speculative_tokens=encode_columns(PAIR),
         ),
     ),
     (TO_EXECUTOR, step.NewEpoch(1, 2, 3)),
@@ -86,6 +87,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             device_time_us=1234,
             state_digest=0xDEADBEEF,
             move_time_us=321,
+            accepted_tokens=encode_columns(np.array([[0], [2], [1]], dtype=np.int32)),
         ),
     ),
     (TO_SCHEDULER, step.ExecutorHello(2, INFO)),
@@ -173,8 +175,14 @@ def test_bytes_are_the_pinned_ones() -> None:
 
 
 ADDED = {
-    step.BackendInfo: {"num_host_blocks": 0, "swap_us_per_block": 0.0, "max_num_batched_tokens": 0},
-    step.ExecutorOutput: {"move_time_us": 0},
+    step.BackendInfo: {
+        "num_host_blocks": 0,
+        "swap_us_per_block": 0.0,
+        "max_num_batched_tokens": 0,
+        "max_speculative_tokens": 0,
+    },
+    step.SchedulerOutput: {"num_speculative_tokens": b""},
+    step.ExecutorOutput: {"move_time_us": 0, "accepted_tokens": b""},
     ingress.Submit: {"traceparent": "", "has_run": False},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
