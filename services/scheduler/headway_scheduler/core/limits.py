@@ -20,7 +20,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     that name none, 0 for none. ``shed_late``: requests that can no longer meet the objective on their first token are ended
     before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
     cached prefix starts first. ``prefix_cache_scope``: "shared", or "tenant" if requests of different tenants shall not
-    share cached blocks.
+    share cached blocks. ``max_speculating_seqs``: nobody speculates while more requests decode.
     """
 
     max_num_batched_tokens: int = 2048
@@ -43,6 +43,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     prefix_aware: bool = False
     prefix_cache_scope: str = "shared"
+    max_speculating_seqs: int = 32
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,8 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
     ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown;
-    ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit.
+    ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit; ``max_speculative_tokens`` tokens that it proposes
+    for a row in one step, 0 if it does not speculate.
     """
 
     num_blocks: int
@@ -61,6 +63,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     swap_us_per_block: float = 0.0
     max_num_batched_tokens: int = 0
+    max_speculative_tokens: int = 0
 
     @property
     def max_request_tokens(self) -> int:

@@ -13,6 +13,7 @@ from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
+from headway_scheduler.core.speculation import SpeculationRecord
 
 START_BITS = 48
 NORMAL_LANE = 2
@@ -67,6 +68,11 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     has_run: bool = False
 
 
+def may_speculate(new: NewRequestEvent) -> bool:
+    """Whether tokens may be proposed for a request at all: for any that draws two tokens."""
+    return new.max_tokens > 1
+
+
 class Request:
     """A live request. While it runs, its tokens and counters live in the columns of its row."""
 
@@ -98,6 +104,7 @@ class Request:
         "row",
         "scheduled_time",
         "served_time",
+        "speculation",
         "start",
         "start_place",
         "status",
@@ -105,8 +112,7 @@ class Request:
     )
 
     def __init__(self, new: NewRequestEvent, *, arrival: int, rank: int, limit: int, now: float) -> None:
-        self.new = new
-        self.arrival = arrival
+        self.new, self.arrival = new, arrival
         self.rank = rank
         """From its class, where the order ranks classes; an even number once it has been promoted (``waiting_queue``)."""
         self.lane = NORMAL_LANE
@@ -158,6 +164,7 @@ class Request:
         """Leading blocks of its table that the prefix cache knows."""
         # The prefix-cache node of the last of them.
         self.cache_node = 0
+        self.speculation = SpeculationRecord(may_speculate=may_speculate(new))
 
     @property
     def order_key(self) -> int:

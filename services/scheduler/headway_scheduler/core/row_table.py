@@ -24,7 +24,8 @@ class RowTable:
     the last token allowed; ``num_prompt_tokens``;
     ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
     ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
-    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths.
+    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths;
+    ``speculates_from`` the number of computed tokens from which on the row may speculate.
     ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
     """
 
@@ -49,6 +50,7 @@ class RowTable:
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.tenant = np.zeros(max_rows, dtype=np.intp)
         self.curve = np.zeros(max_rows, dtype=np.int64)
+        self.speculates_from = np.zeros(max_rows, dtype=np.int32)
         self.horizons = horizons(block_size, max_model_len)
         """The steps ahead for which memory is foreseen."""
         max_blocks = -(-max_model_len // block_size)
@@ -81,6 +83,7 @@ class RowTable:
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
         self.curve[row] = request.curve
+        self.speculates_from[row] = request.speculation.resumes_at
         request.row = row
         request.num_admitted_tokens = num_tokens
         return row

@@ -14,6 +14,8 @@ PROMPTS_ALIKE = 8
 """Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
 DECODES_ALIKE = 32
 """Of steps without a prompt, which hardly differ, one in so many."""
+SPECULATIONS_ALIKE = 8
+"""Of steps without a prompt that speculate, one in so many."""
 
 
 class StepObserver:
@@ -35,6 +37,7 @@ class StepObserver:
         """Steps count from 0 again."""
         self._next_without_prompt = 0
         self._next_with_prompt = 0
+        self._next_speculating = 0
         self.last_answer_time = 0.0
 
     def is_worth_it(self, plan: StepPlan, step: int) -> bool:
@@ -45,6 +48,10 @@ class StepObserver:
             if step < self._next_with_prompt:
                 return False
             self._next_with_prompt = step + self._stride_with_prompt
+        elif plan.speculating:
+            if step < self._next_speculating:
+                return False
+            self._next_speculating = step + SPECULATIONS_ALIKE
         else:
             if step < self._next_without_prompt:
                 return False
@@ -62,7 +69,10 @@ class StepObserver:
         )
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
-    def learn(self, load: StepLoad, now: float) -> None:
-        """A step with this load, which moved no blocks, has returned."""
+    def learn(self, load: StepLoad, now: float, num_proposed_tokens: int) -> None:
+        """A step with this load, and so many proposals beside it, which moved no blocks, has returned."""
         duration_s = now - max(load.sent_time, self.last_answer_time)
-        self._budget.observe(load.shape, duration_s, load.objective_s)
+        shape = load.shape
+        if num_proposed_tokens:
+            shape = shape._replace(num_tokens=shape.num_tokens + num_proposed_tokens)
+        self._budget.observe(shape, duration_s, load.objective_s)

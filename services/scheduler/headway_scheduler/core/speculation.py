@@ -1,0 +1,149 @@
+"""For whom speculation pays, and how far ahead: one record per request, one policy for all of them.
+
+Owns: what is learned of each request's proposals, and the decision. Must not know: rows, blocks, or who proposes.
+
+A request *tries* speculation at first and after each pause. What it tries is bounded: after ``TRIES`` steps in a row that
+brought nothing it pauses, for ``SHORTEST_PAUSE`` tokens at first, twice as many each time, up to ``LONGEST_PAUSE``. So
+where nothing can be found, a request speculates in a few steps of its whole life. A step that speculates is answered
+before the next one is sent, which all that decode in it feel; so those that only try do so together, in one step of
+``STEPS_BETWEEN_TRIES`` at most, or beside others for whom it pays.
+
+A request for which a proposal was right *speculates* until it no longer pays. How many tokens it asks for follows what is
+accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
+
+- its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
+- the batch gains. With n rows that decode in time t, and in t' if g more tokens are accepted, (n + g) / t' must be at least
+  n / t, both times from the model of step times, which knows steps with proposals as well. In a large batch, whose
+  steps already are as long as their arithmetic, t' grows with every proposal, and speculation ends by itself; the
+  setting ``max_speculating_seqs`` ends it in any case.
+"""
+
+from collections.abc import Sequence
+
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
+
+FIRST_TOKENS = 4
+"""Asked for by a request of which nothing is known."""
+TRIES = 2
+SHORTEST_PAUSE = 16
+LONGEST_PAUSE = 512
+STEPS_BETWEEN_TRIES = 16
+LEAST_MEAN = 0.2
+EARNING_MEAN = 0.5
+"""With this mean of accepted tokens the next pause is a short one again."""
+_GAIN = 0.3
+NEVER_POSITION = (1 << 31) - 1
+
+
+class SpeculationRecord:
+    """What is known of one request's proposals. It outlives a row."""
+
+    __slots__ = (
+        "is_proven",
+        "mean_accepted",
+        "mean_proposed",
+        "num_accepted_tokens",
+        "num_misses",
+        "num_proposed_tokens",
+        "num_wanted",
+        "pause",
+        "resumes_at",
+    )
+
+    def __init__(self, *, may_speculate: bool = True) -> None:
+        self.resumes_at = 0 if may_speculate else NEVER_POSITION
+        """The number of computed tokens from which on it speculates."""
+        self.num_wanted = FIRST_TOKENS
+        self.is_proven = False
+        """Whether a proposal was right since it last paused."""
+        self.num_misses = 0
+        """Steps in a row that brought nothing."""
+        self.mean_accepted = 0.0
+        self.mean_proposed = 0.0
+        self.pause = SHORTEST_PAUSE
+        self.num_proposed_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def pause_at(self, num_computed_tokens: int) -> None:
+        """Leave it alone for a while."""
+        self.resumes_at = num_computed_tokens + self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.is_proven = False
+        self.num_misses = 0
+
+
+class SpeculationPolicy:
+    """Decides for the rows of one executor, which proposes ``max_tokens`` tokens a row at most, 0 for never."""
+
+    def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
+        self.max_tokens = max_tokens
+        self._step_times = step_times
+
+    def choose(
+        self,
+        candidates: Sequence[tuple[SpeculationRecord, int]],
+        decoding: StepShape,
+        step: int,
+        objective_s: float | None,
+    ) -> list[int]:
+        """How many tokens each candidate may speculate in ``step``, 0 for not at all.
+
+        A candidate is a record and the computed tokens of its row, among the rows of ``decoding``, not in a pause.
+        ``objective_s``: what a step should not take longer than.
+        """
+        proven = [(record, position) for record, position in candidates if record.is_proven]
+        if proven and not self._pays([record for record, _ in proven], decoding, objective_s):
+            for record, position in proven:
+                record.pause_at(position)
+            proven = []
+        if not proven and step % min(STEPS_BETWEEN_TRIES, decoding.num_rows):
+            return [0] * len(candidates)
+        return [
+            min(record.num_wanted, self.max_tokens) if record.resumes_at <= position else 0
+            for record, position in candidates
+        ]
+
+    def _pays(self, proven: list[SpeculationRecord], decoding: StepShape, objective_s: float | None) -> bool:
+        num_proposed = round(sum(record.mean_proposed for record in proven))
+        alone_s = self._step_times.predict_s(decoding)
+        with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
+        together_s = self._step_times.predict_s(with_proposals)
+        if alone_s is not None and together_s is not None:
+            gain = sum(record.mean_accepted for record in proven)
+            if gain * alone_s < (together_s - alone_s) * decoding.num_rows:
+                return False
+            if objective_s is not None and alone_s <= objective_s < together_s:
+                return False
+        for record in proven:
+            if record.mean_accepted >= EARNING_MEAN:
+                record.pause = SHORTEST_PAUSE
+        return True
+
+    def learn(
+        self,
+        record: SpeculationRecord,
+        num_computed_tokens: int,
+        *,
+        num_allowed: int,
+        num_proposed: int,
+        num_accepted: int,
+    ) -> None:
+        """A step in which ``num_allowed`` tokens might be proposed has returned; so many are computed now."""
+        record.num_proposed_tokens += num_proposed
+        record.num_accepted_tokens += num_accepted
+        record.mean_accepted += _GAIN * (num_accepted - record.mean_accepted)
+        record.mean_proposed += _GAIN * (num_proposed - record.mean_proposed)
+        if num_accepted:
+            record.is_proven = True
+            record.num_misses = 0
+            if num_accepted < num_proposed:
+                record.num_wanted = num_accepted + 1
+            elif num_proposed == num_allowed:
+                record.num_wanted = min(max(2 * num_allowed, record.num_wanted), self.max_tokens)
+        else:
+            record.num_misses += 1
+            if num_proposed:
+                record.num_wanted = max(record.num_wanted // 2, 1)
+        is_in_vain = record.mean_accepted < LEAST_MEAN if record.is_proven else record.num_misses >= TRIES
+        if is_in_vain:
+            record.pause_at(num_computed_tokens)
