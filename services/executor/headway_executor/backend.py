@@ -37,7 +37,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
     ``swap_space_mib`` is the main memory for swapped-out blocks in MiB, ``AUTOMATIC_SWAP_SPACE`` lets the backend decide.
     ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
-    ``quantization`` is "none", "int8" or "fp8". ``options`` are the backend's own, as text. ``progress`` hears how far a
+    ``quantization`` is "none", "int8" or "fp8". ``speculation`` is "off", or who proposes tokens: "ngram", or "draft" for the
+    checkpoint ``draft_model``; at most ``num_speculative_tokens`` for a row in one step. ``options`` are the backend's own, as text. ``progress`` hears how far a
     long opening has come: what is being done, how much of it is done, and of how much.
     """
 
@@ -55,6 +56,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     options: dict[str, str] = {}
     progress: Callable[[str, int, int], None] = _nobody_listens
+    speculation: str = "off"
+    draft_model: str = ""
+    num_speculative_tokens: int = 4
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):

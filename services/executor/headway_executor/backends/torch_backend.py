@@ -26,10 +26,13 @@ from headway_executor.model_settings import check_options, check_quantization, d
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
+from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import Sampler
+from headway_executor.speculation.ngram import PromptLookup
+from headway_executor.speculation.proposer import Asked, Proposer
+from headway_executor.speculation.verification import asked_of, counting, num_accepted, result_of, with_proposals
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
@@ -59,7 +62,9 @@ class TorchBackend:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
             fingerprint = checkpoint.fingerprint()
-            self._model = _OpenModel(config, model_config, forward, max_model_len, device)
+            sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+            proposer = PromptLookup() if config.speculation == "ngram" else None
+            self._model = _OpenModel(config, forward, max_model_len, device, sampler, proposer)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
         pool = forward.pool
@@ -77,6 +82,7 @@ class TorchBackend:
             max_num_rows=config.max_num_seqs,
             num_host_blocks=pool.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
+            max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -90,7 +96,7 @@ class TorchBackend:
         """See ``ExecutorBackend.move_blocks``."""
         started = time.perf_counter_ns()
         with translating(), torch.inference_mode():
-            self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+            self._opened.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
         self._move_time_us = (time.perf_counter_ns() - started) // 1000
 
     def close(self) -> None:
@@ -110,16 +116,18 @@ class _OpenModel:
     def __init__(
         self,
         config: BackendConfig,
-        model_config: ModelConfig,
         forward: ForwardPass,
         max_model_len: int,
         device: torch.device,
+        sampler: Sampler,
+        proposer: Proposer | None,
     ) -> None:
         self.forward = forward
         self._device = device
-        self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+        self._sampler = sampler
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
-        self._refusals = Refusals(model_config.vocab_size)
+        self._refusals = Refusals(sampler.vocab_size)
+        self._proposer = proposer
 
     def warm_up(self) -> None:
         """Run the operators once, so that their one-time costs fall before the first request."""
@@ -131,13 +139,26 @@ class _OpenModel:
                 rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
                 self.forward.run(rows, self._token_ids)
 
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        self.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        if self._proposer is not None:
+            self._proposer.forget_blocks(np.concatenate((copies[1], swap_in[1])))
+
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
         self._refusals.forget(batch.finished_rows)
         for new in batch.new_rows:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
+        if self._proposer is not None:
+            self._proposer.follow(batch)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
+        result = self._run(batch) if batch.num_speculative_tokens is None else self._speculate(batch)
+        elapsed_us = (time.perf_counter_ns() - started) // 1000
+        return msgspec.structs.replace(result, device_time_us=elapsed_us)
+
+    def _run(self, batch: StepBatch) -> StepResult:
+        """Each row draws one token at most."""
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
@@ -159,8 +180,48 @@ class _OpenModel:
             drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
             logprobs, errors = sampled.logprobs, sampled.errors
         drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
-        elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, device_time_us=elapsed_us)
+        return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors)
+
+    def _speculate(self, batch: StepBatch) -> StepResult:
+        """Rows that may speculate draw a token behind each of their proposals."""
+        assert batch.num_speculative_tokens is not None
+        assert self._proposer is not None
+        refused = self._refusals.among(batch.rows)
+        asked = asked_of(batch, batch.num_speculative_tokens, frozenset(refused))
+        counts = self._proposer.propose(asked, self._token_ids)
+        if not counts.any():
+            none = np.stack((asked.numbers, counts, counts)).astype(np.int32)
+            return msgspec.structs.replace(self._run(batch), accepted_tokens=none)
+        proposals = self._proposals(asked, counts)
+        rows, draws = with_proposals(batch, asked, counts)
+        numbers = torch.from_numpy(draws.numbers).to(self._device)
+        positions = torch.from_numpy(draws.positions).to(self._device)
+        logits = self.forward.run(rows, self._token_ids)
+        sampled = self._sampler.sample(logits, numbers, positions, self._token_ids)
+        host = sampled.token_ids.to("cpu", torch.int32).numpy()
+        accepted = num_accepted(host, draws, asked, proposals, counts)
+        kept = counting(draws, asked, accepted)
+        where = torch.from_numpy(kept).to(self._device)
+        right = sampled.token_ids[where].clamp(min=0).to(torch.int32)
+        self._token_ids[numbers[where], positions[where]] = right
+        self._proposer.settle(asked, asked.num_tokens + accepted)
+        result = result_of(sampled, kept, draws, asked, counts, accepted)
+        drawn, errors = with_refusals(
+            draws.numbers[kept].astype(np.int32), result.sampled_token_ids, result.errors, refused
+        )
+        return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors)
+
+    def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
+        """The proposals of all rows, one after another."""
+        owner = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+        rows, positions = asked.numbers[owner], asked.num_tokens[owner] + places
+        stored: Int32Array = (
+            self._token_ids[torch.from_numpy(rows).to(self._device), torch.from_numpy(positions).to(self._device)]
+            .cpu()
+            .numpy()
+        )
+        return stored
 
     def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         token_ids = self._refusals.admit(row, token_ids)

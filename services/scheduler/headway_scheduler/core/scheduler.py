@@ -967,7 +967,12 @@ class Scheduler:
         rows, decoding = self.rows, self._decoding()
         if len(decoding) > self.limits.max_speculating_seqs:
             return
-        ready = decoding[rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]].tolist()
+        if not len(decoding):
+            return
+        of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
+        if not self._speculation.is_time_to_try(self.next_step, len(decoding)):
+            of_now &= rows.is_proven[decoding].any()
+        ready = decoding[of_now].tolist()
         if not ready:
             return
         records = [rows.request_in(row).speculation for row in ready]
@@ -975,7 +980,7 @@ class Scheduler:
         candidates = list(zip(records, positions, strict=True))
         counts = self._speculation.choose(candidates, self._decoding_shape(), self.next_step, self._objective_s())
         for row, record, count in zip(ready, records, counts, strict=True):
-            rows.speculates_from[row] = record.resumes_at
+            rows.note_speculation(row, record)
             num_tokens = self._find_room(plan, row, count)
             if num_tokens > 0:
                 plan.let_speculate(row, num_tokens)
@@ -1411,7 +1416,7 @@ class Scheduler:
                 num_proposed=num_proposed,
                 num_accepted=len(token_ids),
             )
-            rows.speculates_from[row] = request.speculation.resumes_at
+            rows.note_speculation(row, request.speculation)
             num_taken, end = self._append_to(request, token_ids, entries)
             counters.wasted_tokens[WasteReason.SURPLUS] += len(token_ids) - num_taken
             if end is not None:

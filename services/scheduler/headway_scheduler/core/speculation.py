@@ -2,20 +2,22 @@
 
 Owns: what is learned of each request's proposals, and the decision. Must not know: rows, blocks, or who proposes.
 
-A request *tries* speculation at first and after each pause. What it tries is bounded: after ``TRIES`` steps in a row that
-brought nothing it pauses, for ``SHORTEST_PAUSE`` tokens at first, twice as many each time, up to ``LONGEST_PAUSE``. So
-where nothing can be found, a request speculates in a few steps of its whole life. A step that speculates is answered
-before the next one is sent, which all that decode in it feel; so those that only try do so together, in one step of
-``STEPS_BETWEEN_TRIES`` at most, or beside others for whom it pays.
+A request *tries* speculation at first and after each pause. What it tries is bounded. Where nothing was proposed, little
+was lost, and it tries again after ``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to
+``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps in a row whose proposals were all wrong it pauses for ``SHORTEST_PAUSE``
+tokens, then twice as many, up to ``LONGEST_PAUSE``. A step that speculates is answered before the next one is sent,
+which all that decode in it feel; so those that only try do so together, in one step of ``STEPS_BETWEEN_TRIES`` at most,
+or beside others for whom it pays.
 
 A request for which a proposal was right *speculates* until it no longer pays. How many tokens it asks for follows what is
 accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
 
 - its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
-- the batch gains. With n rows that decode in time t, and in t' if g more tokens are accepted, (n + g) / t' must be at least
-  n / t, both times from the model of step times, which knows steps with proposals as well. In a large batch, whose
-  steps already are as long as their arithmetic, t' grows with every proposal, and speculation ends by itself; the
-  setting ``max_speculating_seqs`` ends it in any case.
+- work is saved. A step takes t; t' with the proposals; t'' without the rows that speculate, from the model of step
+  times, which learns from steps with proposals as well. If those rows have g more tokens accepted each, they save the
+  time t - t'' of g later steps, and that must be more than t' - t, by ``MARGIN``. In a large batch, whose steps already are
+  as long as their arithmetic, a proposal costs as much as a token, and speculation ends by itself; the setting
+  ``max_speculating_seqs`` ends it in any case.
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ from headway_scheduler.core.step_time import StepShape, StepTimeModel
 
 FIRST_TOKENS = 4
 """Asked for by a request of which nothing is known."""
+SHORTEST_SEARCH_PAUSE = 4
+LONGEST_SEARCH_PAUSE = 32
 TRIES = 2
 SHORTEST_PAUSE = 16
 LONGEST_PAUSE = 512
@@ -31,6 +35,7 @@ STEPS_BETWEEN_TRIES = 16
 LEAST_MEAN = 0.2
 EARNING_MEAN = 0.5
 """With this mean of accepted tokens the next pause is a short one again."""
+MARGIN = 1.1
 _GAIN = 0.3
 NEVER_POSITION = (1 << 31) - 1
 
@@ -48,6 +53,7 @@ class SpeculationRecord:
         "num_wanted",
         "pause",
         "resumes_at",
+        "search_pause",
     )
 
     def __init__(self, *, may_speculate: bool = True) -> None:
@@ -57,19 +63,25 @@ class SpeculationRecord:
         self.is_proven = False
         """Whether a proposal was right since it last paused."""
         self.num_misses = 0
-        """Steps in a row that brought nothing."""
+        """Steps in a row whose proposals were all wrong."""
         self.mean_accepted = 0.0
         self.mean_proposed = 0.0
         self.pause = SHORTEST_PAUSE
+        self.search_pause = SHORTEST_SEARCH_PAUSE
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
 
     def pause_at(self, num_computed_tokens: int) -> None:
-        """Leave it alone for a while."""
+        """It does not pay: leave it alone for a while."""
         self.resumes_at = num_computed_tokens + self.pause
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
         self.is_proven = False
         self.num_misses = 0
+
+    def search_again_after(self, num_computed_tokens: int) -> None:
+        """Nothing was found: look again a little later."""
+        self.resumes_at = num_computed_tokens + self.search_pause
+        self.search_pause = min(2 * self.search_pause, LONGEST_SEARCH_PAUSE)
 
 
 class SpeculationPolicy:
@@ -78,6 +90,10 @@ class SpeculationPolicy:
     def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
         self.max_tokens = max_tokens
         self._step_times = step_times
+
+    def is_time_to_try(self, step: int, num_rows: int) -> bool:
+        """Whether requests that only try may do so in ``step``, beside ``num_rows`` rows that decode."""
+        return step % min(STEPS_BETWEEN_TRIES, num_rows) == 0
 
     def choose(
         self,
@@ -96,7 +112,7 @@ class SpeculationPolicy:
             for record, position in proven:
                 record.pause_at(position)
             proven = []
-        if not proven and step % min(STEPS_BETWEEN_TRIES, decoding.num_rows):
+        if not proven and not self.is_time_to_try(step, decoding.num_rows):
             return [0] * len(candidates)
         return [
             min(record.num_wanted, self.max_tokens) if record.resumes_at <= position else 0
@@ -104,19 +120,23 @@ class SpeculationPolicy:
         ]
 
     def _pays(self, proven: list[SpeculationRecord], decoding: StepShape, objective_s: float | None) -> bool:
+        num_rows, num_left = decoding.num_rows, decoding.num_rows - len(proven)
         num_proposed = round(sum(record.mean_proposed for record in proven))
-        alone_s = self._step_times.predict_s(decoding)
-        with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
-        together_s = self._step_times.predict_s(with_proposals)
-        if alone_s is not None and together_s is not None:
-            gain = sum(record.mean_accepted for record in proven)
-            if gain * alone_s < (together_s - alone_s) * decoding.num_rows:
+        step_s = self._step_times.predict_s(decoding)
+        if step_s is not None:
+            times = self._step_times
+            proposing_s = times.predict_s(decoding._replace(num_tokens=decoding.num_tokens + num_proposed)) or step_s
+            rest = StepShape(num_left, num_left, decoding.num_context_tokens * num_left // num_rows, 0)
+            rest_s = times.predict_s(rest) or 0.0 if num_left else 0.0
+            gain = sum(record.mean_accepted for record in proven) / len(proven)
+            if gain * (step_s - rest_s) < MARGIN * (proposing_s - step_s):
                 return False
-            if objective_s is not None and alone_s <= objective_s < together_s:
+            if objective_s is not None and step_s <= objective_s < proposing_s:
                 return False
         for record in proven:
             if record.mean_accepted >= EARNING_MEAN:
                 record.pause = SHORTEST_PAUSE
+                record.search_pause = SHORTEST_SEARCH_PAUSE
         return True
 
     def learn(
@@ -140,10 +160,13 @@ class SpeculationPolicy:
                 record.num_wanted = num_accepted + 1
             elif num_proposed == num_allowed:
                 record.num_wanted = min(max(2 * num_allowed, record.num_wanted), self.max_tokens)
-        else:
+        elif num_proposed:
             record.num_misses += 1
-            if num_proposed:
-                record.num_wanted = max(record.num_wanted // 2, 1)
-        is_in_vain = record.mean_accepted < LEAST_MEAN if record.is_proven else record.num_misses >= TRIES
-        if is_in_vain:
+            record.num_wanted = max(record.num_wanted // 2, 1)
+        if record.is_proven:
+            if record.mean_accepted < LEAST_MEAN:
+                record.pause_at(num_computed_tokens)
+        elif not num_proposed:
+            record.search_again_after(num_computed_tokens)
+        elif record.num_misses >= TRIES:
             record.pause_at(num_computed_tokens)
