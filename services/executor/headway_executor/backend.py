@@ -58,7 +58,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     progress: Callable[[str, int, int], None] = _nobody_listens
     speculation: str = "off"
     draft_model: str = ""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,7 +216,7 @@ class SimulatedBackend:
             max_num_rows=config.max_num_seqs,
             num_host_blocks=num_host_blocks,
             swap_us_per_block=self._swap_us_per_block if num_host_blocks else 0.0,
-            max_speculative_tokens=self._options.max_speculative_tokens,
+            max_speculative_tokens=_max_speculative_tokens(config, self._options),
         )
 
     @property
@@ -599,6 +599,12 @@ def _num_host_blocks(config: BackendConfig, num_blocks: int) -> int:
             f"0 (no swapping), -1 (automatic), {-(-block_bytes >> 20)} or more"
         )
     return min(space // block_bytes, _MAX_HOST_BLOCKS)
+
+
+def _max_speculative_tokens(config: BackendConfig, options: SimulatedOptions) -> int:
+    """Whoever proposes, it is simulated."""
+    wanted = 0 if config.speculation == "off" else config.num_speculative_tokens
+    return options.max_speculative_tokens or wanted
 
 
 def _swap_us_per_block(options: SimulatedOptions, block_size: int) -> float:

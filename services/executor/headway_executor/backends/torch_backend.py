@@ -21,8 +21,16 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
+from headway_executor.kv_pool import KvPool, block_bytes_of, check_pool_size, num_blocks_that_fit
+from headway_executor.model_settings import (
+    ModelSettings,
+    check_options,
+    check_quantization,
+    check_speculation,
+    device_of,
+    draft_settings_of,
+    settings_of,
+)
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
@@ -30,6 +38,7 @@ from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, l
 from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import Sampler
+from headway_executor.speculation.draft_model import DraftModel
 from headway_executor.speculation.ngram import PromptLookup
 from headway_executor.speculation.proposer import Asked, Proposer
 from headway_executor.speculation.verification import asked_of, counting, num_accepted, result_of, with_proposals
@@ -58,12 +67,19 @@ class TorchBackend:
         _check_threads(config.num_threads)
         directory = Path(config.model)
         model_config, dtype, max_model_len = settings_of(config, device)
+        check_speculation(config)
+        draft = draft_settings_of(config, model_config, max_model_len) if config.speculation == "draft" else None
+        block_bytes_beside = 0 if draft is None else block_bytes_of(draft.model_config, config.block_size, dtype)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
-            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
+            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
             sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
-            proposer = PromptLookup() if config.speculation == "ngram" else None
+            proposer: Proposer | None = PromptLookup() if config.speculation == "ngram" else None
+            if draft is not None:
+                proposer = DraftModel(
+                    _load_draft(config, draft, forward.pool, dtype, device), sampler, draft.max_model_len
+                )
             self._model = _OpenModel(config, forward, max_model_len, device, sampler, proposer)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
@@ -204,7 +220,7 @@ class _OpenModel:
         where = torch.from_numpy(kept).to(self._device)
         right = sampled.token_ids[where].clamp(min=0).to(torch.int32)
         self._token_ids[numbers[where], positions[where]] = right
-        self._proposer.settle(asked, asked.num_tokens + accepted)
+        self._proposer.settle(asked, counts, accepted)
         result = result_of(sampled, kept, draws, asked, counts, accepted)
         drawn, errors = with_refusals(
             draws.numbers[kept].astype(np.int32), result.sampled_token_ids, result.errors, refused
@@ -251,15 +267,17 @@ def _load(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    block_bytes_beside: int = 0,
 ) -> ForwardPass:
-    """Choose the way to run, load, and reserve the pool."""
+    """Choose the way to run, load, and reserve the pool, beside which others want so many bytes for each block."""
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
     library = _kernels(config, model_config, dtype, device)
     if library is None:
         torch.set_num_threads(num_threads)
         decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
         block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
-        return EagerModel(model_config, decoder, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+        pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
+        return EagerModel(model_config, decoder, pool)
     # The kernels have threads of their own; torch's, which spin for a while after each operator, would get in their way.
     torch.set_num_threads(1)
     compiled = load_compiled(
@@ -272,7 +290,18 @@ def _load(
         num_threads=num_threads,
     )
     block_shape = (compiled.block_floats,)
-    return CompiledModel(compiled, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+    pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
+    return CompiledModel(compiled, pool)
+
+
+def _load_draft(
+    config: BackendConfig, draft: ModelSettings, pool: KvPool, dtype: torch.dtype, device: torch.device
+) -> ForwardPass:
+    """The draft model, with a pool of as many blocks as ``pool`` and none on the host."""
+    own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
+    with Checkpoint(Path(config.draft_model)) as checkpoint:
+        checkpoint.check(expected_tensors(draft.model_config), ignored_tensors(draft.model_config))
+        return _load(own, draft.model_config, checkpoint, draft.max_model_len, dtype, device)
 
 
 def _kernels(
@@ -301,12 +330,13 @@ def _pool(
     block_shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    block_bytes_beside: int,
 ) -> KvPool:
     block_bytes = model_config.num_layers * math.prod(block_shape) * dtype.itemsize
     num_blocks = config.num_kv_blocks
     if num_blocks == 0:
         num_blocks = num_blocks_that_fit(
-            block_bytes=block_bytes,
+            block_bytes=block_bytes + block_bytes_beside,
             useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
             device=device,
         )

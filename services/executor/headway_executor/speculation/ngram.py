@@ -44,7 +44,7 @@ class PromptLookup:
                 token_ids[row, num_tokens : num_tokens + len(found)] = torch.from_numpy(found)
         return counts
 
-    def settle(self, asked: Asked, num_known: Int64Array) -> None:
+    def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
         """See ``Proposer.settle``."""
 
 

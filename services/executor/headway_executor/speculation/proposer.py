@@ -46,6 +46,6 @@ class Proposer(Protocol):
         """
         ...
 
-    def settle(self, asked: Asked, num_known: Int64Array) -> None:
-        """The proposals have been verified: now so many tokens of each row are known, int64, shape ``[n]``."""
+    def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
+        """The proposals have been verified: of so many so many were right, int64, shape ``[n]`` each."""
         ...

@@ -5,7 +5,8 @@ Owns: what is learned of each request's proposals, and the decision. Must not kn
 A request *tries* speculation at first and after each pause. What it tries is bounded. Where nothing was proposed, little
 was lost, and it tries again after ``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to
 ``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps in a row whose proposals were all wrong it pauses for ``SHORTEST_PAUSE``
-tokens, then twice as many, up to ``LONGEST_PAUSE``. A step that speculates is answered before the next one is sent,
+tokens, then twice as many, up to ``LONGEST_PAUSE``; where other requests have come to pauses before it and for none it
+paid meanwhile, its first pause is longer in the same way. A step that speculates is answered before the next one is sent,
 which all that decode in it feel; so those that only try do so together, in one step of ``STEPS_BETWEEN_TRIES`` at most,
 or beside others for whom it pays.
 
@@ -66,17 +67,11 @@ class SpeculationRecord:
         """Steps in a row whose proposals were all wrong."""
         self.mean_accepted = 0.0
         self.mean_proposed = 0.0
-        self.pause = SHORTEST_PAUSE
+        self.pause = 0
+        """Tokens of the next pause; 0 while it has had none."""
         self.search_pause = SHORTEST_SEARCH_PAUSE
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
-
-    def pause_at(self, num_computed_tokens: int) -> None:
-        """It does not pay: leave it alone for a while."""
-        self.resumes_at = num_computed_tokens + self.pause
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self.is_proven = False
-        self.num_misses = 0
 
     def search_again_after(self, num_computed_tokens: int) -> None:
         """Nothing was found: look again a little later."""
@@ -90,6 +85,7 @@ class SpeculationPolicy:
     def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
         self.max_tokens = max_tokens
         self._step_times = step_times
+        self._first_pause = SHORTEST_PAUSE
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
         """Whether requests that only try may do so in ``step``, beside ``num_rows`` rows that decode."""
@@ -110,7 +106,7 @@ class SpeculationPolicy:
         proven = [(record, position) for record, position in candidates if record.is_proven]
         if proven and not self._pays([record for record, _ in proven], decoding, objective_s):
             for record, position in proven:
-                record.pause_at(position)
+                self._pause(record, position)
             proven = []
         if not proven and not self.is_time_to_try(step, decoding.num_rows):
             return [0] * len(candidates)
@@ -135,7 +131,7 @@ class SpeculationPolicy:
                 return False
         for record in proven:
             if record.mean_accepted >= EARNING_MEAN:
-                record.pause = SHORTEST_PAUSE
+                record.pause = self._first_pause = SHORTEST_PAUSE
                 record.search_pause = SHORTEST_SEARCH_PAUSE
         return True
 
@@ -165,8 +161,18 @@ class SpeculationPolicy:
             record.num_wanted = max(record.num_wanted // 2, 1)
         if record.is_proven:
             if record.mean_accepted < LEAST_MEAN:
-                record.pause_at(num_computed_tokens)
+                self._pause(record, num_computed_tokens)
         elif not num_proposed:
             record.search_again_after(num_computed_tokens)
         elif record.num_misses >= TRIES:
-            record.pause_at(num_computed_tokens)
+            self._pause(record, num_computed_tokens)
+
+    def _pause(self, record: SpeculationRecord, num_computed_tokens: int) -> None:
+        """It does not pay: leave it alone for a while."""
+        if not record.pause:
+            record.pause = self._first_pause
+            self._first_pause = min(2 * self._first_pause, LONGEST_PAUSE)
+        record.resumes_at = num_computed_tokens + record.pause
+        record.pause = min(2 * record.pause, LONGEST_PAUSE)
+        record.is_proven = False
+        record.num_misses = 0
