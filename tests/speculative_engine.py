@@ -23,14 +23,43 @@ from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class SpeculativeEngine:
-    """One loaded model; a scheduler that lets it speculate and one that does not take turns."""
+class AlwaysSpeculate(SpeculationPolicy):
+    """Whether it pays or not, as far ahead as may be."""
 
-    def __init__(self, config: BackendConfig, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def is_time_to_try(self, step: int, num_rows: int) -> bool:
+        del step, num_rows
+        return True
+
+    def choose(
+        self,
+        candidates: Sequence[tuple[SpeculationRecord, int]],
+        decoding: StepShape,
+        step: int,
+        objective_s: float | None,
+    ) -> list[int]:
+        del decoding, step, objective_s
+        return [self.max_tokens] * len(candidates)
+
+    def learn(self, record: SpeculationRecord, num_computed_tokens: int, **counts: int) -> None:
+        """Nothing."""
+
+
+class SpeculativeEngine:
+    """One loaded model; a scheduler that lets it speculate and one that does not take turns.
+
+    ``always``: it speculates whether it pays or not.
+    """
+
+    def __init__(
+        self, config: BackendConfig, *, clock: Callable[[], float] = time.perf_counter, always: bool = False
+    ) -> None:
+        self._always = always
         self._backend = TorchBackend()
         info = self._backend.open(config)
         self._clock = clock
@@ -70,6 +99,8 @@ class SpeculativeEngine:
         self._epoch += 1
         self._state.begin_epoch()
         core.begin_epoch(self._capacities[speculates], self._epoch)
+        if speculates and self._always:
+            core._speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
         first = self._num_requests
         outputs: dict[int, list[int]] = {}
         self.logprobs = {}

@@ -18,7 +18,13 @@ ONE_ROW = StepShape(1, 1, 100, 0)
 
 
 def run(
-    policy: SpeculationPolicy, record: SpeculationRecord, num_tokens: int, *, proposes: bool, right: int = 0, first: int = 0
+    policy: SpeculationPolicy,
+    record: SpeculationRecord,
+    num_tokens: int,
+    *,
+    proposes: bool,
+    right: int = 0,
+    first: int = 0,
 ) -> int:
     """Steps that speculate among those that bring a request of ``first`` tokens ``num_tokens`` more."""
     position, num_speculating = first, 0
@@ -100,7 +106,9 @@ def learned(constant_s: float, token_s: float) -> StepTimeModel:
     model = StepTimeModel()
     for round_number in range(60):
         for num_rows, num_tokens in ((1, 1), (1, 5), (16, 16), (16, 40), (4, 4), (8, 30)):
-            model.observe(StepShape(num_tokens, num_rows, 100 * num_rows + round_number, 0), constant_s + token_s * num_tokens)
+            model.observe(
+                StepShape(num_tokens, num_rows, 100 * num_rows + round_number, 0), constant_s + token_s * num_tokens
+            )
     return model
 
 
