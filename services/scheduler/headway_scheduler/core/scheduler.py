@@ -1406,7 +1406,7 @@ class Scheduler:
             counters.num_accepted_tokens += len(token_ids)
             request = None if row in step.leavers else rows.requests[row]
             if request is None:  # it has ended meanwhile, or with its first token
-                counters.wasted_tokens[WasteReason.SURPLUS] += len(token_ids)
+                self._count_surplus(len(token_ids))
                 continue
             rows.num_computed_tokens[row] += len(token_ids)
             self._speculation.learn(
@@ -1418,7 +1418,7 @@ class Scheduler:
             )
             rows.note_speculation(row, request.speculation)
             num_taken, end = self._append_to(request, token_ids, entries)
-            counters.wasted_tokens[WasteReason.SURPLUS] += len(token_ids) - num_taken
+            self._count_surplus(len(token_ids) - num_taken)
             if end is not None:
                 finished.append(end)
             elif token_ids:
@@ -1426,6 +1426,10 @@ class Scheduler:
         if moved:
             self._start_decoding(moved, self.next_step)
         return columns.with_further(entries) if entries else columns
+
+    def _count_surplus(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
 
     def _append_to(
         self, request: Request, token_ids: list[int], entries: list[tuple[int, int, int, int]]
