@@ -4,8 +4,8 @@ Owns: the loads, the alternation, the table and the result file. Must not know: 
 
 Every comparison is one loaded model under two schedulers that take turns in one process, one that lets it speculate and one
 that does not, one step in flight; the order within a round alternates, and the median of the rounds' ratios is quoted.
-*Repetitive*: greedy answers to prompts that repeat themselves; a small model soon goes round in circles, which is what
-prompt lookup finds, as it does in answers that copy. *Random*: prompts and answers drawn at random, in which there is
+*Repetitive*: greedy answers, to passages of the demo model's held-out text, and of the random model to anything; such models
+soon go round in circles, which prompt lookup finds as it finds what an answer copies. *Random*: prompts and answers drawn at random, in which there is
 nothing to find. *Draft*: the demo model's own first layers, which were never trained to draft, so that nearly all of it is
 refused; it shows that the text stays the same and what giving up costs.
 
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 import headway
 from headway_executor.backend import BackendConfig
@@ -54,6 +55,13 @@ def repetitive_prompts(rng: np.random.Generator, count: int, vocab_size: int) ->
     return [rng.integers(3, vocab_size, size=25).tolist() * 4 for _ in range(count)]
 
 
+def passages(count: int) -> Prompts:
+    """Paragraphs that the demo model has not seen, cut at 100 tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    paragraphs = (DEMO_MODEL / "held_out.txt").read_text().split("\n\n")
+    return [tokenizer.encode(text).ids[:100] for text in paragraphs if len(text) > 60][:count]
+
+
 def exactness(engine: SpeculativeEngine, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Whether the outputs of many prompts are equal, greedy and at temperature 1."""
     rng = np.random.default_rng(arguments.seed)
@@ -62,8 +70,8 @@ def exactness(engine: SpeculativeEngine, arguments: argparse.Namespace) -> list[
     results: list[dict[str, object]] = []
     for name, sampling in (("greedy", greedy), ("temperature 1", at_temperature_1)):
         before = tokens_proposed(engine)
-        alone = engine.run(prompts, arguments.output, speculates=False, sampling=sampling)
-        again = engine.run(prompts, arguments.output, speculates=True, sampling=sampling)
+        alone = engine.run(prompts, arguments.exact_output, speculates=False, sampling=sampling)
+        again = engine.run(prompts, arguments.exact_output, speculates=True, sampling=sampling)
         num_equal = sum(mine == other for mine, other in zip(again, alone, strict=True))
         proposed, accepted = (after - start for after, start in zip(tokens_proposed(engine), before, strict=True))
         results.append(
@@ -78,7 +86,7 @@ def tokens_proposed(engine: SpeculativeEngine) -> tuple[int, int]:
 
 
 def compare(
-    engine: SpeculativeEngine, prompts: Prompts, batch: int, sampling: Sampling, arguments: argparse.Namespace
+    engine: SpeculativeEngine, prompts: Prompts, batch: int, sampling: Sampling, num_output: int, num_rounds: int
 ) -> dict[str, object]:
     """How many times faster ``prompts`` are answered with speculation, ``batch`` at once: the median of the rounds."""
     ratios = []
@@ -87,13 +95,13 @@ def compare(
     def seconds(*, speculates: bool) -> float:
         started = time.perf_counter()
         for group in groups:
-            engine.run(group, arguments.output, speculates=speculates, sampling=sampling)
+            engine.run(group, num_output, speculates=speculates, sampling=sampling)
         return time.perf_counter() - started
 
     before = tokens_proposed(engine)
     seconds(speculates=True)
     seconds(speculates=False)
-    for number in range(arguments.rounds):
+    for number in range(num_rounds):
         if number % 2:
             with_s = seconds(speculates=True)
             without_s = seconds(speculates=False)
@@ -112,11 +120,16 @@ def compare(
     }
 
 
-def speeds(name: str, config: BackendConfig, vocab_size: int, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Prompt lookup on both loads with one model."""
+def speeds(
+    name: str,
+    config: BackendConfig,
+    repetitive: Prompts,
+    random: Prompts,
+    num_output: int,
+    arguments: argparse.Namespace,
+) -> list[dict[str, object]]:
+    """One proposer on both loads with one model."""
     engine = SpeculativeEngine(config)
-    rng = np.random.default_rng(arguments.seed)
-    repetitive, random = (make(rng, 16, vocab_size) for make in (repetitive_prompts, random_prompts))
     cases: list[tuple[str, Prompts, int, Sampling]] = [
         ("repetitive", repetitive[: arguments.alone], 1, greedy),
         ("repetitive", repetitive, 16, greedy),
@@ -125,8 +138,8 @@ def speeds(name: str, config: BackendConfig, vocab_size: int, arguments: argpars
     ]
     results = []
     for load, prompts, batch, sampling in cases:
-        result: dict[str, object] = {"model": name, "proposer": config.speculation, "load": load}
-        result |= compare(engine, prompts, batch, sampling, arguments)
+        result: dict[str, object] = {"model": name, "proposer": config.speculation, "load": load, "output": num_output}
+        result |= compare(engine, prompts, batch, sampling, num_output, arguments.rounds)
         print(" ".join(f"{value!s:>12}" for value in result.values()), flush=True)
         results.append(result)
     return results
@@ -146,7 +159,9 @@ def config_of(model: Path, speculation: str, draft: Path | None = None) -> Backe
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=200, help="whose answers are compared token for token")
-    parser.add_argument("--output", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each answer of the demo model")
+    parser.add_argument("--output-135m", type=int, default=64, help="tokens of each answer of the random model")
+    parser.add_argument("--exact-output", type=int, default=64, help="tokens of the answers that are compared")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--alone", type=int, default=4, help="prompts that are answered one after another in a round")
     parser.add_argument("--seed", type=int, default=0)
@@ -164,17 +179,22 @@ def main() -> None:
         for name, results in exact.items():
             for result in results:
                 print(name, result, flush=True)
-        columns = "model proposer load batch speed_up lowest highest proposed accepted"
-        print(" ".join(f"{column:>12}" for column in columns.split()))
-        found = speeds("demo", engines["ngram"], 4096, arguments)
-        found += speeds("demo", engines["draft"], 4096, arguments)
+        columns = "model proposer load output batch speed_up lowest highest proposed accepted"
+        print(" ".join(f"{column:>12}" for column in columns.split()), flush=True)
+        rng = np.random.default_rng(arguments.seed)
+        random = random_prompts(rng, 16, 4096)
+        found = []
+        for config in engines.values():
+            found += speeds("demo", config, passages(16), random, arguments.output, arguments)
         if not arguments.skip_135m:
             write_checkpoint(Path(scratch) / "random", arguments.seed)
-            found += speeds("135M random", config_of(Path(scratch) / "random", "ngram"), 49152, arguments)
+            config = config_of(Path(scratch) / "random", "ngram")
+            random = random_prompts(rng, 16, 49152)
+            found += speeds("135M random", config, random, random, arguments.output_135m, arguments)
     record = {
         "benchmark": "speculation",
         **provenance(arguments.seed),
-        "load": {"prompt_tokens": 100, "output_tokens": arguments.output, "rounds": arguments.rounds},
+        "load": {"prompt_tokens": 100, "rounds": arguments.rounds, "one_after_another": arguments.alone},
         "exactness": exact,
         "speeds": found,
     }

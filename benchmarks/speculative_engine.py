@@ -33,6 +33,7 @@ class AlwaysSpeculate(SpeculationPolicy):
     """Whether it pays or not, as far ahead as may be."""
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
+        """Always."""
         del step, num_rows
         return True
 
@@ -43,6 +44,7 @@ class AlwaysSpeculate(SpeculationPolicy):
         step: int,
         objective_s: float | None,
     ) -> list[int]:
+        """As many as may be."""
         del decoding, step, objective_s
         return [self.max_tokens] * len(candidates)
 
@@ -100,7 +102,7 @@ class SpeculativeEngine:
         self._state.begin_epoch()
         core.begin_epoch(self._capacities[speculates], self._epoch)
         if speculates and self._always:
-            core._speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
+            core.speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
         first = self._num_requests
         outputs: dict[int, list[int]] = {}
         self.logprobs = {}

@@ -235,8 +235,9 @@ class ModelOfBlocks:
         prefixes, size = self._rows[number].prefixes, self._size
         further: list[int] = []
         is_going = True
+        first = len(prefixes) - 2
         for place in range(most):
-            position = len(prefixes) - 2 if is_going else position + 1
+            position = first + place
             if is_going and is_right(prefixes[-1]):
                 self._blocks[table[position // size]][position % size] = prefixes[-1]
                 drawn = self._draw(number, logprobs)

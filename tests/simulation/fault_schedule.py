@@ -133,7 +133,7 @@ def draw(seed: int) -> Schedule:
     rng = random.Random(seed)
     settings = _draw_settings(rng)
     # From another stream: schedules of seeds that were drawn before there was speculation stay what they were.
-    most = random.Random(f"speculation {seed}").choice((0, 0, 1, 3, 6))  # noqa: S311 - no secret
+    most = random.Random(f"speculation {seed}").choice((0, 0, 1, 3, 6))
     settings = msgspec.structs.replace(settings, max_speculative_tokens=most)
     requests = _draw_requests(rng, settings)
     if rng.random() < FLOOD_SHARE:

@@ -11,7 +11,18 @@ from pathlib import Path
 from headway_conformance.checkpoints import write_checkpoint
 from headway_conformance.failures import CannotCheck, ConformanceFailure, NotApplicable
 from headway_conformance.scenario import Scenario
-from headway_conformance.scenarios import blocks, chunks, epochs, errors, families, lifecycle, rows, sampling, swapping
+from headway_conformance.scenarios import (
+    blocks,
+    chunks,
+    epochs,
+    errors,
+    families,
+    lifecycle,
+    rows,
+    sampling,
+    speculation,
+    swapping,
+)
 from headway_conformance.scenarios import steps_in_flight as flights
 from headway_conformance.sizes import SMALL, Size
 from headway_conformance.stage import Stage, Target
@@ -27,6 +38,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *epochs.SCENARIOS,
     *sampling.SCENARIOS,
     *errors.SCENARIOS,
+    *speculation.SCENARIOS,
     *families.SCENARIOS,
 )
 """Every scenario, simple ones first."""

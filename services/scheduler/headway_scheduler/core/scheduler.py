@@ -177,7 +177,7 @@ class Scheduler:
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
         self._observer.begin_epoch()
-        self._speculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
+        self.speculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
         self._observer.is_wanted |= capacity.max_speculative_tokens > 0
         self._finished_rows: list[int] = []
         self._prefilling: set[int] = set()
@@ -962,7 +962,7 @@ class Scheduler:
 
     def _speculate(self, plan: StepPlan) -> None:
         """Let decoding rows run proposals with what is left of the budget; O(those that do)."""
-        if not self._speculation.max_tokens or self._alone is not None or self._start_window.is_narrow:
+        if not self.speculation.max_tokens or self._alone is not None or self._start_window.is_narrow:
             return
         rows, decoding = self.rows, self._decoding()
         if len(decoding) > self.limits.max_speculating_seqs:
@@ -970,7 +970,7 @@ class Scheduler:
         if not len(decoding):
             return
         of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
-        if not self._speculation.is_time_to_try(self.next_step, len(decoding)):
+        if not self.speculation.is_time_to_try(self.next_step, len(decoding)):
             of_now &= rows.is_proven[decoding].any()
         ready = decoding[of_now].tolist()
         if not ready:
@@ -978,7 +978,7 @@ class Scheduler:
         records = [rows.request_in(row).speculation for row in ready]
         positions = rows.num_computed_tokens[ready].tolist()
         candidates = list(zip(records, positions, strict=True))
-        counts = self._speculation.choose(candidates, self._decoding_shape(), self.next_step, self._objective_s())
+        counts = self.speculation.choose(candidates, self._decoding_shape(), self.next_step, self._objective_s())
         for row, record, count in zip(ready, records, counts, strict=True):
             rows.note_speculation(row, record)
             num_tokens = self._find_room(plan, row, count)
@@ -1409,7 +1409,7 @@ class Scheduler:
                 self._count_surplus(len(token_ids))
                 continue
             rows.num_computed_tokens[row] += len(token_ids)
-            self._speculation.learn(
+            self.speculation.learn(
                 request.speculation,
                 int(rows.num_computed_tokens[row]),
                 num_allowed=num_allowed,
