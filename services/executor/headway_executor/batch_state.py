@@ -93,14 +93,19 @@ class BatchState:
         Raises:
             ValueError: it cannot have come of it.
         """
-        rows, proposed, accepted = accepted_tokens
-        limits, self._speculating = self._speculating, _NO_BLOCKS
-        if not np.array_equal(rows, limits[0]):
-            raise ValueError(f"rows {rows.tolist()!r:.64} speculated, not {limits[0].tolist()!r:.64}")
-        if not ((accepted >= 0) & (accepted <= proposed) & (proposed <= limits[1])).all():
+        # Few rows, which lists go through sooner than arrays.
+        rows, proposed, accepted = accepted_tokens.tolist()
+        expected, limits = self._speculating.tolist()
+        self._speculating = _NO_BLOCKS
+        if rows != expected:
+            raise ValueError(f"rows {rows!r:.64} speculated, not {expected!r:.64}")
+        if not all(
+            0 <= right <= count <= limit for right, count, limit in zip(accepted, proposed, limits, strict=True)
+        ):
             raise ValueError("more tokens were accepted than proposed, or more proposed than were allowed")
-        self._num_computed_tokens[rows] += accepted
-        self._num_tokens[rows] += accepted
+        if any(accepted):
+            self._num_computed_tokens[rows] += accepted_tokens[2]
+            self._num_tokens[rows] += accepted_tokens[2]
 
     def digest(self) -> int:
         """The digest of rows, counters and block tables, as ``headway_proto.step.state_digest`` defines it."""
@@ -268,7 +273,7 @@ class BatchState:
         speculating, counts = group = _columns(column, "num_speculative_tokens")
         _check_range(speculating, len(self._live), "num_speculative_tokens: row")
         _check_range(counts - 1, self._info.max_speculative_tokens, "num_speculative_tokens: count less one")
-        if (np.diff(speculating) <= 0).any():
+        if len(speculating) > 1 and (np.diff(speculating) <= 0).any():
             raise ImpossibleDiff("num_speculative_tokens: the rows do not ascend")
         places = np.searchsorted(rows, speculating)
         places[places == len(rows)] = 0

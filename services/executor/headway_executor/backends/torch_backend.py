@@ -206,7 +206,8 @@ class _OpenModel:
         asked = asked_of(batch, batch.num_speculative_tokens, frozenset(refused))
         counts = self._proposer.propose(asked, self._token_ids)
         if not counts.any():
-            none = np.stack((asked.numbers, counts, counts)).astype(np.int32)
+            none = np.zeros((3, len(counts)), dtype=np.int32)
+            none[0] = asked.numbers
             return msgspec.structs.replace(self._run(batch), accepted_tokens=none)
         proposals = self._proposals(asked, counts)
         rows, draws = with_proposals(batch, asked, counts)

@@ -37,6 +37,9 @@ def split_tokens(
     for (row, num_allowed), num_proposed, num_accepted in zip(speculating, proposed, accepted, strict=True):
         if not 0 <= num_accepted <= num_proposed <= num_allowed or (num_accepted and row in failed):
             raise ValueError(f"row {row}: {num_accepted} of {num_proposed} tokens were accepted, {num_allowed} allowed")
+    if not any(accepted):
+        nothing = zip(speculating, proposed, strict=True)
+        return token_ids, [AcceptedTokens(row, num_allowed, count, []) for (row, num_allowed), count in nothing]
     num_each = np.ones(len(sampling_rows), dtype=np.intp)
     places = sampling_rows.searchsorted(rows)
     num_each[places] += accepted

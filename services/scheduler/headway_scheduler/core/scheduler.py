@@ -1271,8 +1271,8 @@ class Scheduler:
         if step.speculating:
             try:
                 token_ids, accepted = split_tokens(output, step.sampling_rows, step.speculating)
-            except ValueError as error:
-                raise StateMismatch(f"step {step.step}: {error}") from None
+            except ValueError as problem:
+                raise StateMismatch(f"step {step.step}: {problem}") from None
         else:
             token_ids = decode_column(output.sampled_token_ids)
         if len(token_ids) != len(step.sampling_rows):

@@ -28,7 +28,7 @@ from headway_scheduler.core.step_time import StepShape, StepTimeModel
 FIRST_TOKENS = 4
 """Asked for by a request of which nothing is known."""
 SHORTEST_SEARCH_PAUSE = 4
-LONGEST_SEARCH_PAUSE = 32
+LONGEST_SEARCH_PAUSE = 48
 TRIES = 2
 SHORTEST_PAUSE = 16
 LONGEST_PAUSE = 512
