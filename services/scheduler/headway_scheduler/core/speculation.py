@@ -14,11 +14,11 @@ A request for which a proposal was right *speculates* until it no longer pays. H
 accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
 
 - its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
-- work is saved. A step takes t; t' with the proposals; t'' without the rows that speculate, from the model of step
-  times, which learns from steps with proposals as well. If those rows have g more tokens accepted each, they save the
-  time t - t'' of g later steps, and that must be more than t' - t, by ``MARGIN``. In a large batch, whose steps already are
-  as long as their arithmetic, a proposal costs as much as a token, and speculation ends by itself; the setting
-  ``max_speculating_seqs`` ends it in any case.
+- the batch gains. A step of n rows takes t, and t' with the proposals, by the model of step times, which learns from steps
+  with proposals as well. The tokens accepted are worth t / n each, and that must be ``MARGIN`` times t' - t: who speculates
+  ends sooner, but the others wait for it, and until somebody takes the place that comes free a step is not shorter by
+  as much. In a large batch, whose steps already are as long as their arithmetic, a proposal costs as much as a token, and
+  speculation ends by itself; the setting ``max_speculating_seqs`` ends it in any case.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ STEPS_BETWEEN_TRIES = 16
 LEAST_MEAN = 0.2
 EARNING_MEAN = 0.5
 """With this mean of accepted tokens the next pause is a short one again."""
-MARGIN = 1.1
+MARGIN = 1.5
 _GAIN = 0.3
 NEVER_POSITION = (1 << 31) - 1
 
@@ -116,16 +116,13 @@ class SpeculationPolicy:
         ]
 
     def _pays(self, proven: list[SpeculationRecord], decoding: StepShape, objective_s: float | None) -> bool:
-        num_rows, num_left = decoding.num_rows, decoding.num_rows - len(proven)
         num_proposed = round(sum(record.mean_proposed for record in proven))
         step_s = self._step_times.predict_s(decoding)
         if step_s is not None:
-            times = self._step_times
-            proposing_s = times.predict_s(decoding._replace(num_tokens=decoding.num_tokens + num_proposed)) or step_s
-            rest = StepShape(num_left, num_left, decoding.num_context_tokens * num_left // num_rows, 0)
-            rest_s = times.predict_s(rest) or 0.0 if num_left else 0.0
-            gain = sum(record.mean_accepted for record in proven) / len(proven)
-            if gain * (step_s - rest_s) < MARGIN * (proposing_s - step_s):
+            with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
+            proposing_s = self._step_times.predict_s(with_proposals) or step_s
+            gain = sum(record.mean_accepted for record in proven)
+            if gain * step_s < MARGIN * (proposing_s - step_s) * decoding.num_rows:
                 return False
             if objective_s is not None and step_s <= objective_s < proposing_s:
                 return False
