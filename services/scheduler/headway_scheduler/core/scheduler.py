@@ -87,7 +87,7 @@ from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.speculation import SpeculationPolicy
 from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
-from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
 from headway_scheduler.core.step_time import StepShape, StepTimeFigures, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.swapping import Swapping
@@ -1214,7 +1214,7 @@ class Scheduler:
         self.pool.complete_step(step.step)
         # A step that moved blocks tells nothing of steps: its moves may have run before it, or beside the one before.
         if step.load is not None and not step.num_moved_blocks:
-            self._observer.learn(step.load, now, sum(entry.num_proposed for entry in accepted))
+            self._learn(step.load, now, accepted if step.speculating else None)
         self._observer.last_answer_time = now
         self.counters.device_us += output.device_time_us
         if step.num_moved_blocks:
@@ -1256,6 +1256,14 @@ class Scheduler:
             first_tokens=tuple(first_tokens),
             resumed_gaps_s=tuple(resumed_gaps_s),
         )
+
+    def _learn(self, load: StepLoad, now: float, accepted: list[AcceptedTokens] | None) -> None:
+        """Learn from the time of a step; ``accepted`` is None where it did not speculate."""
+        if accepted is None:
+            self._observer.learn(load, now)
+        else:
+            num_proposed = sum(entry.num_proposed for entry in accepted)
+            self.speculation.note_step(load.shape, self._observer.duration_s(load, now), num_proposed)
 
     def _take_answer(
         self, output: ExecutorOutput

@@ -14,8 +14,8 @@ A request for which a proposal was right *speculates* until it no longer pays. H
 accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
 
 - its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
-- the batch gains. A step of n rows takes t, and t' with the proposals, by the model of step times, which learns from steps
-  with proposals as well. The tokens accepted are worth t / n each, and that must be ``MARGIN`` times t' - t: who speculates
+- the batch gains. A step of n rows takes t by the model of step times, and t' with the proposals, by what steps with
+  proposals have taken beyond that lately, for each: who proposes may take time as well. The tokens accepted are worth t / n each, and that must be ``MARGIN`` times t' - t: who speculates
   ends sooner, but the others wait for it, and until somebody takes the place that comes free a step is not shorter by
   as much. In a large batch, whose steps already are as long as their arithmetic, a proposal costs as much as a token, and
   speculation ends by itself; the setting ``max_speculating_seqs`` ends it in any case.
@@ -23,7 +23,7 @@ accepted: twice as many after all were right, one more than were right otherwise
 
 from collections.abc import Sequence
 
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.step_time import StepShape, StepTimeModel, is_step_time
 
 FIRST_TOKENS = 4
 """Asked for by a request of which nothing is known."""
@@ -38,6 +38,9 @@ EARNING_MEAN = 0.5
 """With this mean of accepted tokens the next pause is a short one again."""
 MARGIN = 1.5
 _GAIN = 0.3
+_COST_GAIN = 0.2
+_LARGEST_COST = 2.0
+"""A proposal costs so many times a step at most; one that took longer has waited for something else."""
 NEVER_POSITION = (1 << 31) - 1
 
 
@@ -86,6 +89,7 @@ class SpeculationPolicy:
         self.max_tokens = max_tokens
         self._step_times = step_times
         self._first_pause = SHORTEST_PAUSE
+        self._proposal_s = -1.0  # what a proposal costs; below 0 while no step with one was timed
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
         """Whether requests that only try may do so in ``step``, beside ``num_rows`` rows that decode."""
@@ -119,8 +123,10 @@ class SpeculationPolicy:
         num_proposed = round(sum(record.mean_proposed for record in proven))
         step_s = self._step_times.predict_s(decoding)
         if step_s is not None:
-            with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
-            proposing_s = self._step_times.predict_s(with_proposals) or step_s
+            proposing_s = step_s + num_proposed * self._proposal_s
+            if self._proposal_s < 0.0:
+                with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
+                proposing_s = self._step_times.predict_s(with_proposals) or step_s
             gain = sum(record.mean_accepted for record in proven)
             if gain * step_s < MARGIN * (proposing_s - step_s) * decoding.num_rows:
                 return False
@@ -131,6 +137,17 @@ class SpeculationPolicy:
                 record.pause = self._first_pause = SHORTEST_PAUSE
                 record.search_pause = SHORTEST_SEARCH_PAUSE
         return True
+
+    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
+        """A step of this shape and so many proposals beside it took ``duration_s`` seconds."""
+        alone_s = self._step_times.predict_s(shape)
+        if not num_proposed or alone_s is None or not is_step_time(duration_s):
+            return
+        cost_s = min(max(duration_s - alone_s, 0.0) / num_proposed, _LARGEST_COST * alone_s)
+        if self._proposal_s < 0.0:
+            self._proposal_s = cost_s
+        else:
+            self._proposal_s += _COST_GAIN * (cost_s - self._proposal_s)
 
     def learn(
         self,

@@ -14,7 +14,7 @@ PROMPTS_ALIKE = 8
 """Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
 DECODES_ALIKE = 32
 """Of steps without a prompt, which hardly differ, one in so many."""
-SPECULATIONS_ALIKE = 8
+SPECULATIONS_ALIKE = 4
 """Of steps without a prompt that speculate, one in so many."""
 
 
@@ -69,10 +69,10 @@ class StepObserver:
         )
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
-    def learn(self, load: StepLoad, now: float, num_proposed_tokens: int) -> None:
-        """A step with this load, and so many proposals beside it, which moved no blocks, has returned."""
-        duration_s = now - max(load.sent_time, self.last_answer_time)
-        shape = load.shape
-        if num_proposed_tokens:
-            shape = shape._replace(num_tokens=shape.num_tokens + num_proposed_tokens)
-        self._budget.observe(shape, duration_s, load.objective_s)
+    def duration_s(self, load: StepLoad, now: float) -> float:
+        """What a step with this load, which has returned, has taken."""
+        return now - max(load.sent_time, self.last_answer_time)
+
+    def learn(self, load: StepLoad, now: float) -> None:
+        """A step with this load, which moved no blocks and did not speculate, has returned."""
+        self._budget.observe(load.shape, self.duration_s(load, now), load.objective_s)
