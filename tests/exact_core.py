@@ -13,7 +13,7 @@ import numpy as np
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
-from headway_proto.columns import encode_column
+from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowError
 from headway_scheduler.core.events import FinishedEvent, StepEvents
@@ -37,8 +37,8 @@ class Pending(NamedTuple):
 class ExactCore:
     """A core, and the tokens that each of its requests has received."""
 
-    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
-        """``capacity.num_host_blocks`` of at most ``num_blocks``."""
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, *, acceptance: float = 0.5) -> None:
+        """``capacity.num_host_blocks`` of at most ``num_blocks``. ``acceptance``: how likely a proposal is right."""
         self.limits = limits
         self.backend = SimulatedBackend()
         info = self.backend.open(
@@ -52,6 +52,8 @@ class ExactCore:
                     "vocab_size": str(VOCAB_SIZE),
                     "context_length": str(capacity.max_model_len),
                     "real_time": "false",
+                    "max_speculative_tokens": str(capacity.max_speculative_tokens),
+                    "speculative_acceptance": str(acceptance),
                 },
             )
         )
@@ -128,6 +130,8 @@ class ExactCore:
         rows = applied.batch.rows[applied.batch.samples != 0].tolist()
         handles = [self.core.rows.request_in(row).new.origin.handle for row in rows]
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        if result.accepted_tokens is not None:
+            self._state.accept(result.accepted_tokens)
         self._in_flight.append(Pending(output.step, digest, result, tuple(rows), tuple(handles)))
         return True
 
@@ -135,7 +139,8 @@ class ExactCore:
         """Answer the oldest step; ``failing``: the place among its sampling rows of one that reports an error."""
         step = self._in_flight.popleft()
         token_ids, errors = step.result.sampled_token_ids.tolist(), ()
-        if failing is not None and step.rows:
+        accepted = step.result.accepted_tokens
+        if failing is not None and step.rows and accepted is None:
             place = failing % len(step.rows)
             errors = (RowError(step.rows[place], "cannot be run"),)
             token_ids[place] = -1
@@ -147,6 +152,7 @@ class ExactCore:
                 errors=errors,
                 state_digest=step.digest,
                 move_time_us=step.result.move_time_us,
+                accepted_tokens=b"" if accepted is None else encode_columns(accepted),
             ),
             self.now,
         )

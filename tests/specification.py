@@ -12,7 +12,9 @@ import numpy as np
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.output_lengths import OutputLengths
-from headway_scheduler.core.request import NewRequestEvent, Origin
+from headway_scheduler.core.request import NewRequestEvent, Origin, may_speculate
+from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
 
 DEAD = -1
 """The version of a block behind one that was evicted: it cannot be reached and is not cached."""
@@ -73,6 +75,7 @@ class SpecRequest:
     wants_prompt_logprobs: bool = False
     told: int = 0
     """Prompt tokens, from the second on, whose log probabilities are known."""
+    speculation: SpeculationRecord = field(default_factory=SpeculationRecord)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -91,6 +94,8 @@ class SpecStep:
     number: int
     ran: list[tuple[SpecRequest, int, int, int, bool]]  # request, stay, row, computed afterwards, samples
     message: dict[str, object]
+    speculating: dict[int, int]
+    """Most proposals by row."""
 
 
 class SpecPool:
@@ -297,6 +302,8 @@ class Specification:
         self.refused: SpecRequest | None = None
         """The first in the queue when one was foreseen not to fit; nobody is asked again before ``ask_again_at``, a step."""
         self.ask_again_at = 0
+        self.policy = SpeculationPolicy(capacity.max_speculative_tokens, StepTimeModel())
+        """For whom speculation pays; what this answers is tested elsewhere."""
         self.lengths = OutputLengths()
         """What is to be expected of an output; what this answers is tested elsewhere."""
 
@@ -325,6 +332,7 @@ class Specification:
         request.objective_s = objective_ms / 1e3
         request.wants_prompt_logprobs = new.sampling.prompt_logprobs >= 0
         request.told = new.num_prompt_logprobs
+        request.speculation = SpeculationRecord(may_speculate=may_speculate(new))
         if self.predicts:
             request.curve = self.lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self.arrivals += 1
@@ -504,6 +512,8 @@ class Specification:
     def schedule(self, now: float) -> dict[str, object] | None:
         if len(self.in_flight) >= self.limits.max_steps_in_flight:
             return None
+        if self.in_flight and self.in_flight[-1].speculating:
+            return None  # what follows depends on what was right
         self.now = now
         self.running.sort(key=lambda request: request.key)
         self.short = False
@@ -532,7 +542,34 @@ class Specification:
             self.free_host_blocks[:0] = blocks  # the last that were given up are taken first
         self.host_blocks_to_come = []
         total = sum(self.tokens.values())
+        self.speculating: dict[int, int] = {}
+        if total:
+            self._speculate()
         return self._commit(total) if total else None
+
+    def _speculate(self) -> None:
+        """Decoding requests may run tokens that the executor proposes, with what nobody else has use for."""
+        decoding = [r for r in self.running if r.row in self.tokens and r.computed >= r.prompt_end]
+        is_minding_losses = self.alone is not None or bool(self.unproven)
+        if not self.policy.max_tokens or is_minding_losses or not 0 < len(decoding) <= self.limits.max_speculating_seqs:
+            return
+        ready = sorted((r for r in decoding if r.computed >= r.speculation.resumes_at), key=lambda r: r.row)
+        if not ready:
+            return
+        shape = StepShape(len(decoding), len(decoding), sum(r.computed for r in decoding), 0)
+        counts = self.policy.choose([(r.speculation, r.computed) for r in ready], shape, self.step, None)
+        size = self.capacity.block_size
+        for request, most in zip(ready, counts, strict=True):
+            left = self._budget() - sum(self.speculating.values())
+            count = min(most, request.limit - 1 - request.computed - 1, left)
+            missing = -(-(request.computed + 1 + count) // size) - len(request.blocks)
+            if count > 0 and missing > 0:
+                if self.short or self.pool.num_free < missing + len(self.running):
+                    count = len(request.blocks) * size - request.computed - 1
+                else:
+                    self._extend(request, 1 + count)
+            if count > 0:
+                self.speculating[request.row] = count
 
     @property
     def max_batch(self) -> int:
@@ -918,9 +955,10 @@ class Specification:
             "swap_out": [pair for _, pairs in self.swap_out for pair in pairs],
             "swap_in": self.swap_in,
             "total": total,
+            "speculative": sorted(self.speculating.items()),
         }
         self.swap_out, self.swap_in = [], []
-        self.in_flight.append(SpecStep(self.step, ran, message))
+        self.in_flight.append(SpecStep(self.step, ran, message, self.speculating))
         self.finished_rows = []
         self.step += 1
         return message
@@ -931,8 +969,13 @@ class Specification:
         """Rows of the oldest step in flight that bring a token, ascending."""
         return sorted(row for _, _, row, _, samples in self.in_flight[0].ran if samples)
 
-    def update(self, sampled: list[int]) -> tuple[list[tuple[Origin, int, int]], list[tuple[Origin, str, int]]]:
-        """Take the oldest step's tokens in; answer with new tokens (origin, index, id) and ends (origin, why, stop)."""
+    def update(
+        self, sampled: list[int], accepted: dict[int, tuple[int, list[int]]] | None = None
+    ) -> tuple[list[tuple[Origin, int, int]], list[tuple[Origin, str, int]]]:
+        """Take the oldest step's tokens in; answer with new tokens (origin, index, id) and ends (origin, why, stop).
+
+        ``accepted`` by row that speculated: how many tokens were proposed, and what follows the first token.
+        """
         step = self.in_flight.pop(0)
         self.pool.complete(step.number)
         by_row = dict(zip(sorted(row for _, _, row, _, samples in step.ran if samples), sampled, strict=True))
@@ -956,7 +999,37 @@ class Specification:
             request.unreturned -= 1
             self._deliver(request, by_row[row], delivered)
             self._end_if_done(request, by_row[row], ended)
+        for row, (num_proposed, tokens) in sorted((accepted or {}).items()):
+            for request in [
+                r for r, stay, its_row, *_ in step.ran if its_row == row and r.row == row and r.stay == stay
+            ]:
+                self._take_accepted(request, step.speculating[row], num_proposed, tokens, delivered, ended)
         return delivered, ended
+
+    def _take_accepted(
+        self,
+        request: SpecRequest,
+        num_allowed: int,
+        num_proposed: int,
+        tokens: list[int],
+        delivered: list[tuple[Origin, int, int]],
+        ended: list[tuple[Origin, str, int]],
+    ) -> None:
+        """All of it is computed; what is behind the end of the request is not for anybody."""
+        request.computed += len(tokens)
+        self.policy.learn(
+            request.speculation,
+            request.computed,
+            num_allowed=num_allowed,
+            num_proposed=num_proposed,
+            num_accepted=len(tokens),
+        )
+        for token in tokens:
+            request.confirmed += 1  # the token before this one
+            self._deliver(request, token, delivered)
+            self._end_if_done(request, token, ended)
+            if request.row is None:
+                return
 
     def _cache_prompt(self, request: SpecRequest) -> None:
         # Output blocks are registered only when the request leaves: until then nobody is likely to ask for them.

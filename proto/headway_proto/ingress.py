@@ -420,6 +420,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     executor: ExecutorState | None = None
     policies: PolicyNames | None = None
     tenant_services: tuple[TenantServiceState, ...] = ()
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -24,6 +24,13 @@ The executor keeps per row: token ids, block table, ``num_computed_tokens`` and 
    that step. Of a row with ``prompt_logprobs`` they are not written by other rows of that step: it may run before them.
 8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the positions ``a + 1`` to ``b`` as far as they are
    of its prompt, in every step, whether or not it samples.
+9. ``num_speculative_tokens`` lists rows that run exactly one token in this step and sample. After that token such a
+   row may run up to k more, which the executor proposes itself, at the positions that follow; its blocks cover them.
+   The token of each position is drawn as it always is; what is drawn behind a proposal counts only if that proposal,
+   and each before it, is the token that was drawn for its place. So the row brings 1 + a ids, in its place in
+   ``sampled_token_ids``, where a is the number of proposals accepted, and both its ``num_computed_tokens`` and its
+   ``num_tokens`` grow by a more than rule 3 says. a is known with the answer only: ``state_digest`` of the step leaves
+   it out, and no other step is sent before the answer has come back.
 
 So a decode step in which nothing changes is a message of constant size, whatever the batch.
 
@@ -63,6 +70,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
     ``supports_prompt_logprobs``: it follows rule 8.
     ``supports_constraints``: its rows may have a ``SamplingParams.constraint``.
+    ``max_speculative_tokens`` is the most tokens that it proposes for a row in one step, rule 9 (0: it never does).
     """
 
     backend: str
@@ -81,6 +89,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_num_batched_tokens: int = 0
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
+    max_speculative_tokens: int = 0
 
 
 _RANGES = (
@@ -92,6 +101,7 @@ _RANGES = (
     ("num_host_blocks", 0, 1 << 24),
     ("swap_us_per_block", 0, 1e9),
     ("max_num_batched_tokens", 0, 1 << 31),
+    ("max_speculative_tokens", 0, 1 << 10),
 )
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 4096
@@ -134,7 +144,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
     ``num_scheduled_tokens`` (row, n), exceptions only; ``block_copies`` (source, destination); ``swap_out`` (device
     block, host block); ``swap_in`` (host block, device block), see rules 5 and 6. ``total_num_scheduled_tokens`` is a
-    check.
+    check. ``num_speculative_tokens`` (row, k), rows ascending, see rule 8; the total leaves them out.
     """
 
     epoch: int
@@ -147,10 +157,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     swap_out: bytes = b""
     swap_in: bytes = b""
     total_num_scheduled_tokens: int = 0
+    num_speculative_tokens: bytes = b""
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one sampled position: the sampled token's, then the most likely tokens, best first."""
+    """Log probabilities at one sampled position: the sampled token's, then the most likely tokens, best first.
+
+    A row that brings several tokens has an entry for each, in their order.
+    """
 
     row: int
     logprob: float
@@ -178,6 +192,8 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves (0
     where it had none), which came before them and may have run beside the step before; neither contains the other. Both in
     microseconds. ``prompt_logprobs``: at most one entry for each row.
+    ``accepted_tokens`` is a column group (row, proposed, accepted), one entry for each row of the step's
+    ``num_speculative_tokens``, rows ascending (rule 9); a row in ``errors`` accepts none.
     """
 
     epoch: int
@@ -189,6 +205,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     state_digest: int | None = None
     move_time_us: int = 0
     prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
+    accepted_tokens: bytes = b""
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):

@@ -47,6 +47,33 @@ class WrappedBackend:
         self.inner.close()
 
 
+class TellsOfFirstTokensOnly(WrappedBackend):
+    """Reports the log probability of one token a row, however many it brings."""
+
+    found_by = ("proposals_change_no_token",)
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        first = {entry.row: entry for entry in reversed(result.logprobs)}
+        return replace(result, logprobs=tuple(first[row] for row in sorted(first)))
+
+
+class ForgetsWhatFollowsProposals(WrappedBackend):
+    """Keeps what was drawn first and leaves a proposal where the last accepted token belongs."""
+
+    found_by = ("proposals_change_no_token",)
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        if result.accepted_tokens is not None:
+            store = self.inner._opened._token_ids
+            ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + 1).tolist(), strict=True))
+            for row, proposed, accepted in result.accepted_tokens.T.tolist():
+                if proposed:
+                    store[row, ends[row] + accepted] = 1
+        return result
+
+
 class SortsBlocks(WrappedBackend):
     """Takes a row's blocks in ascending order."""
 

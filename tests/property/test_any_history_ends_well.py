@@ -48,6 +48,7 @@ class AnyHistory(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 8),
         num_host_blocks=st.sampled_from([0, 2, 64]),
         swap_us_per_block=st.sampled_from([0.0, 1.0]),
+        max_speculative_tokens=st.sampled_from([0, 1, 5]),
     )
     def begin(
         self,
@@ -56,6 +57,7 @@ class AnyHistory(RuleBasedStateMachine):
         spare_blocks: int,
         num_host_blocks: int,
         swap_us_per_block: float,
+        max_speculative_tokens: int,
     ) -> None:
         num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_blocks
         self.run = self.core_type(
@@ -68,6 +70,7 @@ class AnyHistory(RuleBasedStateMachine):
                 max_num_rows=8,
                 num_host_blocks=min(num_host_blocks, num_blocks),
                 swap_us_per_block=swap_us_per_block,
+                max_speculative_tokens=max_speculative_tokens,
             ),
         )
 

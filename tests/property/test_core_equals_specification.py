@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column
+from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
@@ -46,6 +46,7 @@ def readable(output: SchedulerOutput) -> dict[str, object]:
         "swap_out": [tuple(pair) for pair in decode_columns(output.swap_out, 2).T.tolist()],
         "swap_in": [tuple(pair) for pair in decode_columns(output.swap_in, 2).T.tolist()],
         "total": output.total_num_scheduled_tokens,
+        "speculative": [tuple(pair) for pair in decode_columns(output.num_speculative_tokens, 2).T.tolist()],
     }
 
 
@@ -63,6 +64,7 @@ class Pair:
         self.specification = Specification(limits, capacity)
         self.output_tokens: dict[Origin, list[int]] = {}
         self.now = 0.0
+        self.acceptance = 0.0
 
     def add(self, new: NewRequestEvent) -> None:
         self.core.add_request(new, now=self.now)
@@ -115,13 +117,35 @@ class Pair:
         step = self.specification.in_flight[0].number
         digest = self.core._in_flight[0].digest
         assert (digest is not None) == (step % DIGEST_INTERVAL_STEPS == 0)
-        output = ExecutorOutput(epoch=0, step=step, sampled_token_ids=encode_column(sampled), state_digest=digest)
+        accepted = self._accept(draw_token)
+        tokens = [
+            token
+            for row, first in zip(rows, sampled, strict=True)
+            for token in (first, *(accepted[row][1] if row in accepted else ()))
+        ]
+        columns = [(row, count, len(further)) for row, (count, further) in sorted(accepted.items())]
+        output = ExecutorOutput(
+            epoch=0,
+            step=step,
+            sampled_token_ids=encode_column(tokens),
+            state_digest=digest,
+            accepted_tokens=encode_columns(np.array(columns, dtype=np.int32).reshape(-1, 3).T),
+        )
         events = readable_events(self.core.update(output, now=0.0))
-        assert events == self.specification.update(sampled)
+        assert events == self.specification.update(sampled, accepted)
         for origin, index, token in events[0]:
             assert index == len(self.output_tokens[origin])
             self.output_tokens[origin].append(token)
         return True
+
+    def _accept(self, rng: np.random.Generator) -> dict[int, tuple[int, list[int]]]:
+        """For each row that speculates: how many tokens it proposed, and those that were right with the draw behind them."""
+        accepted = {}
+        for row, most in self.specification.in_flight[0].speculating.items():
+            num_proposed = int(rng.integers(0, most + 1))
+            num_accepted = int(rng.integers(0, num_proposed + 1)) if rng.random() < self.acceptance else 0
+            accepted[row] = num_proposed, rng.integers(0, VOCAB_SIZE, size=num_accepted).tolist()
+        return accepted
 
     def check(self) -> None:
         core, specification = self.core, self.specification
@@ -155,6 +179,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         num_host_blocks=draw(st.sampled_from([0, 3, 100])),
         max_num_batched_tokens=draw(st.sampled_from([0, 0, 3, 20])),
         supports_prompt_logprobs=True,
+        max_speculative_tokens=draw(st.sampled_from([0, 1, 4, 9])),
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),
@@ -171,6 +196,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         prefix_cache_scope=draw(st.sampled_from(["shared", "shared", "tenant"])),
         prefix_wait_tokens=draw(st.sampled_from([0, 1, 1, 3, 8])),
+        max_speculating_seqs=draw(st.sampled_from([2, 32])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
@@ -208,6 +234,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
     limits, capacity, seed, num_actions = workload
     rng = np.random.default_rng(seed)
     pair = Pair(limits, capacity)
+    pair.acceptance = float(rng.choice([0.0, 0.5, 0.9]))
     origins: list[Origin] = []
     for _ in range(num_actions):
         action = rng.random()

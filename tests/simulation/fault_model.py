@@ -11,6 +11,7 @@ table promises is noticed by the first step that reads it.
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from headway_executor.backend import StepBatch, StepResult
 from headway_proto.columns import decode_column, encode_column, encode_floats
@@ -52,6 +53,7 @@ def _whole_info(settings: Settings) -> BackendInfo:
         num_host_blocks=settings.num_host_blocks,
         swap_us_per_block=1.0,
         supports_prompt_logprobs=True,
+        max_speculative_tokens=settings.max_speculative_tokens,
     )
 
 
@@ -74,6 +76,11 @@ def token_after(prefix: int, sampling: SamplingParams) -> int:
     salt = (sampling.seed & 0xFFFF) + 1 if sampling.temperature else 0
     draw = ((prefix + salt * _EMPTY) & _MASK) * 0x94D049BB133111EB & _MASK
     return (draw >> 40) % VOCABULARY
+
+
+def is_right(prefix: int) -> bool:
+    """Whether the proposal that ends this history is the token that was drawn."""
+    return (prefix >> 20) % 3 > 0
 
 
 def fails_at(sampling: SamplingParams) -> int:
@@ -160,12 +167,16 @@ class ModelOfBlocks:
                 strict=True,
             )
         )
+        speculative = batch.num_speculative_tokens
+        most = {} if speculative is None else dict(zip(batch.rows.tolist(), speculative.tolist(), strict=True))
         tables = {
-            row: batch.block_table[row, : -(-(start + count) // self._size)].tolist() for row, start, count, _ in work
+            row: batch.block_table[row, : -(-(start + count + most.get(row, 0)) // self._size)].tolist()
+            for row, start, count, _ in work
         }
         self._write(work, tables)
         self._read(work, tables)
-        return msgspec.structs.replace(self._sample(work), prompt_logprobs=self._report(work))
+        result = self._sample(work, {row: count for row, count in most.items() if count}, tables)
+        return msgspec.structs.replace(result, prompt_logprobs=self._report(work))
 
     def _write(self, work: list[tuple[int, int, int, int]], tables: dict[int, list[int]]) -> None:
         size, written = self._size, {}
@@ -181,7 +192,7 @@ class ModelOfBlocks:
         size = self._size
         for row, start, count, _ in work:
             prefixes, end = self._rows[row].prefixes, start + count
-            for index, block in enumerate(tables[row]):
+            for index, block in enumerate(tables[row][: -(-end // size)]):
                 first = index * size
                 last = min(first + size, end)
                 if self._blocks[block][: last - first] != prefixes[first + 1 : last + 1]:
@@ -197,23 +208,60 @@ class ModelOfBlocks:
                 reports.append(RowPromptLogprobs(number, PromptLogprobColumns(start + 1, encode_floats(values))))
         return tuple(reports)
 
-    def _sample(self, work: list[tuple[int, int, int, int]]) -> StepResult:
-        tokens, errors, logprobs = [], [], []
+    def _sample(
+        self, work: list[tuple[int, int, int, int]], most: dict[int, int], tables: dict[int, list[int]]
+    ) -> StepResult:
+        tokens: list[int] = []
+        errors: list[RowError] = []
+        logprobs: list[RowLogprobs] = []
+        accepted: list[tuple[int, int, int]] = []
         for number, _, _, samples in work:
             if not samples:
                 continue
-            row = self._rows[number]
-            prefix = row.prefixes[-1]
-            if len(row.prefixes) - 1 - row.num_prompt == fails_at(row.sampling):
+            drawn = self._draw(number, logprobs)
+            tokens.append(ERRORED_ROW if drawn is None else drawn)
+            if drawn is None:
                 errors.append(RowError(number, "the logits are NaN"))
-                tokens.append(ERRORED_ROW)
-                token = 0
-            else:
-                token = token_after(prefix, row.sampling)
-                tokens.append(token)
-                if row.sampling.logprobs != NO_LOGPROBS:
-                    logprobs.append(RowLogprobs(number, logprob_of(prefix), (), ()))
-            row.prefixes.append(grown(prefix, token))
+            if number in most:
+                further = [] if drawn is None else self._speculate(number, most[number], tables[number], logprobs)
+                tokens += further
+                accepted.append((number, 0 if drawn is None else most[number], len(further)))
+        columns = np.array(accepted, dtype=np.int32).reshape(-1, 3).T
         return StepResult(
-            sampled_token_ids=decode_column(encode_column(tokens)), logprobs=tuple(logprobs), errors=tuple(errors)
+            sampled_token_ids=decode_column(encode_column(tokens)),
+            logprobs=tuple(logprobs),
+            errors=tuple(errors),
+            accepted_tokens=columns if accepted else None,
         )
+
+    def _draw(self, number: int, logprobs: list[RowLogprobs]) -> int | None:
+        """Draw a row's next token and append it; None if its logits are NaN."""
+        row = self._rows[number]
+        prefix = row.prefixes[-1]
+        if len(row.prefixes) - 1 - row.num_prompt == fails_at(row.sampling):
+            row.prefixes.append(grown(prefix, 0))
+            return None
+        token = token_after(prefix, row.sampling)
+        if row.sampling.logprobs != NO_LOGPROBS:
+            logprobs.append(RowLogprobs(number, logprob_of(prefix), (), ()))
+        row.prefixes.append(grown(prefix, token))
+        return token
+
+    def _speculate(self, number: int, most: int, table: list[int], logprobs: list[RowLogprobs]) -> list[int]:
+        """Run ``most`` proposals behind the token that was just drawn: the tokens behind those that are right."""
+        prefixes, size = self._rows[number].prefixes, self._size
+        further: list[int] = []
+        is_going = True
+        first = len(prefixes) - 2
+        for place in range(most):
+            position = first + place
+            if is_going and is_right(prefixes[-1]):
+                self._blocks[table[position // size]][position % size] = prefixes[-1]
+                drawn = self._draw(number, logprobs)
+                if drawn is not None:
+                    further.append(drawn)
+                    continue
+                prefixes.pop()  # it is drawn again, alone
+            is_going = False
+            self._blocks[table[position // size]][position % size] = -1 - place
+        return further

@@ -107,6 +107,37 @@ def hunt(name: str, most_seconds: float = MOST_SECONDS, first_seed: int = FIRST_
     return Verdict(name, "", seed - first_seed, time.process_time() - start)
 
 
+# ---------------------------------------------------------------------------------------------------------- speculation
+
+
+@_mutant(
+    "the scheduler sends the next step before it knows how many proposals were right", (Scheduler, "awaits_answer")
+)
+def speculation_not_waited_for(original):
+    del original
+    return property(lambda self: False)
+
+
+@_mutant("the executor forgets that accepted proposals are computed", (BatchState, "accept"))
+def accepted_tokens_forgotten(original):
+    def accept(self, accepted_tokens):
+        original(self, accepted_tokens)
+        self._num_computed_tokens[accepted_tokens[0]] -= accepted_tokens[2]
+
+    return accept
+
+
+@_mutant("what follows a stop among the accepted tokens is delivered as well", (Scheduler, "_append_to"))
+def stop_among_accepted_overlooked(original):
+    def append_to(self, request, token_ids, entries):
+        stops, request.new = request.new, msgspec.structs.replace(request.new, stop_token_ids=frozenset())
+        taken, end = original(self, request, token_ids, entries)
+        request.new = stops
+        return taken, end
+
+    return append_to
+
+
 # ------------------------------------------------------------------------------------------------- blocks and the cache
 
 

@@ -79,6 +79,8 @@ class SimulatedExecutor:
             moves = applied.moves
             self.backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
         result = self.backend.execute(applied.batch)
+        if result.accepted_tokens is not None:
+            self.state.accept(result.accepted_tokens)
         self.outbox += self.link.result(epoch=output.epoch, step=output.step, result=result, state_digest=digest)
 
 

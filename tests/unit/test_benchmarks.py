@@ -435,3 +435,19 @@ def test_constraint_libraries(tmp_path):
     measured = record["libraries"]["llguidance"]["vocabularies"]["demo, 4k"]
     assert all(schema["same_masks_twice"] for schema in measured["schemas"].values())
     assert measured["mask_us_mean"] > 0
+
+
+def test_speculation(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--prompts", "4", "--exact-output", "6", "--output", "6", "--rounds", "1", "--alone", "1", "--skip-135m")
+    run("speculation.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert {entry["equal"] for entries in record["exactness"].values() for entry in entries} == {4}
+    assert [(row["proposer"], row["load"], row["batch"]) for row in record["speeds"]] == [
+        (proposer, load, batch)
+        for proposer in ("ngram", "draft")
+        for load in ("repetitive", "random")
+        for batch in (1, 16)
+    ]
+    assert min(row["speed_up"] for row in record["speeds"]) > 0

@@ -15,6 +15,7 @@ from headway.__main__ import main
 from headway.client import NotFoundError, ServerError
 from headway.flight import fetched, live
 from headway.flight.cells import Kind, StepCollector, StepRange
+from headway.flight.recording import Recording
 from headway_proto.admin_pb2 import ExplainResponse, ReadFlightLogResponse
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.records import Turn
@@ -215,3 +216,20 @@ def test_a_server_is_asked_once_more_where_its_log_went_on(
     assert main(["explain", "server:1", "3"]) == 2
     assert "server:1: ABORTED: the log went on; try again" in capsys.readouterr().err
     assert list((tmp_path / "copies").iterdir()) == []
+
+
+def test_a_run_that_speculated_is_replayed_and_tells_how_often_that_was_right():
+    run = RecordedExactCore(LIMITS, msgspec.structs.replace(CAPACITY, max_speculative_tokens=4))
+    for handle in range(6):
+        run.add([1 + handle] * 9, 20)
+    run.drain(500)
+    recording = Recording()
+    run.recorder.flush(run.now, None, is_final=True)
+    replay = Replay(run.limits)
+    for event in replay.run(run.log.records):
+        recording.note(event, replay.core)
+    counters = run.core.counters
+    assert replay.core.counters == counters
+    assert counters.num_accepted_tokens > 10
+    assert recording.acceptance == counters.num_accepted_tokens / counters.num_draft_tokens
+    assert max(step.shape.num_tokens for step in recording.steps[1:]) > 6

@@ -340,3 +340,14 @@ def test_progress_is_drawn_now_and_then_on_a_terminal_and_nowhere_else():
     assert "6 of 10" not in terminal.text
     assert terminal.text.endswith("\r\x1b[K")
     assert not file.text
+
+
+def test_proposals_that_are_often_right_make_more_of_a_step(capsys, tmp_path):
+    rates = []
+    for flags in ((), ("--num-speculative-tokens", "4", "--speculative-acceptance", "0.8")):
+        path = tmp_path / f"{len(flags)}.json"
+        run(capsys, "--output-tokens", "100", *flags, "--json", str(path))
+        totals = json.loads(path.read_bytes())["cases"][0]["totals"]
+        assert totals["num_finished"] == 24
+        rates.append(totals["output_tokens_per_s"])
+    assert rates[1] > 1.3 * rates[0]

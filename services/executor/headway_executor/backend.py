@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
@@ -21,6 +22,9 @@ from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogp
 
 AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` of a backend that decides for itself."""
+
+NOBODY_SPECULATED: Int32Array = np.empty((3, 0), dtype=np.int32)
+"""``StepResult.accepted_tokens`` of no rows."""
 
 
 def _nobody_listens(what: str, done: int, total: int) -> None:
@@ -33,7 +37,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
     ``swap_space_mib`` is the main memory for swapped-out blocks in MiB, ``AUTOMATIC_SWAP_SPACE`` lets the backend decide.
     ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
-    ``quantization`` is "none", "int8" or "fp8". ``options`` are the backend's own, as text. ``progress`` hears how far a
+    ``quantization`` is "none", "int8" or "fp8". ``speculation`` is "off", or who proposes tokens: "ngram", or "draft" for the
+    checkpoint ``draft_model``; at most ``num_speculative_tokens`` for a row in one step. ``options`` are the backend's own, as text. ``progress`` hears how far a
     long opening has come: what is being done, how much of it is done, and of how much.
     """
 
@@ -51,6 +56,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     options: dict[str, str] = {}
     progress: Callable[[str, int, int], None] = _nobody_listens
+    speculation: str = "off"
+    draft_model: str = ""
+    num_speculative_tokens: int = 8
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +86,10 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) is the executor's own table after this diff, for
     backends that run on the host; it changes with later steps, so a backend that runs ahead keeps its own copy from
     ``new_blocks``. Position p of a row lives in block ``block_table[row, p // block_size]`` at ``p % block_size``.
+
+    ``num_speculative_tokens`` (shape ``[r]``) is how many tokens of its own proposing the backend may run after the one
+    token of each row, rule 8 of ``headway_proto.step``; None, where nobody speculates. It is 0 for all rows but those that
+    run one token and sample; their blocks cover the proposals.
     """
 
     step: int
@@ -89,6 +101,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: Int32Array
     samples: Int32Array
     block_table: Int32Array
+    num_speculative_tokens: Int32Array | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +112,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out; it may have
     run beside the step before. ``prompt_logprobs`` for the rows that ask for them and ran tokens from which they follow
     (rule 8 of ``headway_proto.step``), rows ascending, if the backend announces ``supports_prompt_logprobs``.
+
+    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has an entry for each of the step's s rows that
+    might speculate, rows ascending; None where there were none. Such a row has 1 + accepted entries in
+    ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
     """
 
     sampled_token_ids: Int32Array
@@ -107,6 +124,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     device_time_us: int = 0
     move_time_us: int = 0
     prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
+    accepted_tokens: Int32Array | None = None
 
 
 @runtime_checkable

@@ -58,6 +58,7 @@ class BatchState:
         self._one_each = _NO_ROWS
         self._rows_given_out = _NO_ROWS
         self._rows_of_earlier_epochs = _NO_ROWS
+        self._speculating = _NO_BLOCKS
         self._lost: str | None = None
 
     def begin_epoch(self) -> None:
@@ -68,6 +69,7 @@ class BatchState:
         self._num_blocks[:] = 0
         self._host_block_written[:] = False
         self._set_rows(_NO_ROWS)
+        self._speculating = _NO_BLOCKS
         self._lost = None
 
     def apply(self, output: SchedulerOutput) -> AppliedStep:
@@ -85,6 +87,26 @@ class BatchState:
             self._lost = str(error)
             raise
 
+    def accept(self, accepted_tokens: Int32Array) -> None:
+        """The last step has speculated, and this came of it: int32, shape ``[3, s]``, as ``StepResult`` has it.
+
+        Raises:
+            ValueError: it cannot have come of it.
+        """
+        # Few rows, which lists go through sooner than arrays.
+        rows, proposed, accepted = accepted_tokens.tolist()
+        expected, limits = self._speculating.tolist()
+        self._speculating = _NO_BLOCKS
+        if rows != expected:
+            raise ValueError(f"rows {rows!r:.64} speculated, not {expected!r:.64}")
+        if not all(
+            0 <= right <= count <= limit for right, count, limit in zip(accepted, proposed, limits, strict=True)
+        ):
+            raise ValueError("more tokens were accepted than proposed, or more proposed than were allowed")
+        if any(accepted):
+            self._num_computed_tokens[rows] += accepted_tokens[2]
+            self._num_tokens[rows] += accepted_tokens[2]
+
     def digest(self) -> int:
         """The digest of rows, counters and block tables, as ``headway_proto.step.state_digest`` defines it."""
         rows = self._rows
@@ -96,6 +118,8 @@ class BatchState:
         return self._rows
 
     def _apply(self, output: SchedulerOutput) -> AppliedStep:
+        if self._speculating.size:
+            raise ImpossibleDiff("a step was sent before the answer to the one before it, which speculates")
         finished = self._finish(output.finished_rows) if output.finished_rows else _NO_ROWS
         new_rows: tuple[NewRow, ...] = ()
         if output.scheduled_new_reqs:
@@ -105,6 +129,9 @@ class BatchState:
         new_blocks = self._append_blocks(output) if output.new_blocks or new_rows else _NO_BLOCKS
         moves = self._block_moves(output)
         rows, scheduled, computed, samples = self._advance(output)
+        speculative = None
+        if output.num_speculative_tokens:
+            speculative = self._speculate(output.num_speculative_tokens, rows, scheduled, samples)
         if self._rows_of_earlier_epochs.size:
             finished = self._rows_of_earlier_epochs
             self._rows_of_earlier_epochs = _NO_ROWS
@@ -119,6 +146,7 @@ class BatchState:
             num_computed_tokens=computed,
             samples=samples,
             block_table=self._shown_block_table,
+            num_speculative_tokens=speculative,
         )
         return AppliedStep(batch, moves)
 
@@ -239,6 +267,31 @@ class BatchState:
         self._num_computed_tokens[rows] = reached
         self._num_tokens[rows] = known + samples
         return rows, scheduled, computed, samples
+
+    def _speculate(self, column: bytes, rows: Int32Array, scheduled: Int32Array, samples: Int32Array) -> Int32Array:
+        """How many tokens may be proposed for each of the running ``rows``."""
+        speculating, counts = group = _columns(column, "num_speculative_tokens")
+        _check_range(speculating, len(self._live), "num_speculative_tokens: row")
+        _check_range(counts - 1, self._info.max_speculative_tokens, "num_speculative_tokens: count less one")
+        if len(speculating) > 1 and (np.diff(speculating) <= 0).any():
+            raise ImpossibleDiff("num_speculative_tokens: the rows do not ascend")
+        places = np.searchsorted(rows, speculating)
+        places[places == len(rows)] = 0
+        may = (rows[places] == speculating) & (scheduled[places] == 1) & (samples[places] == 1)
+        if not may.all():
+            raise ImpossibleDiff(f"num_speculative_tokens: row {speculating[~may][0]} does not decode in this step")
+        covered = np.minimum(self._num_blocks[speculating] * self._info.block_size, self._info.max_model_len)
+        reached = self._num_computed_tokens[speculating] + counts
+        if (reached > covered).any():
+            place = int((reached - covered).argmax())
+            raise ImpossibleDiff(
+                f"row {speculating[place]} may reach {reached[place]} tokens by speculation; its blocks and max_model_len "
+                f"allow {covered[place]}"
+            )
+        self._speculating = group
+        speculative = np.zeros_like(rows)
+        speculative[places] = counts
+        return _read_only(speculative)
 
     def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
         """The running rows and their token counts where ``num_scheduled_tokens`` lists exceptions."""

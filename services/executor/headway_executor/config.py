@@ -54,6 +54,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="threads of a CPU backend; 0: as many as the model is large enough for, at most one per core"),
     ] = 0
     seed: Annotated[int, Meta(description="seed of whatever a backend draws itself, such as random weights")] = 0
+    speculation: Annotated[
+        Literal["off", "ngram", "draft"],
+        Meta(
+            description="who proposes tokens that one step verifies: nobody, the text so far (prompt lookup), or draft_model; "
+            "with the torch backend"
+        ),
+    ] = "off"
+    draft_model: Annotated[
+        str, Meta(description="checkpoint directory of the draft model, which has the model's own tokens")
+    ] = ""
+    num_speculative_tokens: Annotated[
+        int, Meta(description="tokens that are proposed for a request in one step, at most")
+    ] = 8
     backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
     step_timeout_s: Annotated[
         float,
@@ -102,6 +115,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_num_batched_tokens", 1, 1 << 24),
             ("num_threads", 0, 1024),
             ("seed", 0, (1 << 64) - 1),
+            ("num_speculative_tokens", 1, 64),
         ):
             value = getattr(self, field)
             if not least <= value <= most:
@@ -131,6 +145,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_threads=self.num_threads,
             seed=self.seed,
             options=self.backend_options,
+            speculation=self.speculation,
+            draft_model=self.draft_model,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
 
 

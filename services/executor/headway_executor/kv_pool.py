@@ -13,6 +13,7 @@ from torch import Tensor
 from headway_executor.backend import BackendConfigError
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
 from headway_executor.host_pool import HostPool
+from headway_executor.models.config import ModelConfig
 from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
@@ -105,6 +106,11 @@ def num_blocks_that_fit(
     else:
         budget = device_share * torch.cuda.mem_get_info(device)[0]
     return min(useful_blocks, int(budget // block_bytes))
+
+
+def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """What a block takes for keys and values of all layers, without what a way to run may pad them with."""
+    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
 def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:

@@ -17,7 +17,13 @@ from typing import Protocol
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.backend import DeviceLostError, ExecutorBackend, StepOutOfMemoryError, StepResult
+from headway_executor.backend import (
+    NOBODY_SPECULATED,
+    DeviceLostError,
+    ExecutorBackend,
+    StepOutOfMemoryError,
+    StepResult,
+)
 from headway_executor.batch_state import BatchState, BlockMoves, ImpossibleDiff
 from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
@@ -47,6 +53,7 @@ class _Pending(msgspec.Struct, frozen=True):
     epoch: int
     step: int
     num_samples: int
+    speculates: bool
     state_digest: int | None
     future: Future[StepResult]
 
@@ -151,7 +158,8 @@ class StepCycle:
         num_samples = int(batch.samples.sum())
         if not self._pending:
             self._oldest_since = now
-        self._pending.append(_Pending(output.epoch, output.step, num_samples, digest, future))
+        speculates = batch.num_speculative_tokens is not None
+        self._pending.append(_Pending(output.epoch, output.step, num_samples, speculates, digest, future))
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
@@ -162,8 +170,17 @@ class StepCycle:
         )
 
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
-        if len(result.sampled_token_ids) != step.num_samples:
-            text = f"the backend answered {len(result.sampled_token_ids)} tokens for {step.num_samples} sampling rows"
+        num_wanted = step.num_samples
+        if step.speculates:
+            accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+            try:
+                self._state.accept(accepted)
+            except ValueError as error:
+                return self._fail(step.epoch, step.step, RuntimeError(f"the backend's answer: {error}"), now)
+            num_wanted += int(accepted[2].sum())
+            self.statistics.note_speculation(int(accepted[1].sum()), int(accepted[2].sum()))
+        if len(result.sampled_token_ids) != num_wanted:
+            text = f"the backend answered {len(result.sampled_token_ids)} tokens, not {num_wanted}"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
         self.statistics.note_result(result.device_time_us, len(result.errors), now)
         return self._link.result(epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest)

@@ -24,6 +24,8 @@ class ExecutorSnapshot(NamedTuple):
     num_epochs: int
     num_row_errors: int
     num_pending: int
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 _HISTOGRAMS = {
@@ -47,6 +49,8 @@ def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> Executor
         num_epochs=statistics.num_epochs,
         num_row_errors=statistics.num_row_errors,
         num_pending=statistics.num_pending,
+        num_proposed_tokens=statistics.num_proposed_tokens,
+        num_accepted_tokens=statistics.num_accepted_tokens,
     )
 
 
@@ -80,6 +84,12 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
         "error",
     )
     families.counter("headway_executor_row_errors", "Rows that could not be run.", snapshot.num_row_errors)
+    families.counter(
+        "headway_executor_proposed_tokens", "Tokens that were proposed and run.", snapshot.num_proposed_tokens
+    )
+    families.counter(
+        "headway_executor_accepted_tokens", "Proposed tokens that were right.", snapshot.num_accepted_tokens
+    )
     families.counter("headway_executor_epochs", "Epochs that have begun.", snapshot.num_epochs)
     for name, told in snapshot.histograms.items():
         families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], told)

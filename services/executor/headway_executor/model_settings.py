@@ -5,13 +5,14 @@ Owns: the checks and the choices that "auto" and 0 leave to a backend. Must not 
 Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
 """
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 
@@ -24,6 +25,8 @@ class ModelSettings(NamedTuple):
     max_model_len: int
 
 
+SPECULATIONS = ("off", "ngram", "draft")
+MOST_SPECULATIVE_TOKENS = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,6 +64,68 @@ def check_quantization(config: BackendConfig, allowed: Collection[str]) -> None:
         raise BackendConfigError(
             f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(allowed)}"
         )
+
+
+def check_speculation(config: BackendConfig) -> None:
+    """The settings of speculation must fit each other."""
+    if config.speculation not in SPECULATIONS:
+        raise BackendConfigError(
+            f"speculation {config.speculation!r:.64} is not allowed; allowed: {', '.join(SPECULATIONS)}"
+        )
+    if not 1 <= config.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
+        raise BackendConfigError(
+            f"num_speculative_tokens {config.num_speculative_tokens} is not allowed; "
+            f"allowed: 1 to {MOST_SPECULATIVE_TOKENS}"
+        )
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise BackendConfigError(
+            f"draft_model {config.draft_model!r:.64} is not allowed with speculation {config.speculation}; allowed: a "
+            "checkpoint directory with speculation draft, nothing with any other"
+        )
+
+
+def check_no_speculation(config: BackendConfig) -> None:
+    """This backend does not speculate."""
+    if config.speculation != "off":
+        raise BackendConfigError(
+            f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
+        )
+
+
+def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_model_len: int) -> ModelSettings:
+    """Read the draft model's configuration, and hold it against the model whose tokens it proposes.
+
+    Raises:
+        ModelFilesError: as of ``read_model_config``.
+    """
+    draft = read_model_config(Path(config.draft_model))
+    if draft.vocab_size != model_config.vocab_size or not _have_same_tokens(config.model, config.draft_model):
+        raise BackendConfigError(
+            f"draft_model {config.draft_model!r:.64} is not allowed; its vocabulary is another than the model's, with "
+            f"{draft.vocab_size} tokens beside {model_config.vocab_size}; allowed: a model with the same tokens"
+        )
+    dtype = _dtype_of(config, model_config, device_of(config))
+    return ModelSettings(draft, dtype, min(max_model_len, draft.context))
+
+
+def _have_same_tokens(model: str, draft_model: str) -> bool:
+    """Whether two checkpoints have the same tokens, as far as their tokenizer files tell."""
+    files = [Path(directory) / "tokenizer.json" for directory in (model, draft_model)]
+    if not all(file.is_file() for file in files):
+        return True
+    tokens, draft_tokens = (file.read_bytes() for file in files)
+    if tokens == draft_tokens:
+        return True
+    try:
+        return bool(_vocabulary(tokens) == _vocabulary(draft_tokens))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelFilesError(
+            f"tokenizer.json of {model!r:.64} or {draft_model!r:.64} cannot be read: {error}"
+        ) from error
+
+
+def _vocabulary(tokenizer: bytes) -> object:
+    return json.loads(tokenizer)["model"]["vocab"]
 
 
 def check_options(config: BackendConfig, allowed: Collection[str]) -> None:

@@ -90,6 +90,11 @@ class Sampler:
         )
         self._entries: dict[int, SamplingEntries] = {}
 
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self._vocab_size
+
     def add_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Give ``row`` to a request; what the row held before is forgotten.
 
@@ -107,8 +112,8 @@ class Sampler:
 
         ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified; ``rows`` int64, shape ``[n]``;
         ``positions`` int64, shape ``[n]``, the index of the token being drawn; ``token_ids`` integer, shape
-        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read; ``masks`` those of
-        constrained rows, at their places among ``rows``.
+        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read. A row may occur several
+        times, at different positions. ``masks`` are those of constrained rows, at their places among ``rows``.
         A row whose logits are NaN or infinite gets ``ERRORED_ROW`` and an error; the others are unaffected.
         """
         host_rows: _HostIndex = rows.cpu().numpy()

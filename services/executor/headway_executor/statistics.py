@@ -28,6 +28,8 @@ class ExecutorStatistics:
         self.failures: Counter[str] = Counter()
         self.num_epochs = 0
         self.num_row_errors = 0
+        self.num_proposed_tokens = 0
+        self.num_accepted_tokens = 0
         self.num_pending = 0
         self._idle_since: float | None = None
 
@@ -53,6 +55,11 @@ class ExecutorStatistics:
         self.num_pending -= 1
         if not self.num_pending:
             self._idle_since = now
+
+    def note_speculation(self, num_proposed: int, num_accepted: int) -> None:
+        """A step ran so many tokens that were proposed, and so many of them turned out right."""
+        self.num_proposed_tokens += num_proposed
+        self.num_accepted_tokens += num_accepted
 
     def note_failure(self, kind: str) -> None:
         """A step failed as a whole; ``kind`` is the name of its error."""

@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from headway_executor.backend import StepResult
-from headway_proto.columns import encode_column
+from headway_proto.columns import encode_column, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import (
     BackendInfo,
@@ -181,6 +181,7 @@ class StepLink:
             state_digest=state_digest,
             move_time_us=result.move_time_us,
             prompt_logprobs=result.prompt_logprobs,
+            accepted_tokens=b"" if result.accepted_tokens is None else encode_columns(result.accepted_tokens),
         )
         return [self._writer.encode(output)]
 

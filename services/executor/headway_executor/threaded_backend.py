@@ -77,7 +77,10 @@ class ThreadedBackend:
 
     def _with_own_block_table(self, batch: StepBatch) -> StepBatch:
         """Copy the part of the block table that the step reads: the next step may change it before this one runs."""
-        reached = int((batch.num_computed_tokens + batch.num_scheduled_tokens).max(initial=0))
+        ends = batch.num_computed_tokens + batch.num_scheduled_tokens
+        if batch.num_speculative_tokens is not None:
+            ends += batch.num_speculative_tokens
+        reached = int(ends.max(initial=0))
         width = max(1, -(-reached // self._block_size))
         return msgspec.structs.replace(batch, block_table=np.ascontiguousarray(batch.block_table[:, :width].copy()))
 

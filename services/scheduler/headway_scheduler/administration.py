@@ -154,6 +154,9 @@ class Administration:
                 order=limits.order, batching=limits.batching, budget=limits.budget, preemption=limits.preemption
             ),
             tenant_services=() if core is None else _tenant_services(statistics.tenant_services(core)),
+            num_drafts=counters.num_drafts if counters else 0,
+            num_draft_tokens=counters.num_draft_tokens if counters else 0,
+            num_accepted_tokens=counters.num_accepted_tokens if counters else 0,
         )
 
     def _executor(self, now: float) -> ExecutorState | None:
@@ -208,7 +211,7 @@ class Administration:
             blocks = int(rows.num_blocks[request.row])
             doing = f"{computed} of {known} known tokens are computed, in {blocks} blocks"
             preempted = f" It was preempted {request.num_preemptions} times." if request.num_preemptions else ""
-            return f"{age} and runs: {doing}.{preempted}"
+            return f"{age} and runs: {doing}.{preempted}{_speculation_of(request)}"
         ahead = core.num_ahead_of(request)
         lost = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
         return f"{age}{lost} and waits behind {ahead} others: {bottleneck_of(core, request).text}."
@@ -304,6 +307,14 @@ def _percentiles(histogram: Histogram) -> RecentPercentiles:
     return RecentPercentiles(
         count=recent.num_values, p50_ms=recent.p50 * 1e3, p90_ms=recent.p90 * 1e3, p99_ms=recent.p99 * 1e3
     )
+
+
+def _speculation_of(request: Request) -> str:
+    """How many tokens were proposed for a request, as a sentence; nothing if none were."""
+    record = request.speculation
+    if not record.num_proposed_tokens:
+        return ""
+    return f" Of {record.num_proposed_tokens} tokens proposed for it {record.num_accepted_tokens} were right."
 
 
 def _preemptions(counters: SchedulerCounters | None) -> tuple[PreemptionCount, ...]:

@@ -111,6 +111,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "time which prompts others have sent"
         ),
     ] = "shared"
+    max_speculating_seqs: Annotated[
+        int,
+        Meta(
+            description="nobody speculates while more requests than this decode; 0: never; needs an executor that does"
+        ),
+    ] = 32
     curve_keys: Annotated[
         str,
         Meta(
@@ -162,6 +168,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("default_ttft_slo_ms", 0, 1 << 30),
             ("default_itl_slo_ms", 0, 1 << 30),
             ("flight_log_mib", 1, 1 << 20),
+            ("max_speculating_seqs", 0, 1 << 16),
         ):
             value = getattr(self, field)
             if not least <= value <= most:

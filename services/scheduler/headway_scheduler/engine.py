@@ -158,7 +158,8 @@ class SchedulerEngine:
             frames = link.outgoing[num_before:]
             if frames:
                 self.recorder.sent(now, frames, len(shed))
-            elif self.core.num_in_flight < self.limits.max_steps_in_flight:  # or it was not even asked
+            elif self.core.num_in_flight < self.limits.max_steps_in_flight and not self.core.awaits_answer:
+                # or it was not even asked
                 self.recorder.sent_nothing(now, len(shed), is_idle=not self.core.num_unfinished)
         for end in shed:
             self.statistics.note_end(end, now)
@@ -335,6 +336,7 @@ class SchedulerEngine:
             max_num_batched_tokens=info.max_num_batched_tokens,
             supports_prompt_logprobs=info.supports_prompt_logprobs,
             supports_constraints=info.supports_constraints,
+            max_speculative_tokens=info.max_speculative_tokens,
         )
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:

@@ -118,6 +118,13 @@ def _work(families: "MetricFamilies", status: Status) -> None:
         "reason",
     )
     families.counter(
+        "headway_spec_decode_num_drafts", "How often tokens were proposed for a request.", status.num_drafts
+    )
+    families.counter("headway_spec_decode_num_draft_tokens", "Tokens that were proposed.", status.num_draft_tokens)
+    families.counter(
+        "headway_spec_decode_num_accepted_tokens", "Proposed tokens that were right.", status.num_accepted_tokens
+    )
+    families.counter(
         "headway_request_success",
         "Requests that have ended.",
         {**_NO_ENDS, **{(entry.reason,): entry.count for entry in status.ends}},

@@ -64,6 +64,42 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
     _check_it_travels(asked, result)
 
 
+def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[StepResult, tuple[int, ...]]]:
+    """The result of a step that speculates as several of which each has one token a row: first tokens, second ones...
+
+    With each, its rows: those that brought so many.
+
+    Raises:
+        ConformanceFailure: tokens or log probabilities are not as many as ``accepted_tokens`` says.
+    """
+    accepted = {} if result.accepted_tokens is None else dict(result.accepted_tokens[[0, 2]].T.tolist())
+    num_tokens = {row: 1 + accepted.get(row, 0) for row in sampling_rows}
+    total = sum(num_tokens.values())
+    require(len(result.sampled_token_ids) == total, f"{len(result.sampled_token_ids)} tokens came, not {total}")
+    owners = [row for row in sampling_rows for _ in range(num_tokens[row])]
+    columns: dict[int, list[int]] = {row: [] for row in sampling_rows}
+    for row, token in zip(owners, result.sampled_token_ids.tolist(), strict=True):
+        columns[row].append(token)
+    told: dict[int, list[RowLogprobs]] = {}
+    for entry in result.logprobs:
+        told.setdefault(entry.row, []).append(entry)
+    for row, entries in told.items():
+        require(
+            len(entries) <= num_tokens.get(row, 0), f"row {row}: {len(entries)} log probabilities of too many tokens"
+        )
+    parts = []
+    for place in range(max(num_tokens.values(), default=0)):
+        rows = tuple(row for row in sampling_rows if num_tokens[row] > place)
+        part = StepResult(
+            sampled_token_ids=np.array([columns[row][place] for row in rows], dtype=np.int32),
+            logprobs=tuple(told[row][place] for row in rows if len(told.get(row, ())) > place),
+            errors=() if place else result.errors,
+            device_time_us=result.device_time_us,
+        )
+        parts.append((part, rows))
+    return parts
+
+
 def _check_tokens(asked: AskedStep, result: StepResult) -> list[int]:
     tokens = result.sampled_token_ids
     is_column = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from headway_conformance.failures import ConformanceFailure
-from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.backend import NOBODY_SPECULATED, BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.batch_state import BatchState
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo, SchedulerOutput
@@ -55,6 +55,18 @@ class ExecutorSide:
             Exception: the backend's.
         """
         return wait(future, self._timeout_s)
+
+    def accept(self, result: StepResult) -> None:
+        """Take note of how many proposals a step has accepted.
+
+        Raises:
+            ConformanceFailure: it cannot be so many.
+        """
+        accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+        try:
+            self._state.accept(accepted)
+        except ValueError as error:
+            raise ConformanceFailure(f"accepted_tokens: {error}") from error
 
     def close(self) -> None:
         """Close the backend."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headway_conformance.answers import AskedPrompt, AskedStep, check_answer
+from headway_conformance.answers import AskedPrompt, AskedStep, check_answer, parts_of
 from headway_conformance.executor_side import ExecutorSide
 from headway_conformance.failures import NotApplicable
 from headway_conformance.requests import ScriptedRequest
@@ -57,6 +57,7 @@ class _Diff:
     swap_out: _Pairs = field(default_factory=list)
     swap_in: _Pairs = field(default_factory=list)
     host_blocks_read: list[int] = field(default_factory=list)
+    ahead: dict[ScriptedRequest, int] = field(default_factory=dict)
 
 
 class ScriptedScheduler:
@@ -183,6 +184,49 @@ class ScriptedScheduler:
         self._diff = _Diff()
         while len(self._flights) >= self.depth:
             self._collect()
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """How many tokens the backend proposes for a row in one step, at most."""
+        return self._executor.info.max_speculative_tokens
+
+    def step_speculating(self, most: int) -> int:
+        """Send one step in which each row that decodes may run ``most`` proposals, wait for it, and return the tokens accepted.
+
+        Live rows that are in their prompt sit out.
+        """
+        self.drain()
+        counts = {request: int(request.remaining == 1) for request in self.live.values()}
+        ahead = {
+            request: min(most, request.max_tokens - len(request.output) - 1)
+            for request, count in counts.items()
+            if count and request.max_tokens - len(request.output) > 1
+        }
+        self._grow_ahead(ahead)
+        output, asked, drawings = self._message(counts)
+        allowed = sorted((request.row, count) for request, count in ahead.items())
+        output = msgspec.structs.replace(output, num_speculative_tokens=_pairs(allowed))
+        self._step += 1
+        self._diff = _Diff()
+        result = self._executor.wait(self._executor.submit(output))
+        if allowed:
+            self._executor.accept(result)
+        by_row = {drawing.request.row: drawing for drawing in drawings}
+        num_accepted = 0
+        for place, (part, rows) in enumerate(parts_of(result, asked.sampling_rows)):
+            drawing = [by_row[row] for row in rows]
+            wanted = tuple(entry.request.sampling.logprobs for entry in drawing)
+            part_asked = msgspec.structs.replace(asked, sampling_rows=rows, num_logprobs=wanted)
+            self._note_part(_Flight(part_asked, tuple(drawing), (), Future()), part)
+            for entry in drawing if place else ():
+                entry.request.num_computed += 1
+                entry.request.num_tokens += 1
+                num_accepted += 1
+        return num_accepted
+
+    def _grow_ahead(self, ahead: Mapping[ScriptedRequest, int]) -> None:
+        """Let the next step give out the blocks that proposals need as well."""
+        self._diff.ahead = dict(ahead)
 
     def step_whole(self) -> None:
         """Send one step in which every live row runs all that it has."""
@@ -321,7 +365,8 @@ class ScriptedScheduler:
         """Give every row the blocks that its tokens need; return those of rows that are not new."""
         added: _Pairs = []
         for request in self._in_any_order(planned):
-            while len(request.blocks) * self._block_size < request.num_computed + planned[request]:
+            end = request.num_computed + planned[request] + self._diff.ahead.get(request, 0)
+            while len(request.blocks) * self._block_size < end:
                 block = self._free_blocks[-1]
                 self._hold(block)
                 request.blocks.append(block)
@@ -362,7 +407,9 @@ class ScriptedScheduler:
     def _collect(self) -> None:
         """Wait for the oldest step, check its form, and note what still counts."""
         flight = self._flights.popleft()
-        result = self._executor.wait(flight.future)
+        self._note_part(flight, self._executor.wait(flight.future))
+
+    def _note_part(self, flight: _Flight, result: StepResult) -> None:
         check_answer(flight.asked, result, self._executor.info)
         logprobs = {entry.row: entry for entry in result.logprobs}
         errors = {error.row: error.message for error in result.errors}

@@ -21,6 +21,7 @@ from headway_conformance.scenarios import (
     lifecycle,
     rows,
     sampling,
+    speculation,
     swapping,
 )
 from headway_conformance.scenarios import steps_in_flight as flights
@@ -39,6 +40,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *sampling.SCENARIOS,
     *errors.SCENARIOS,
     *constraints.SCENARIOS,
+    *speculation.SCENARIOS,
     *families.SCENARIOS,
 )
 """Every scenario, simple ones first."""

@@ -52,6 +52,7 @@ _MAX_HOST_BLOCKS = 1 << 24
 # Keys and values of one token in a model of 8 billion parameters: 32 layers of 8 heads of 128 numbers, 16 bits each.
 _TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
 _SWAP_BYTES_PER_US = 25_000
+_PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
@@ -65,7 +66,9 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     A step takes ``step_base_us + per_token_us * scheduled tokens + per_seq_us * rows + per_context_token_us * tokens
     attended`` microseconds, and before it ``swap_us_per_block`` for every block that is swapped out or in (None: the
     blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
-    ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. To inject failures: a row whose last
+    ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. Up to ``max_speculative_tokens``
+    tokens are proposed where a step asks for proposals; each is right with probability ``speculative_acceptance``. To
+    inject failures: a row whose last
     token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory. A step
     with a request whose prompt has the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
     with ``kill_on_token`` the process is killed (SIGKILL).
@@ -87,6 +90,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     fail_on_token: int | None = None
     lose_device_on_token: int | None = None
     kill_on_token: int | None = None
+    max_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    speculative_acceptance: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
 
 
 class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +235,7 @@ class SimulatedBackend:
             num_host_blocks=num_host_blocks,
             swap_us_per_block=self._swap_us_per_block if num_host_blocks else 0.0,
             supports_prompt_logprobs=True,
+            max_speculative_tokens=_max_speculative_tokens(config, self._options),
         )
 
     @property
@@ -267,6 +273,10 @@ class SimulatedBackend:
             self._pool.check_full_blocks(batch, self._prefixes)
         sampling = batch.samples != 0
         result = self._sample(batch.rows[sampling], reached[sampling])
+        if batch.num_speculative_tokens is not None:
+            result = self._speculate(batch, batch.num_speculative_tokens, reached, result)
+            assert result.accepted_tokens is not None
+            total += int(result.accepted_tokens[1].sum())
         microseconds = self._step_time_us(total, len(batch.rows), int(reached.sum()))
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
@@ -348,6 +358,62 @@ class SimulatedBackend:
         self._last_tokens[rows] = tokens
         logprobs = self._invent_logprobs(rows, tokens, prefixes) if self._num_logprobs else ()
         return StepResult(sampled_token_ids=tokens, logprobs=logprobs, errors=errors)
+
+    def _speculate(
+        self, batch: StepBatch, num_allowed: Int32Array, reached: Int32Array, first: StepResult
+    ) -> StepResult:
+        """Propose as many tokens as the step allows; chance, a function of the history, says how many are right."""
+        assert self._pool is not None
+        asked = num_allowed > 0
+        rows, positions, counts = batch.rows[asked], reached[asked], num_allowed[asked]
+        first_of = dict(zip(batch.rows[batch.samples != 0].tolist(), first.sampled_token_ids.tolist(), strict=True))
+        is_drawn = np.array([first_of[row] != ERRORED_ROW for row in rows.tolist()])
+        proposed = np.where(is_drawn, counts, 0).astype(np.int32)
+        accepted = np.zeros_like(proposed)
+        tokens = {row: [token] for row, token in first_of.items()}
+        logprobs = list(first.logprobs)
+        for place in range(int(proposed.max(initial=0))):
+            going = np.flatnonzero((accepted == place) & (place < proposed))
+            right = self._is_right(self._prefixes[rows[going], positions[going] + place + 1])
+            going = going[right]
+            last_tokens = self._last_tokens[rows[going]]
+            more = self._sample(rows[going], positions[going] + place + 1)
+            for entry, token, last in zip(
+                going.tolist(), more.sampled_token_ids.tolist(), last_tokens.tolist(), strict=True
+            ):
+                if token == ERRORED_ROW:
+                    self._last_tokens[rows[entry]] = last
+                else:
+                    accepted[entry] += 1
+                    tokens[int(rows[entry])].append(token)
+            logprobs += more.logprobs
+        if self._options.verify_kv:
+            self._write_proposals(batch, rows, positions, proposed, accepted)
+        return StepResult(
+            sampled_token_ids=np.array([token for drawn in tokens.values() for token in drawn], dtype=np.int32),
+            logprobs=tuple(sorted(logprobs, key=lambda values: values.row)),
+            errors=first.errors,
+            accepted_tokens=np.stack((rows, proposed, accepted)),
+        )
+
+    def _is_right(self, prefixes: Hashes) -> NDArray[np.bool_]:
+        """Whether the proposal that ends each history is the token that was drawn."""
+        chances = _mix(prefixes ^ np.uint64(_PROPOSAL_SALT)) >> np.uint64(11)
+        right: NDArray[np.bool_] = chances.astype(np.float64) * 2.0**-53 < self._options.speculative_acceptance
+        return right
+
+    def _write_proposals(
+        self, batch: StepBatch, rows: Int32Array, positions: Int32Array, proposed: Int32Array, accepted: Int32Array
+    ) -> None:
+        """Put the proposals into the pool: the right ones as what they are, the others as something else."""
+        assert self._pool is not None
+        for row, start, count, num_right in zip(
+            rows.tolist(), positions.tolist(), proposed.tolist(), accepted.tolist(), strict=True
+        ):
+            places = np.arange(start, start + count)
+            hashes = self._prefixes[row, places + 1].copy()
+            hashes[num_right:] = _mix(hashes[num_right:] + np.uint64(_PROPOSAL_SALT))
+            self._pool.write_at(batch.block_table[row], places, hashes)
 
     def _apply_masks(self, rows: Int32Array, positions: Int32Array, prefixes: Hashes, tokens: Int32Array) -> None:
         for place, row in enumerate(rows.tolist()):
@@ -440,6 +506,13 @@ class _SimulatedPool:
         offsets = positions % self._block_size
         self._slots[blocks, offsets] = prefixes[rows, positions + 1]
         # Where a block is written several times, numpy keeps the last value, which is the furthest offset.
+        self._filled[blocks] = offsets + 1
+
+    def write_at(self, table: Int32Array, positions: NDArray[np.integer], hashes: Hashes) -> None:
+        """Write ``hashes`` at positions that follow each other, of the row with this block table."""
+        blocks = table[positions // self._block_size]
+        offsets = positions % self._block_size
+        self._slots[blocks, offsets] = hashes
         self._filled[blocks] = offsets + 1
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
@@ -564,6 +637,12 @@ def _num_host_blocks(config: BackendConfig, num_blocks: int) -> int:
             f"0 (no swapping), -1 (automatic), {-(-block_bytes >> 20)} or more"
         )
     return min(space // block_bytes, _MAX_HOST_BLOCKS)
+
+
+def _max_speculative_tokens(config: BackendConfig, options: SimulatedOptions) -> int:
+    """Whoever proposes, it is simulated."""
+    wanted = 0 if config.speculation == "off" else config.num_speculative_tokens
+    return options.max_speculative_tokens or wanted
 
 
 def _swap_us_per_block(options: SimulatedOptions, block_size: int) -> float:

@@ -17,21 +17,34 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
+from headway_executor.kv_pool import KvPool, block_bytes_of, check_pool_size, num_blocks_that_fit
+from headway_executor.model_settings import (
+    ModelSettings,
+    check_options,
+    check_quantization,
+    check_speculation,
+    device_of,
+    draft_settings_of,
+    settings_of,
+)
 from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
+from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors, ignored_tensors
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.refusals import Refusals, with_refusals
-from headway_executor.sampler import Sampler
+from headway_executor.sampler import SampledTokens, Sampler
+from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.speculation.ngram import PromptLookup
+from headway_executor.speculation.proposer import Asked, Proposer
+from headway_executor.speculation.verification import asked_of, counting, num_accepted, result_of, with_proposals
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
@@ -57,14 +70,23 @@ class TorchBackend:
         _check_threads(config.num_threads)
         directory = Path(config.model)
         model_config, dtype, max_model_len = settings_of(config, device)
+        check_speculation(config)
+        draft = draft_settings_of(config, model_config, max_model_len) if config.speculation == "draft" else None
+        block_bytes_beside = 0 if draft is None else block_bytes_of(draft.model_config, config.block_size, dtype)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
-            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device)
+            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
             constraints = ConstrainedRows(
                 compiler_for(directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
             )
-            self._model = _OpenModel(config, model_config, forward, max_model_len, device, constraints)
+            sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+            proposer: Proposer | None = PromptLookup() if config.speculation == "ngram" else None
+            if draft is not None:
+                proposer = DraftModel(
+                    _load_draft(config, draft, forward.pool, dtype, device), sampler, draft.max_model_len
+                )
+            self._model = _OpenModel(config, forward, max_model_len, device, sampler, constraints, proposer)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
         pool = forward.pool
@@ -84,6 +106,7 @@ class TorchBackend:
             swap_us_per_block=swap_us_per_block,
             supports_prompt_logprobs=True,
             supports_constraints=constraints.is_supported,
+            max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -97,7 +120,7 @@ class TorchBackend:
         """See ``ExecutorBackend.move_blocks``."""
         started = time.perf_counter_ns()
         with translating(), torch.inference_mode():
-            self._opened.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+            self._opened.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
         self._move_time_us = (time.perf_counter_ns() - started) // 1000
 
     def close(self) -> None:
@@ -119,20 +142,21 @@ class _OpenModel:
     def __init__(
         self,
         config: BackendConfig,
-        model_config: ModelConfig,
         forward: ForwardPass,
         max_model_len: int,
         device: torch.device,
+        sampler: Sampler,
         constraints: ConstrainedRows,
+        proposer: Proposer | None,
     ) -> None:
         self.forward = forward
         self.constraints = constraints
         self._device = device
-        self._sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+        self._sampler = sampler
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
-        self._refusals = Refusals(model_config.vocab_size)
+        self._refusals = Refusals(sampler.vocab_size)
         self._prompts = PromptReports()
-        self._vocab_size = model_config.vocab_size
+        self._proposer = proposer
 
     def warm_up(self) -> None:
         """Run the operators once, so that their one-time costs fall before the first request."""
@@ -144,6 +168,11 @@ class _OpenModel:
                 rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
                 self.forward.run(rows, self._token_ids)
 
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        self.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        if self._proposer is not None:
+            self._proposer.forget_blocks(np.concatenate((copies[1], swap_in[1])))
+
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
         self._refusals.forget(batch.finished_rows)
@@ -151,12 +180,19 @@ class _OpenModel:
         for new in batch.new_rows:
             self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
         self._prompts.begin_step(batch)
+        if self._proposer is not None:
+            self._proposer.follow(batch)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
+        result = self._run(batch) if batch.num_speculative_tokens is None else self._speculate(batch)
+        elapsed_us = (time.perf_counter_ns() - started) // 1000
+        return msgspec.structs.replace(result, device_time_us=elapsed_us)
+
+    def _run(self, batch: StepBatch) -> StepResult:
+        """Each row draws one token at most."""
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
-        prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
         sampling = np.flatnonzero(batch.samples)
         sampled_rows = batch.rows[sampling]
         rows = StepRows(
@@ -166,31 +202,78 @@ class _OpenModel:
             tables=batch.block_table[batch.rows],
             wanted=last_tokens(batch.num_scheduled_tokens.astype(np.int64))[sampling],
         )
-        left = rows
-        chunks = self._prompts.chunks(batch)
-        if chunks:
-            left, prompt_logprobs = run_ahead(self.forward, rows, self._token_ids, chunks, vocab_size=self._vocab_size)
-        logits = self.forward.run(left, self._token_ids) if len(left.numbers) else None
+        logits, prompt_logprobs = self._forward(batch, rows)
         if len(sampling):
             assert logits is not None
-            numbers = torch.from_numpy(rows.numbers[sampling]).to(self._device)
-            positions = torch.from_numpy((rows.num_computed + rows.num_new)[sampling]).to(self._device)
-            masks = self.constraints.masks(sampled_rows)
-            self._refusals.add(masks.failures)
-            sampled = self._sampler.sample(logits, numbers, positions, self._token_ids, masks)
+            numbers, positions = rows.numbers[sampling], (rows.num_computed + rows.num_new)[sampling]
+            sampled, drawn = self._draw(logits, numbers, positions)
             self._token_ids[numbers, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
-            drawn = sampled.token_ids.to("cpu", torch.int32).numpy()
-            masks.advance(drawn)
             logprobs, errors = sampled.logprobs, sampled.errors
         drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
-        elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(
-            sampled_token_ids=drawn,
-            logprobs=logprobs,
-            errors=errors,
-            device_time_us=elapsed_us,
-            prompt_logprobs=prompt_logprobs,
+        return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, prompt_logprobs=prompt_logprobs)
+
+    def _speculate(self, batch: StepBatch) -> StepResult:
+        """Rows that may speculate draw a token behind each of their proposals."""
+        assert batch.num_speculative_tokens is not None
+        assert self._proposer is not None
+        asked = asked_of(batch, batch.num_speculative_tokens, frozenset(self._refusals.among(batch.rows)))
+        counts = self._proposer.propose(asked, self._token_ids)
+        if not counts.any():
+            none = np.zeros((3, len(counts)), dtype=np.int32)
+            none[0] = asked.numbers
+            return msgspec.structs.replace(self._run(batch), accepted_tokens=none)
+        proposals = self._proposals(asked, counts)
+        rows, draws = with_proposals(batch, asked, counts)
+        logits, prompt_logprobs = self._forward(batch, rows)
+        assert logits is not None
+        sampled, drawn = self._draw(logits, draws.numbers, draws.positions)
+        accepted = num_accepted(drawn, draws, asked, proposals, counts)
+        kept = counting(draws, asked, accepted)
+        right = sampled.token_ids[torch.from_numpy(kept).to(self._device)].clamp(min=0).to(torch.int32)
+        self._token_ids[draws.numbers[kept], draws.positions[kept]] = right
+        self._proposer.settle(asked, counts, accepted)
+        result = result_of(sampled, kept, draws, asked, counts, accepted)
+        drawn, errors = with_refusals(
+            draws.numbers[kept].astype(np.int32),
+            result.sampled_token_ids,
+            result.errors,
+            self._refusals.among(batch.rows),
         )
+        return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors, prompt_logprobs=prompt_logprobs)
+
+    def _forward(self, batch: StepBatch, rows: StepRows) -> tuple[Tensor | None, tuple[RowPromptLogprobs, ...]]:
+        """The logits that ``rows``, those of ``batch``, want, None where no token was left; and the reports of prompts."""
+        reports: tuple[RowPromptLogprobs, ...] = ()
+        chunks = self._prompts.chunks(batch)
+        if chunks:
+            vocab_size = self._sampler.vocab_size
+            rows, reports = run_ahead(self.forward, rows, self._token_ids, chunks, vocab_size=vocab_size)
+        return (self.forward.run(rows, self._token_ids) if len(rows.numbers) else None), reports
+
+    def _draw(self, logits: Tensor, numbers: Int64Array, positions: Int64Array) -> tuple[SampledTokens, Int32Array]:
+        """A token for each of the rows ``numbers``, at ``positions``, and the same on the host.
+
+        A row may be there several times, a constrained one only once.
+        """
+        masks = self.constraints.masks(numbers.astype(np.int32))
+        self._refusals.add(masks.failures)
+        rows, places = (torch.from_numpy(column).to(self._device) for column in (numbers, positions))
+        sampled = self._sampler.sample(logits, rows, places, self._token_ids, masks)
+        drawn: Int32Array = sampled.token_ids.to("cpu", torch.int32).numpy()
+        masks.advance(drawn)
+        return sampled, drawn
+
+    def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
+        """The proposals of all rows, one after another."""
+        owner = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+        rows, positions = asked.numbers[owner], asked.num_tokens[owner] + places
+        stored: Int32Array = (
+            self._token_ids[torch.from_numpy(rows).to(self._device), torch.from_numpy(positions).to(self._device)]
+            .cpu()
+            .numpy()
+        )
+        return stored
 
     def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         token_ids = self._refusals.admit(row, token_ids)
@@ -221,15 +304,17 @@ def _load(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    block_bytes_beside: int = 0,
 ) -> ForwardPass:
-    """Choose the way to run, load, and reserve the pool."""
+    """Choose the way to run, load, and reserve the pool, beside which others want so many bytes for each block."""
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
     library = _kernels(config, model_config, dtype, device)
     if library is None:
         torch.set_num_threads(num_threads)
         decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
         block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
-        return EagerModel(model_config, decoder, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+        pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
+        return EagerModel(model_config, decoder, pool)
     # The kernels have threads of their own; torch's, which spin for a while after each operator, would get in their way.
     torch.set_num_threads(1)
     compiled = load_compiled(
@@ -242,7 +327,18 @@ def _load(
         num_threads=num_threads,
     )
     block_shape = (compiled.block_floats,)
-    return CompiledModel(compiled, _pool(config, model_config, max_model_len, block_shape, dtype, device))
+    pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
+    return CompiledModel(compiled, pool)
+
+
+def _load_draft(
+    config: BackendConfig, draft: ModelSettings, pool: KvPool, dtype: torch.dtype, device: torch.device
+) -> ForwardPass:
+    """The draft model, with a pool of as many blocks as ``pool`` and none on the host."""
+    own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
+    with Checkpoint(Path(config.draft_model)) as checkpoint:
+        checkpoint.check(expected_tensors(draft.model_config), ignored_tensors(draft.model_config))
+        return _load(own, draft.model_config, checkpoint, draft.max_model_len, dtype, device)
 
 
 def _kernels(
@@ -271,12 +367,13 @@ def _pool(
     block_shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    block_bytes_beside: int,
 ) -> KvPool:
     block_bytes = model_config.num_layers * math.prod(block_shape) * dtype.itemsize
     num_blocks = config.num_kv_blocks
     if num_blocks == 0:
         num_blocks = num_blocks_that_fit(
-            block_bytes=block_bytes,
+            block_bytes=block_bytes + block_bytes_beside,
             useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
             device=device,
         )

@@ -45,7 +45,13 @@ from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
 from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
 from headway_executor.kv_pool import check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import check_options, check_quantization, device_of, settings_of
+from headway_executor.model_settings import (
+    check_no_speculation,
+    check_options,
+    check_quantization,
+    device_of,
+    settings_of,
+)
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import TensorSource, expected_tensors, ignored_tensors
 from headway_executor.prompt_logprobs import PromptReports
@@ -81,6 +87,7 @@ class TritonBackend:
         """See ``ExecutorBackend.open``."""
         device = device_of(config)
         check_quantization(config, _QUANTIZATIONS)
+        check_no_speculation(config)
         check_options(config, ("graphs", "step_log", "weights"))
         graphs = _graphs_asked(config)
         runtime = runtime_for(device)

@@ -81,6 +81,7 @@ def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResu
         rng_of(_SEED, SAMPLED_TOKENS),
         host_bandwidth=1.0,
         lengths={request.number: request.num_output_tokens for request in requests if request.is_stopped},
+        acceptance=recording.acceptance,
     )
     scheduler, measurement = Scheduler(case.limits, capacity), Measurement(len(requests))
     started = time.perf_counter()

@@ -110,6 +110,13 @@ class Recording:
         self._under_way: dict[int, _Sent] = {}
         self._last_answer_s = float("-inf")
         self._queue: list[tuple[float, int, int]] = []
+        self._num_proposed = 0
+        self._num_accepted = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of proposed tokens that were right; 0 where none were proposed."""
+        return self._num_accepted / max(self._num_proposed, 1)
 
     def note(self, event: Event, core: Scheduler | None) -> None:
         """Something has happened."""
@@ -139,7 +146,11 @@ class Recording:
             return  # it was sent before the recording begins
         device_s = output.device_time_us / 1e6
         start_s = max(sent.sent_s, self._last_answer_s)
+        _, num_proposed, num_accepted = decode_columns(output.accepted_tokens, 3).sum(axis=1).tolist()
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
         shape, swap_s = sent.shape, output.move_time_us / 1e6
+        shape = shape._replace(num_tokens=shape.num_tokens + num_proposed)
         record = StepRecord(
             start_s, now, shape.num_tokens, shape.num_rows, sent.num_decodes, sent.num_swapped_blocks, swap_s
         )

@@ -24,7 +24,7 @@ from headway.settings import shown
 from headway.simulate.roofline import StepTime
 from headway_executor.backend import StepBatch
 from headway_executor.batch_state import BatchState, BlockMoves
-from headway_proto.columns import Int32Array, encode_column
+from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.limits import ExecutorCapacity
 
@@ -98,7 +98,8 @@ class VirtualDevice:
     """Runs one step after the other, each for as long as the costs say.
 
     ``host_bandwidth``: bytes per second that each device moves to or from the host. ``lengths``: after how many output tokens
-    requests stop, by the seed of their sampling.
+    requests stop, by the seed of their sampling. ``acceptance``: how likely a proposed token is right if those before it were;
+    proposing costs nothing, verifying what running so many tokens costs.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class VirtualDevice:
         host_bandwidth: float,
         disturbance: Disturbance | None = None,
         lengths: Mapping[int, int] | None = None,
+        acceptance: float = 0.0,
     ) -> None:
+        self._acceptance = acceptance
         self._costs = costs
         self._vocab_size = capacity.vocab_size
         self._rng = rng
@@ -140,7 +143,11 @@ class VirtualDevice:
         num_samples = int(np.count_nonzero(sampling))
         start_s = max(now, self._free_s)
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
-        time = self._costs.step_time(batch.num_scheduled_tokens, batch.num_computed_tokens, num_samples)
+        num_tokens = batch.num_scheduled_tokens
+        if batch.num_speculative_tokens is not None:
+            num_tokens = num_tokens + batch.num_speculative_tokens
+            num_samples += int(batch.num_speculative_tokens.sum())
+        time = self._costs.step_time(num_tokens, batch.num_computed_tokens, num_samples)
         num_swapped_blocks = _num_swapped(moves)
         swap_s = factor * num_swapped_blocks * self._swap_block_s
         self._free_s = start_s + factor * time.total_s + swap_s
@@ -161,6 +168,8 @@ class VirtualDevice:
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
             move_time_us=round(swap_s * 1e6),
         )
+        if batch.num_speculative_tokens is not None:
+            answer = self._accept(batch, batch.num_speculative_tokens, answer)
         self._steps.append((record, answer))
 
     def answer(self) -> tuple[StepRecord, ExecutorOutput]:
@@ -183,6 +192,29 @@ class VirtualDevice:
             max_num_rows=capacity.max_num_rows,
             num_host_blocks=capacity.num_host_blocks,
             swap_us_per_block=capacity.swap_us_per_block,
+            max_speculative_tokens=capacity.max_speculative_tokens,
+        )
+
+    def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:
+        """Let chance say how many proposals are right, and draw the tokens behind them."""
+        asked = np.flatnonzero(num_proposed)
+        rows, proposed = batch.rows[asked], num_proposed[asked]
+        right = self._rng.random((len(rows), int(proposed.max()))) < self._acceptance
+        right[np.arange(right.shape[1]) >= proposed[:, None]] = False
+        accepted = right.cumprod(axis=1).sum(axis=1).astype(np.int32)
+        self._state.accept(np.stack((rows, proposed, accepted)))
+        further = self._rng.integers(0, self._stop_token_id, size=int(accepted.sum()), dtype=np.int32)
+        # Where the token that ends an answer belongs among them.
+        owner = np.repeat(np.arange(len(rows)), accepted)
+        places = np.arange(len(owner)) - (np.cumsum(accepted) - accepted)[owner]
+        positions = batch.num_computed_tokens[asked][owner] + batch.num_scheduled_tokens[asked][owner] + places + 1
+        further[positions == self._stops_at[rows[owner]]] = self._stop_token_id
+        behind = np.searchsorted(batch.rows[batch.samples != 0], rows[owner]) + 1
+        token_ids = np.insert(decode_column(answer.sampled_token_ids), behind, further)
+        return msgspec.structs.replace(
+            answer,
+            sampled_token_ids=encode_column(token_ids),
+            accepted_tokens=encode_columns((rows, proposed, accepted)),
         )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:

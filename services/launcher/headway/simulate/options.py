@@ -51,6 +51,13 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     host_bandwidth_gb_s: Annotated[
         float, Meta(ge=0, le=1e6, description="GB/s between each device and the host; 0: the accelerator's")
     ] = 0.0
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(ge=0, le=64, description="tokens that the device proposes for a request in one step, at most; 0: none"),
+    ] = 0
+    speculative_acceptance: Annotated[
+        float, Meta(ge=0, le=1, description="how likely each of them is right if those before it were")
+    ] = 0.7
     noise: Annotated[
         float, Meta(ge=0, le=10, description="standard deviation of step times over their mean, drawn by --seed")
     ] = 0.0

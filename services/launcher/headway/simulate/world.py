@@ -66,6 +66,7 @@ def make_world(options: SimulationOptions) -> World:
         vocab_size=shape.vocab_size,
         max_num_rows=1 << 16,
         num_host_blocks=options.host_blocks,
+        max_speculative_tokens=options.num_speculative_tokens,
         swap_us_per_block=roofline.swap_time(1, options.block_size, _host_bandwidth(options, accelerator)) * 1e6,
     )
     load = make_load(options, capacity.max_request_tokens)
@@ -118,6 +119,7 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         host_bandwidth=world.host_bandwidth,
         disturbance=_disturbance(world.options),
         lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
+        acceptance=world.options.speculative_acceptance,
     )
     measurement = Measurement(len(world.load.requests), world.options.warmup_requests)
     started = time.perf_counter()

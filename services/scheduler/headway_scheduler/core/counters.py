@@ -43,7 +43,8 @@ class WasteReason(StrEnum):
 
     ``RECOMPUTE`` and ``NEW_EPOCH``: they are computed a second time, because their request was preempted or a new executor
     knows nothing of it; counted when it starts again, without what it finds in the cache or on the host. ``SURPLUS``: drawn
-    by steps that were in flight when their request ended.
+    by steps that were in flight when their request ended, or behind its last token. Proposals that were wrong are not
+    among these: ``num_draft_tokens`` less ``num_accepted_tokens``.
     """
 
     RECOMPUTE = "recompute"
@@ -72,6 +73,10 @@ class SchedulerCounters(msgspec.Struct):
     num_evicted_blocks: int = 0
     device_us: int = 0
     """What all steps have taken on the device, as the executor told."""
+    num_drafts: int = 0
+    """How often tokens were proposed for a request in a step."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)

@@ -21,7 +21,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
     cached prefix starts first. ``prefix_cache_scope``: "shared", or "tenant" if requests of different tenants shall not
     share cached blocks. ``prefix_wait_tokens``: a request does not start while another computes so many tokens of its prompt
-    or more that it could then find cached; 0: it never waits for that.
+    or more that it could then find cached; 0: it never waits for that. ``max_speculating_seqs``: nobody speculates while more
+    requests decode.
     """
 
     max_num_batched_tokens: int = 2048
@@ -45,6 +46,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_aware: bool = False
     prefix_cache_scope: str = "shared"
     prefix_wait_tokens: int = 128
+    max_speculating_seqs: int = 32
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,8 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
     ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown;
     ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit. ``supports_prompt_logprobs``: whether it reports log
-    probabilities of prompts; ``supports_constraints``: whether outputs may be constrained.
+    probabilities of prompts; ``supports_constraints``: whether outputs may be constrained; ``max_speculative_tokens`` tokens
+    that it proposes for a row in one step, 0 if it does not speculate.
     """
 
     num_blocks: int
@@ -66,6 +69,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
+    max_speculative_tokens: int = 0
 
     @property
     def max_request_tokens(self) -> int:

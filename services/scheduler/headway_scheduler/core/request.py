@@ -13,6 +13,7 @@ from headway_proto.columns import Int32Array
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
+from headway_scheduler.core.speculation import SpeculationRecord
 
 START_BITS = 48
 NORMAL_LANE = 2
@@ -69,6 +70,15 @@ class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     num_prompt_logprobs: int = 0
 
 
+def may_speculate(new: NewRequestEvent) -> bool:
+    """Whether tokens may be proposed for a request at all.
+
+    For any that draws two tokens, unless they are constrained: what a constraint allows behind a proposal is not known
+    before that has been drawn.
+    """
+    return new.max_tokens > 1 and new.sampling.constraint is None
+
+
 class Request:
     """A live request. While it runs, its tokens and counters live in the columns of its row."""
 
@@ -101,6 +111,7 @@ class Request:
         "row",
         "scheduled_time",
         "served_time",
+        "speculation",
         "start",
         "start_place",
         "status",
@@ -108,8 +119,7 @@ class Request:
     )
 
     def __init__(self, new: NewRequestEvent, *, arrival: int, rank: int, limit: int, now: float) -> None:
-        self.new = new
-        self.arrival = arrival
+        self.new, self.arrival = new, arrival
         self.rank = rank
         """From its class, where the order ranks classes; an even number once it has been promoted (``waiting_queue``)."""
         self.lane = NORMAL_LANE
@@ -162,6 +172,7 @@ class Request:
         # Leading blocks of its table that the prefix cache knows, and the prefix-cache node of the last of them.
         self.num_cached_blocks = 0
         self.cache_node = 0
+        self.speculation = SpeculationRecord(may_speculate=may_speculate(new))
 
     @property
     def order_key(self) -> int:

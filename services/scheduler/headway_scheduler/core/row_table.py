@@ -12,6 +12,7 @@ from headway_proto.columns import Int32Array
 from headway_scheduler.core.indices import BlockIndices, RowIndices
 from headway_scheduler.core.memory_forecast import horizons
 from headway_scheduler.core.request import Request
+from headway_scheduler.core.speculation import SpeculationRecord
 
 NEVER = np.iinfo(np.int64).max
 
@@ -24,7 +25,9 @@ class RowTable:
     the last token allowed; ``num_prompt_tokens``;
     ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
     ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
-    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths.
+    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths;
+    ``speculates_from`` the number of computed tokens from which on the row may speculate, and ``is_proven`` whether it pays
+    for it, as far as one knows.
     ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
     """
 
@@ -49,6 +52,8 @@ class RowTable:
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.tenant = np.zeros(max_rows, dtype=np.intp)
         self.curve = np.zeros(max_rows, dtype=np.int64)
+        self.speculates_from = np.zeros(max_rows, dtype=np.int32)
+        self.is_proven = np.zeros(max_rows, dtype=np.bool_)
         self.horizons = horizons(block_size, max_model_len)
         """The steps ahead for which memory is foreseen."""
         max_blocks = -(-max_model_len // block_size)
@@ -81,9 +86,15 @@ class RowTable:
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
         self.curve[row] = request.curve
+        self.note_speculation(row, request.speculation)
         request.row = row
         request.num_admitted_tokens = num_tokens
         return row
+
+    def note_speculation(self, row: int, record: SpeculationRecord) -> None:
+        """What is known of the proposals for the request in ``row`` has changed."""
+        self.speculates_from[row] = record.resumes_at
+        self.is_proven[row] = record.is_proven
 
     def give_back(self, row: int) -> None:
         """Free a row. What its request still needs to know of it has been copied before."""

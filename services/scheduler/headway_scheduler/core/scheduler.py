@@ -33,13 +33,16 @@ Steps in flight:
   together with one long beginning, one computes it.
 - Log probabilities of a prompt come with the steps that compute it. Each position is told once, in order, so a request that
   is owed some takes from the cache only what is before them.
+- How far a row has come in a step that speculates is known with its answer: no step is sent before that. Whose turn it is,
+  and for how many tokens, says ``speculation``; the tokens count against the budget after everything else, and a block
+  is taken ahead of its time only while many are free.
 
 A request that may have brought the executor down can be told to ``run_alone``: everyone else makes way, and it starts when
 nothing is in flight, so that what happens next is its own doing. After a first loss those that ran ``start_slowly``, so
 that a second one leaves few to be tried.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -56,6 +59,7 @@ from headway_proto.step import (
     SchedulerOutput,
     state_digest,
 )
+from headway_scheduler.core.accepted_tokens import AcceptedTokens, split_tokens
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import (
@@ -94,9 +98,10 @@ from headway_scheduler.core.request import (
 )
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
+from headway_scheduler.core.speculation import SpeculationPolicy
 from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
-from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepPlan
+from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
 from headway_scheduler.core.step_time import StepShape, StepTimeFigures, StepTimeModel
 from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.swapping import Swapping
@@ -189,6 +194,8 @@ class Scheduler:
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
         self._observer.begin_epoch()
+        self.speculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
+        self._observer.is_wanted |= capacity.max_speculative_tokens > 0
         self._finished_rows: list[int] = []
         self._prefilling: set[int] = set()
         self._stalled: set[int] = set()  # decoding rows that found no block
@@ -219,6 +226,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Steps sent and not answered."""
         return len(self._in_flight)
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the newest step speculates: what follows it depends on its answer."""
+        return bool(self._in_flight) and bool(self._in_flight[-1].speculating)
 
     @property
     def num_unfinished(self) -> int:
@@ -470,7 +482,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
-        if len(self._in_flight) >= self.limits.max_steps_in_flight or self._has_done_its_trial():
+        if len(self._in_flight) >= self.limits.max_steps_in_flight or self.awaits_answer or self._has_done_its_trial():
             return None
         plan = StepPlan(self.max_num_batched_tokens, now)
         if self._alone is not None or self._start_window.is_narrow:
@@ -493,6 +505,7 @@ class Scheduler:
         if not total:
             self._let_decode(plan.held_back, in_this_step=True)
             return None
+        self._speculate(plan)
         return self._commit(plan, total)
 
     def _mind_first_tokens(self, now: float) -> None:
@@ -979,6 +992,53 @@ class Scheduler:
                 return victims
         return []
 
+    # ----------------------------------------------------------------------------------------------------- speculation
+
+    def _speculate(self, plan: StepPlan) -> None:
+        """Let decoding rows run proposals with what is left of the budget; O(those that do)."""
+        if not self.speculation.max_tokens or self._alone is not None or self._start_window.is_narrow:
+            return
+        rows, decoding = self.rows, self._decoding()
+        if len(decoding) > self.limits.max_speculating_seqs:
+            return
+        if not len(decoding):
+            return
+        of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
+        if not self.speculation.is_time_to_try(self.next_step, len(decoding)):
+            of_now &= rows.is_proven[decoding].any()
+        ready = decoding[of_now].tolist()
+        if not ready:
+            return
+        records = [rows.request_in(row).speculation for row in ready]
+        positions = rows.num_computed_tokens[ready].tolist()
+        candidates = list(zip(records, positions, strict=True))
+        counts = self.speculation.choose(candidates, self._decoding_shape(), self.next_step, self._objective_s())
+        for row, record, count in zip(ready, records, counts, strict=True):
+            rows.note_speculation(row, record)
+            num_tokens = self._find_room(plan, row, count)
+            if num_tokens > 0:
+                plan.let_speculate(row, num_tokens)
+
+    def _find_room(self, plan: StepPlan, row: int, count: int) -> int:
+        """Of ``count`` tokens ahead of a decoding row, those that budget, limit and blocks allow; 0 or less for none.
+
+        Blocks that are missing are taken now only if as many as there are rows stay free: the row would have come to them
+        anyway, but not yet, and nobody is to be preempted for what may be wrong.
+        """
+        rows = self.rows
+        end = int(rows.num_computed_tokens[row]) + 1
+        count = min(count, int(rows.last_position[row]) - end, self._budget_left(plan) - plan.num_speculative_tokens)
+        missing = -(-(end + count) // rows.block_size) - int(rows.num_blocks[row])
+        if count <= 0 or missing <= 0:
+            return count
+        if plan.short_of_blocks or self.pool.num_free < missing + rows.num_live:
+            return int(rows.num_blocks[row]) * rows.block_size - end
+        blocks = self.pool.allocate(missing)
+        rows.append_blocks(row, blocks)
+        plan.add_blocks(np.full(missing, row), blocks)
+        self._start_decoding([row], self.next_step)
+        return count
+
     def _behind_shared(self, shared: BlockIndices, count: int) -> BlockIndices:
         """A table of ``count`` blocks, the first of which are shared with others."""
         self.pool.share(shared)
@@ -1192,13 +1252,20 @@ class Scheduler:
             swap_out=swap_out,
             swap_in=swap_in,
             total_num_scheduled_tokens=total,
+            num_speculative_tokens=plan.speculative_tokens(),
         )
         self._finished_rows.clear()
         digest = self._digest() if step % DIGEST_INTERVAL_STEPS == 0 else None
         # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
         self._in_flight.append(
             InFlightStep(
-                step, self._decoding(), plan.chunks, digest=digest, load=load, num_moved_blocks=num_moved_blocks
+                step,
+                self._decoding(),
+                plan.chunks,
+                digest=digest,
+                load=load,
+                num_moved_blocks=num_moved_blocks,
+                speculating=plan.speculating,
             )
         )
         if plan.held_back:
@@ -1219,11 +1286,11 @@ class Scheduler:
         Raises:
             StateMismatch: it cannot be the answer to that step; call ``begin_epoch``.
         """
-        step, token_ids, stops_some = self._take_answer(output)
+        step, token_ids, stops_some, accepted = self._take_answer(output)
         self.pool.complete_step(step.step)
         # A step that moved blocks tells nothing of steps: its moves may have run before it, or beside the one before.
         if step.load is not None and not step.num_moved_blocks:
-            self._observer.learn(step.load, now)
+            self._learn(step.load, now, accepted if step.speculating else None)
         self._observer.last_answer_time = now
         self.counters.device_us += output.device_time_us
         if step.num_moved_blocks:
@@ -1249,6 +1316,10 @@ class Scheduler:
         columns = self._append_tokens(sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
+        if accepted:
+            columns = self._append_accepted(step, accepted, columns, finished)
+            ends = {end.origin: end.num_output_tokens for end in finished}
+            logprobs = tuple(told for told in logprobs if told.index < ends.get(told.origin, told.index + 1))
         admitted = tuple(self._admitted)
         self._admitted.clear()
         self.counters.num_output_tokens += len(columns.token_ids)
@@ -1265,15 +1336,32 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _take_answer(self, output: ExecutorOutput) -> tuple[InFlightStep, Int32Array, NDArray[np.bool_]]:
-        """Check an answer against the oldest step in flight; return that step, its tokens, and at which of them some
-        running request stops.
+    def _learn(self, load: StepLoad, now: float, accepted: list[AcceptedTokens] | None) -> None:
+        """Learn from the time of a step; ``accepted`` is None where it did not speculate."""
+        if accepted is None:
+            self._observer.learn(load, now)
+        else:
+            num_proposed = sum(entry.num_proposed for entry in accepted)
+            self.speculation.note_step(load.shape, self._observer.duration_s(load, now), num_proposed)
+
+    def _take_answer(
+        self, output: ExecutorOutput
+    ) -> tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[AcceptedTokens]]:
+        """Check an answer against the oldest step in flight; return that step, a token for each row that samples, at which
+        of them some running request stops, and what rows have beyond it.
         """
         if not self._in_flight or output.step != self._in_flight[0].step:
             raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
         step = self._in_flight[0]
         self._require_rows(step, output)
-        token_ids = decode_column(output.sampled_token_ids)
+        accepted: list[AcceptedTokens] = []
+        if step.speculating:
+            try:
+                token_ids, accepted = split_tokens(output, step.sampling_rows, step.speculating)
+            except ValueError as problem:
+                raise StateMismatch(f"step {step.step}: {problem}") from None
+        else:
+            token_ids = decode_column(output.sampled_token_ids)
         if len(token_ids) != len(step.sampling_rows):
             raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
         if step.digest is not None and output.state_digest != step.digest:
@@ -1285,10 +1373,12 @@ class Scheduler:
         try:
             # Seen as unsigned, a negative id is outside the vocabulary as well.
             stops_some = self._stop_tokens.ends_some[token_ids.view(np.uint32)]
+            for entry in accepted:
+                self._stop_tokens.ends_some[np.asarray(entry.token_ids, dtype=np.int32).view(np.uint32)]
         except IndexError:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
-        return step, token_ids, stops_some
+        return step, token_ids, stops_some, accepted
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
         """A row that cannot be would be somebody else's, or end this process."""
@@ -1364,11 +1454,13 @@ class Scheduler:
 
     def _logprobs(self, step: InFlightStep, output: ExecutorOutput) -> tuple[LogprobsEvent, ...]:
         events = []
+        num_told: Counter[int] = Counter()
         for values in output.logprobs:
             request = step.leavers[values.row] if values.row in step.leavers else self.rows.requests[values.row]
             if request is not None:
                 num_tokens = len(request.token_ids) if request.row < 0 else int(self.rows.num_tokens[request.row])
-                index = num_tokens - request.new.num_prompt_tokens
+                index = num_tokens - request.new.num_prompt_tokens + num_told[values.row]
+                num_told[values.row] += 1
                 events.append(LogprobsEvent(request.new.origin, index, values))
         return tuple(events)
 
@@ -1423,6 +1515,66 @@ class Scheduler:
             if end is not None:
                 finished.append(end)
         return columns.with_late(late)
+
+    def _append_accepted(
+        self,
+        step: InFlightStep,
+        accepted: list[AcceptedTokens],
+        columns: TokenColumns,
+        finished: list[FinishedEvent],
+    ) -> TokenColumns:
+        """Append what rows have beyond their first token, up to the end of their requests; learn from it."""
+        rows, counters = self.rows, self.counters
+        entries: list[tuple[int, int, int, int]] = []
+        moved: list[int] = []
+        for row, num_allowed, num_proposed, token_ids in accepted:
+            counters.num_drafts += num_proposed > 0
+            counters.num_draft_tokens += num_proposed
+            counters.num_accepted_tokens += len(token_ids)
+            request = None if row in step.leavers else rows.requests[row]
+            if request is None:  # it has ended meanwhile, or with its first token
+                self._count_surplus(len(token_ids))
+                continue
+            rows.num_computed_tokens[row] += len(token_ids)
+            self.speculation.learn(
+                request.speculation,
+                int(rows.num_computed_tokens[row]),
+                num_allowed=num_allowed,
+                num_proposed=num_proposed,
+                num_accepted=len(token_ids),
+            )
+            rows.note_speculation(row, request.speculation)
+            num_taken, end = self._append_to(request, token_ids, entries)
+            self._count_surplus(len(token_ids) - num_taken)
+            if end is not None:
+                finished.append(end)
+            elif token_ids:
+                moved.append(row)
+        if moved:
+            self._start_decoding(moved, self.next_step)
+        return columns.with_further(entries) if entries else columns
+
+    def _count_surplus(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
+
+    def _append_to(
+        self, request: Request, token_ids: list[int], entries: list[tuple[int, int, int, int]]
+    ) -> tuple[int, FinishedEvent | None]:
+        """Append tokens to a running request until one ends it: how many, and the end."""
+        rows, row, origin = self.rows, request.row, request.new.origin
+        for place, token_id in enumerate(token_ids):
+            num_tokens = int(rows.num_tokens[row])
+            rows.token_ids[row, num_tokens] = token_id
+            rows.num_tokens[row] = num_tokens + 1
+            entries.append((origin.owner, origin.handle, num_tokens - request.new.num_prompt_tokens, token_id))
+            if self._order.keeps_books:
+                tenant = int(rows.tenant[row])
+                self._waiting.charge_output(np.arange(tenant + 1) == tenant)
+            end = self._end_at(request, num_tokens + 1, token_id)
+            if end is not None:
+                return place + 1, end
+        return len(token_ids), None
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
         """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""

@@ -14,6 +14,8 @@ PROMPTS_ALIKE = 8
 """Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
 DECODES_ALIKE = 32
 """Of steps without a prompt, which hardly differ, one in so many."""
+SPECULATIONS_ALIKE = 4
+"""Of steps without a prompt that speculate, one in so many."""
 
 
 class StepObserver:
@@ -35,6 +37,7 @@ class StepObserver:
         """Steps count from 0 again."""
         self._next_without_prompt = 0
         self._next_with_prompt = 0
+        self._next_speculating = 0
         self.last_answer_time = 0.0
 
     def is_worth_it(self, plan: StepPlan, step: int) -> bool:
@@ -45,6 +48,10 @@ class StepObserver:
             if step < self._next_with_prompt:
                 return False
             self._next_with_prompt = step + self._stride_with_prompt
+        elif plan.speculating:
+            if step < self._next_speculating:
+                return False
+            self._next_speculating = step + SPECULATIONS_ALIKE
         else:
             if step < self._next_without_prompt:
                 return False
@@ -62,7 +69,10 @@ class StepObserver:
         )
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
+    def duration_s(self, load: StepLoad, now: float) -> float:
+        """What a step with this load, which has returned, has taken."""
+        return now - max(load.sent_time, self.last_answer_time)
+
     def learn(self, load: StepLoad, now: float) -> None:
-        """A step with this load, which moved no blocks, has returned."""
-        duration_s = now - max(load.sent_time, self.last_answer_time)
-        self._budget.observe(load.shape, duration_s, load.objective_s)
+        """A step with this load, which moved no blocks and did not speculate, has returned."""
+        self._budget.observe(load.shape, self.duration_s(load, now), load.objective_s)

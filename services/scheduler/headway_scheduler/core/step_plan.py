@@ -67,8 +67,10 @@ class StepPlan:
         "now",
         "num_chunk_tokens",
         "num_promised_blocks",
+        "num_speculative_tokens",
         "short_of_blocks",
         "sits_out",
+        "speculating",
     )
 
     def __init__(self, budget: int, now: float) -> None:
@@ -87,6 +89,9 @@ class StepPlan:
         self.held_back: list[int] = []
         """Rows that would decode in this step, and do in the next."""
         self.max_new_requests = budget
+        self.speculating: list[tuple[int, int]] = []
+        """(row, most proposals) of decoding rows that may speculate, rows ascending."""
+        self.num_speculative_tokens = 0
         self._block_rows: list[RowIndices] = []
         self._block_ids: list[BlockIndices] = []
 
@@ -101,6 +106,11 @@ class StepPlan:
         self.num_chunk_tokens += num_tokens
         if num_tokens != 1:
             self.exceptions.append((row, num_tokens))
+
+    def let_speculate(self, row: int, num_tokens: int) -> None:
+        """Let ``num_tokens`` tokens be proposed for ``row``, above those before it."""
+        self.speculating.append((row, num_tokens))
+        self.num_speculative_tokens += num_tokens
 
     def rows_in_prompt(self) -> set[int]:
         """Rows that run part of their prompt in this step: they cannot leave it any more."""
@@ -124,6 +134,13 @@ class StepPlan:
             return encode_columns((self._block_rows[0], self._block_ids[0]))
         return encode_columns((np.concatenate(self._block_rows), np.concatenate(self._block_ids)))
 
+    def speculative_tokens(self) -> bytes:
+        """The column group (row, most proposals)."""
+        if not self.speculating:
+            return b""
+        rows, counts = zip(*self.speculating, strict=True)
+        return encode_column([*rows, *counts])
+
     def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
         """The column group (row, tokens) of all exceptions, rows ascending."""
         exceptions = dict(self.exceptions)
@@ -142,9 +159,10 @@ class InFlightStep:
     ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
     still owed the token of this step (None: there is none, or nobody wants it). ``digest`` of the mirrored state after the step, if the
     executor reports it for this one. ``load`` is what the step's time may be judged by, ``num_moved_blocks`` how many blocks it swaps.
+    ``speculating``: of the sampling rows those that may bring more, each with the most proposals it may run.
     """
 
-    __slots__ = ("chunks", "digest", "leavers", "load", "num_moved_blocks", "sampling_rows", "step")
+    __slots__ = ("chunks", "digest", "leavers", "load", "num_moved_blocks", "sampling_rows", "speculating", "step")
 
     def __init__(
         self,
@@ -155,8 +173,10 @@ class InFlightStep:
         digest: int | None,
         load: StepLoad | None,
         num_moved_blocks: int,
+        speculating: list[tuple[int, int]],
     ) -> None:
         self.step = step
+        self.speculating = speculating
         self.sampling_rows = sampling_rows
         self.chunks = chunks
         self.digest = digest

@@ -25,6 +25,11 @@ class TokenColumns(NamedTuple):
     indices: Int32Array
     token_ids: Int32Array
 
+    def with_further(self, entries: list[tuple[int, int, int, int]]) -> "TokenColumns":
+        """These and further tokens: owner, handle, output index and id of each."""
+        columns = np.asarray(entries, dtype=np.int32).T
+        return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
+
     def with_late(self, late: list[tuple[Request, int]]) -> "TokenColumns":
         """These and the tokens of requests that have lost their row, each the newest of its request."""
         entries = [
@@ -36,8 +41,7 @@ class TokenColumns(NamedTuple):
             )
             for request, token_id in late
         ]
-        columns = np.asarray(entries, dtype=np.int32).T
-        return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
+        return self.with_further(entries)
 
 
 class SamplingOrigins:

@@ -1,0 +1,103 @@
+"""Proposals by a second, smaller model with the same vocabulary.
+
+Owns: the draft's pass over the tokens of a row, and how far its own keys and values reach.
+Must not know: which model it is, how it computes, or what becomes of the proposals.
+
+The draft has a pool of its own with as many blocks as the target's, and shares the block tables: position p of a row is in
+the same block of both. Per block it is known how many of its leading positions the draft has computed; a row whose
+proposals are wanted first computes what is missing, in one chunk, and then one token after another. A block that is given
+out, swapped in or copied into holds nothing of the draft's; one that rows share because they begin alike does. What
+turned out wrong is counted off again. An entry that should not be there could only make proposals worse.
+
+Tokens are drawn by the target's sampler, with the row's parameters and the very random numbers that the target will draw
+with: where the two distributions agree, so do the draws, greedy or not.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway_executor.backend import StepBatch
+from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
+from headway_executor.sampler import Sampler
+from headway_executor.speculation.proposer import Asked
+from headway_proto.columns import Int32Array
+from headway_proto.step import ERRORED_ROW
+
+
+class DraftModel:
+    """A ``Proposer``. ``forward`` has as many blocks, of the same size, as the target; it knows ``max_model_len`` positions."""
+
+    def __init__(self, forward: ForwardPass, sampler: Sampler, max_model_len: int) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._max_model_len = max_model_len
+        self._num_filled = np.zeros(forward.pool.num_blocks, dtype=np.int64)
+
+    def follow(self, batch: StepBatch) -> None:
+        """See ``Proposer.follow``."""
+        rows, blocks = batch.new_blocks
+        if not len(blocks):
+            return
+        first = 0
+        for new in batch.new_rows:
+            # The blocks of new rows come first, in their order; those that were computed before are shared with others.
+            num_held = -(-new.num_computed_tokens // self._forward.pool.block_size)
+            own = int(np.count_nonzero(rows[first:] == new.row))
+            self.forget_blocks(blocks[first + num_held : first + own])
+            first += own
+        self.forget_blocks(blocks[first:])
+
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        """See ``Proposer.forget_blocks``."""
+        self._num_filled[blocks] = 0
+
+    def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
+        """See ``Proposer.propose``."""
+        limits = np.minimum(asked.limits, self._max_model_len - asked.num_tokens)
+        counts = np.zeros_like(limits)
+        going = np.flatnonzero(limits > 0)
+        starts = np.minimum(self._reaches(asked), asked.num_tokens - 1)
+        while len(going):
+            ends = asked.num_tokens[going] + counts[going]
+            drawn = self._draw(asked, going, starts[going], ends, token_ids)
+            starts[going] = ends
+            going = going[drawn != ERRORED_ROW]
+            counts[going] += 1
+            going = going[counts[going] < limits[going]]
+        return counts
+
+    def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
+        """See ``Proposer.settle``."""
+        size = self._forward.pool.block_size
+        for place in np.flatnonzero(num_proposed).tolist():
+            proposed, accepted = int(num_proposed[place]), int(num_accepted[place])
+            first = int(asked.num_tokens[place])
+            # The last proposal was drawn and not run.
+            reached = first + min(accepted, proposed - 1)
+            indices = np.arange(-(-(first + proposed) // size))
+            self._num_filled[asked.tables[place, : len(indices)]] = np.clip(reached - indices * size, 0, size)
+
+    def _reaches(self, asked: Asked) -> Int64Array:
+        """How many leading positions of each row the draft has computed."""
+        size = self._forward.pool.block_size
+        reached = np.zeros_like(asked.num_tokens)
+        for place, (table, num_tokens) in enumerate(zip(asked.tables, asked.num_tokens.tolist(), strict=True)):
+            filled = self._num_filled[table[: -(-num_tokens // size)]]
+            short = np.flatnonzero(filled < size)
+            reached[place] = int(short[0]) * size + int(filled[short[0]]) if len(short) else len(filled) * size
+        return reached
+
+    def _draw(
+        self, asked: Asked, places: Int64Array, starts: Int64Array, ends: Int64Array, token_ids: Tensor
+    ) -> Int32Array:
+        """Run positions ``starts`` to ``ends`` of some rows; draw and store the token at ``ends``."""
+        num_new = ends - starts
+        rows = StepRows(asked.numbers[places], num_new, starts, asked.tables[places], last_tokens(num_new))
+        logits = self._forward.run(rows, token_ids)
+        numbers = torch.from_numpy(rows.numbers).to(token_ids.device)
+        positions = torch.from_numpy(ends).to(token_ids.device)
+        sampled = self._sampler.sample(logits, numbers, positions, token_ids).token_ids
+        token_ids[numbers, positions] = sampled.clamp(min=0).to(torch.int32)
+        drawn: Int32Array = sampled.to("cpu", torch.int32).numpy()
+        return drawn

@@ -1,0 +1,68 @@
+"""Proposals by prompt lookup: what followed the last time that a row's last few tokens occurred in it.
+
+Owns: the search. Must not know: models, or what becomes of the proposals.
+
+The longest suffix of the row, of ``LONGEST`` to ``SHORTEST`` tokens, that also ends somewhere before; of several places
+the latest. What followed there is proposed, and where that place is less far back than there are tokens to propose, the
+proposals go on as if the repetition did (Saxena, "Prompt lookup decoding", 2023).
+
+A search looks at every token of the row once, for its last one, and from there on only at places that still match: some
+microseconds for thousands of tokens. An index would be quicker to ask and slower to keep, for every row in every step.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway_executor.backend import StepBatch
+from headway_executor.models.forward import Int64Array
+from headway_executor.speculation.proposer import Asked
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+
+LONGEST = 8
+SHORTEST = 2
+
+
+class PromptLookup:
+    """A ``Proposer`` without a state."""
+
+    def follow(self, batch: StepBatch) -> None:
+        """See ``Proposer.follow``."""
+
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        """See ``Proposer.forget_blocks``."""
+
+    def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
+        """See ``Proposer.propose``."""
+        counts = np.zeros(len(asked.numbers), dtype=np.int64)
+        for place, (row, num_tokens, limit) in enumerate(
+            zip(asked.numbers.tolist(), asked.num_tokens.tolist(), asked.limits.tolist(), strict=True)
+        ):
+            found = continuation(token_ids[row, :num_tokens].cpu().numpy(), limit)
+            counts[place] = len(found)
+            if len(found):
+                token_ids[row, num_tokens : num_tokens + len(found)] = torch.from_numpy(found)
+        return counts
+
+    def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
+        """See ``Proposer.settle``."""
+
+
+def continuation(token_ids: Int32Array, limit: int) -> Int32Array:
+    """``limit`` tokens that may follow ``token_ids``, int32, shape ``[limit]``; none if their end never occurred before."""
+    last = len(token_ids) - 1
+    ends = np.flatnonzero(token_ids[:last] == token_ids[last])
+    length = 1
+    while len(ends) and length < LONGEST:
+        longer = ends[ends >= length]
+        longer = longer[token_ids[longer - length] == token_ids[last - length]]
+        if not len(longer):
+            break
+        ends = longer
+        length += 1
+    if not len(ends) or length < SHORTEST:
+        return EMPTY_COLUMN
+    distance = last - int(ends[-1])
+    if limit <= distance:
+        return token_ids[last + 1 - distance :][:limit].copy()
+    return np.resize(token_ids[last + 1 - distance :], limit)

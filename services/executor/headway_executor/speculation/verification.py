@@ -1,0 +1,112 @@
+"""A step in which rows run proposals: what is asked of the model, and what of its draws counts.
+
+Owns: where the tokens of such a step stand, and the acceptance. Must not know: who proposes, or how anything is computed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headway_executor.backend import StepBatch, StepResult
+from headway_executor.models.forward import Int64Array, StepRows
+from headway_executor.sampler import SampledTokens
+from headway_executor.speculation.proposer import Asked
+from headway_proto.columns import Int32Array
+from headway_proto.step import ERRORED_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What is to be drawn in a step, ``m`` tokens, row after row and position after position.
+
+    ``numbers``, ``positions``: the row and the position of each. ``places``: how many of its row come before it. All
+    int64, shape ``[m]``.
+    """
+
+    numbers: Int64Array
+    positions: Int64Array
+    places: Int64Array
+
+
+def asked_of(batch: StepBatch, num_allowed: Int32Array, refused: frozenset[int]) -> Asked:
+    """The rows of a step for which tokens may be proposed; none for the ``refused`` ones."""
+    asked = np.flatnonzero(num_allowed)
+    numbers = batch.rows[asked].astype(np.int64)
+    limits = num_allowed[asked].astype(np.int64)
+    if refused:
+        limits[np.isin(numbers, list(refused))] = 0
+    num_tokens = (batch.num_computed_tokens + batch.num_scheduled_tokens)[asked].astype(np.int64)
+    return Asked(numbers, num_tokens, limits, batch.block_table[batch.rows[asked]])
+
+
+def with_proposals(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> tuple[StepRows, Draws]:
+    """The rows of a step with so many proposals behind the tokens of those that were asked for, and all draws."""
+    more = np.zeros(len(batch.rows), dtype=np.int64)
+    more[np.searchsorted(batch.rows, asked.numbers)] = num_proposed
+    numbers = batch.rows.astype(np.int64)
+    num_new = batch.num_scheduled_tokens + more
+    num_draws = np.where(batch.samples != 0, 1 + more, 0)
+    owner = np.repeat(np.arange(len(numbers)), num_draws)
+    places = np.arange(len(owner)) - (np.cumsum(num_draws) - num_draws)[owner]
+    rows = StepRows(
+        numbers=numbers,
+        num_new=num_new,
+        num_computed=batch.num_computed_tokens.astype(np.int64),
+        tables=batch.block_table[batch.rows],
+        wanted=(np.cumsum(num_new) - num_draws)[owner] + places,
+    )
+    positions = (batch.num_computed_tokens + batch.num_scheduled_tokens).astype(np.int64)[owner] + places
+    return rows, Draws(numbers[owner], positions, places)
+
+
+def num_accepted(
+    drawn: Int32Array, draws: Draws, asked: Asked, proposals: Int32Array, counts: Int64Array
+) -> Int64Array:
+    """How many proposals of each row are right, int64, shape ``[n]``.
+
+    ``drawn`` int32, shape ``[m]``; ``proposals`` int32: those of all rows one after another, ``counts`` of each. A draw that
+    failed behind right proposals takes the last of them with it: its row draws again, alone, in a later step.
+    """
+    accepted = np.zeros(len(counts), dtype=np.int64)
+    starts = np.searchsorted(draws.numbers, asked.numbers)
+    first = 0
+    for place, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        own = drawn[start : start + count + 1]
+        wrong = np.flatnonzero(own[:count] != proposals[first : first + count])
+        right = int(wrong[0]) if len(wrong) else count
+        accepted[place] = right - 1 if right and own[right] == ERRORED_ROW else right
+        first += count
+    return accepted
+
+
+def counting(draws: Draws, asked: Asked, accepted: Int64Array) -> Int64Array:
+    """Which draws count: their places in ``draws``, ascending."""
+    most = np.zeros(len(draws.numbers), dtype=np.int64)
+    owner = np.minimum(np.searchsorted(asked.numbers, draws.numbers), len(asked.numbers) - 1)
+    is_asked = asked.numbers[owner] == draws.numbers
+    most[is_asked] = accepted[owner[is_asked]]
+    return np.flatnonzero(draws.places <= most)
+
+
+def result_of(
+    sampled: SampledTokens, kept: Int64Array, draws: Draws, asked: Asked, counts: Int64Array, accepted: Int64Array
+) -> StepResult:
+    """The result of a step in which ``counts`` tokens were proposed, and the draws at the places ``kept`` count."""
+    drawn: Int32Array = sampled.token_ids.to("cpu", torch.int32).numpy()[kept]
+    failed = set(draws.numbers[kept][drawn == ERRORED_ROW].tolist())
+    errors = {error.row: error for error in sampled.errors if error.row in failed}
+    most = dict(zip(asked.numbers.tolist(), (1 + accepted).tolist(), strict=True)) | dict.fromkeys(failed, 0)
+    told: Counter[int] = Counter()
+    logprobs = []
+    for values in sampled.logprobs:
+        told[values.row] += 1
+        if told[values.row] <= most.get(values.row, 1):
+            logprobs.append(values)
+    return StepResult(
+        sampled_token_ids=drawn,
+        logprobs=tuple(logprobs),
+        errors=tuple(errors.values()),
+        accepted_tokens=np.stack((asked.numbers, counts, accepted)).astype(np.int32),
+    )
