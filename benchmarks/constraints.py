@@ -131,14 +131,7 @@ class Engine:
             SchedulerLimits(
                 max_num_batched_tokens=2048, max_num_seqs=batch, max_steps_in_flight=2, enable_prefix_caching=False
             ),
-            ExecutorCapacity(
-                num_blocks=self.info.num_blocks,
-                block_size=self.info.block_size,
-                max_model_len=self.info.max_model_len,
-                vocab_size=self.info.vocab_size,
-                max_num_rows=self.info.max_num_rows,
-                supports_constraints=True,
-            ),
+            ExecutorCapacity.of(self.info),
         )
         self._handle = 0
         self._in_flight: deque[tuple[int, int | None, int, Future[StepResult]]] = deque()

@@ -74,14 +74,7 @@ class Bench:
         """Run one case to its end."""
         info, load = self._info, self._load
         limits = SchedulerLimits(max_num_batched_tokens=load.budget, prefix_wait_tokens=case.prefix_wait_tokens)
-        capacity = ExecutorCapacity(
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            max_num_rows=info.max_num_rows,
-            supports_prompt_logprobs=info.supports_prompt_logprobs,
-        )
+        capacity = ExecutorCapacity.of(info)
         scheduler = Scheduler(limits, capacity)
         self._state.begin_epoch()
         prompt = np.random.default_rng(load.seed).integers(3, info.vocab_size, size=load.prompt).astype(np.int32)

@@ -78,13 +78,7 @@ class ClosedLoop:
         self._state = BatchState(info)
         self._scheduler = Scheduler(
             limits,
-            ExecutorCapacity(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                max_num_rows=info.max_num_rows,
-            ),
+            ExecutorCapacity.of(info),
         )
         self._load = load
         self._rng = np.random.default_rng(load.seed)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -69,13 +70,8 @@ class SpeculativeEngine:
         self._epoch = 0
         self._num_requests = 0
         self._capacities = {
-            speculates: ExecutorCapacity(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                max_num_rows=info.max_num_rows,
-                max_speculative_tokens=info.max_speculative_tokens if speculates else 0,
+            speculates: msgspec.structs.replace(
+                ExecutorCapacity.of(info), max_speculative_tokens=info.max_speculative_tokens if speculates else 0
             )
             for speculates in (False, True)
         }

@@ -105,13 +105,7 @@ class OfflineEngine:
                 max_steps_in_flight=1,
                 enable_prefix_caching=False,
             ),
-            ExecutorCapacity(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                max_num_rows=info.max_num_rows,
-            ),
+            ExecutorCapacity.of(info),
         )
         self._num_requests = 0
 

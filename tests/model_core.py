@@ -32,15 +32,7 @@ class ModelCore:
         self.info = self._backend.open(config)
         self._state = BatchState(self.info)
         info = self.info
-        self.capacity = ExecutorCapacity(
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            max_num_rows=info.max_num_rows,
-            num_host_blocks=info.num_host_blocks,
-            supports_constraints=info.supports_constraints,
-        )
+        self.capacity = ExecutorCapacity.of(info)
         self.limits = limits
         self.core = Scheduler(limits, self.capacity)
         self.tokens: dict[int, list[int]] = {}

@@ -325,19 +325,7 @@ class SchedulerEngine:
 
     def _on_epoch(self, event: EpochOpened, now: float) -> None:
         info = event.info
-        capacity = ExecutorCapacity(
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            max_num_rows=info.max_num_rows,
-            num_host_blocks=info.num_host_blocks,
-            swap_us_per_block=info.swap_us_per_block,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            supports_prompt_logprobs=info.supports_prompt_logprobs,
-            supports_constraints=info.supports_constraints,
-            max_speculative_tokens=info.max_speculative_tokens,
-        )
+        capacity = ExecutorCapacity.of(info)
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
         if self.core is None:
             self.core = Scheduler(self.limits, capacity, event.epoch)

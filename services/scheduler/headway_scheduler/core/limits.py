@@ -5,6 +5,8 @@ Owns: the settings of the core. Must not know: where they come from.
 
 import msgspec
 
+from headway_proto.step import BackendInfo
+
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings.
@@ -70,6 +72,11 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
     max_speculative_tokens: int = 0
+
+    @classmethod
+    def of(cls, info: BackendInfo) -> "ExecutorCapacity":
+        """That of an executor that announces ``info``, where everything here has the same name."""
+        return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
 
     @property
     def max_request_tokens(self) -> int:
