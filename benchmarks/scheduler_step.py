@@ -87,6 +87,7 @@ class Bench:
             max_num_seqs=num_running,
             max_steps_in_flight=depth,
             max_num_waiting=1 << 20,
+            max_waiting_tokens=0,
             **(policies or {}),
         )
         self.now = 0.0
