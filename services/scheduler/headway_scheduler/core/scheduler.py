@@ -999,9 +999,7 @@ class Scheduler:
         if not self.speculation.max_tokens or self._alone is not None or self._start_window.is_narrow:
             return
         rows, decoding = self.rows, self._decoding()
-        if len(decoding) > self.limits.max_speculating_seqs:
-            return
-        if not len(decoding):
+        if not 0 < len(decoding) <= self.limits.max_speculating_seqs:
             return
         of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
         if not self.speculation.is_time_to_try(self.next_step, len(decoding)):
@@ -1196,7 +1194,7 @@ class Scheduler:
                 if samples and owed_tokens:
                     request.num_unreturned += 1
                 elif samples:
-                    self.counters.wasted_tokens[WasteReason.SURPLUS] += 1
+                    self._count_surplus(1)
         self.pool.release(rows.blocks_of(row), fence)
         if request.itl_slo_ms:
             self._tightest.change(request.itl_slo_ms, -1)
@@ -1508,8 +1506,7 @@ class Scheduler:
             request.append_token(token_id)
             request.last_token_time = self._observer.last_answer_time
             if self._order.keeps_books:
-                place = self._waiting.place_of_tenant(request)
-                self._waiting.charge_output(np.arange(place + 1) == place)
+                self._charge_token(self._waiting.place_of_tenant(request))
         for request, token_id in late:
             end = self._end_at(request, len(request.token_ids), token_id)
             if end is not None:
@@ -1569,12 +1566,15 @@ class Scheduler:
             rows.num_tokens[row] = num_tokens + 1
             entries.append((origin.owner, origin.handle, num_tokens - request.new.num_prompt_tokens, token_id))
             if self._order.keeps_books:
-                tenant = int(rows.tenant[row])
-                self._waiting.charge_output(np.arange(tenant + 1) == tenant)
+                self._charge_token(int(rows.tenant[row]))
             end = self._end_at(request, num_tokens + 1, token_id)
             if end is not None:
                 return place + 1, end
         return len(token_ids), None
+
+    def _charge_token(self, tenant: int) -> None:
+        """Charge one output token to the tenant at this place in the order's books."""
+        self._waiting.charge_output(np.arange(tenant + 1) == tenant)
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
         """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""
