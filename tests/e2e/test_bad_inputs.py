@@ -267,10 +267,12 @@ async def test_cancelling(caller: Caller, neighbour: None) -> None:
 
 
 async def test_too_many_streams(caller: Caller, neighbour: None) -> None:
-    endless = request(sampling=api.SamplingParams(ignore_eos=True, max_tokens=50))
-    streams = [caller.generation.Generate(endless, metadata=bearing("opss")) for _ in range(MAX_STREAMS - 1)]
-    for stream in streams:
-        await stream.read()
+    endless = request(sampling=api.SamplingParams(ignore_eos=True, max_tokens=250))
+    streams = []
+    for _ in range(MAX_STREAMS - 1):
+        # One after another: five that arrive between two steps are one more than may wait.
+        streams.append(caller.generation.Generate(endless, metadata=bearing("opss")))
+        await streams[-1].read()
     error = await refusal_of(lambda: caller.generate(request()))
     assert error.code() is EXHAUSTED
     assert f"{MAX_STREAMS} streams are open; allowed: {MAX_STREAMS}" in error.details()
