@@ -27,8 +27,8 @@ from typing import Any
 from headway_gateway.statistics import GatewayStatistics
 from headway_proto.metrics_endpoint import MetricsEndpoint
 from headway_proto.snapshots import Snapshots
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.events import StepEvents
-from headway_scheduler.core.request import Origin
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.process import relax_collector

@@ -38,8 +38,8 @@ from headway.workload.requests import WorkloadShape, draw_requests
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 from provenance import provenance
 

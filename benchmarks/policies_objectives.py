@@ -50,9 +50,9 @@ from headway.workload.requests import (
     rng_of,
 )
 from headway_proto.step import ExecutorOutput
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 from provenance import provenance
 

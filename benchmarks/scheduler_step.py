@@ -40,10 +40,10 @@ from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.process import relax_collector
 from provenance import provenance

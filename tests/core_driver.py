@@ -12,8 +12,9 @@ from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin, Request
+from headway_scheduler.core.request import Request
 from headway_scheduler.core.scheduler import Scheduler
 
 STOP_TOKEN = 0

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.output_lengths import OutputLengths
-from headway_scheduler.core.request import NewRequestEvent, Origin, may_speculate
+from headway_scheduler.core.request import may_speculate
 from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
 from headway_scheduler.core.step_time import StepShape, StepTimeModel
 

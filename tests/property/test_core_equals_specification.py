@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
 from headway_scheduler.core.pinned_prefixes import PinRefused
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from specification import Specification

@@ -13,8 +13,9 @@ from headway_proto.ingress import (
     gateway_frame_reader,
 )
 from headway_proto.step import SchedulerOutput
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.request import Origin, Request, RequestStatus
+from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.step_link import TAKEOVER_SILENCE_S, StepAnswered

@@ -20,10 +20,10 @@ from headway_proto.ingress import (
     Rejected,
 )
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.request import Origin
 from headway_scheduler.core.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
 from simulation.world import SimulatedGateway, Trouble, World

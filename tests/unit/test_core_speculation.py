@@ -7,10 +7,11 @@ import pytest
 from headway_proto.columns import decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput, RowError, RowLogprobs, SchedulerOutput
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin
+from headway_scheduler.core.request import FinishReason
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 
 CAPACITY = ExecutorCapacity(

@@ -5,9 +5,10 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.fair_queue import INPUT_WEIGHT, KEPT_ROWS_SHARE, FairQueue, burst_tokens_of
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import NewRequestEvent, Origin, Request
+from headway_scheduler.core.request import Request
 from headway_scheduler.core.waiting_queue import (
     HEAD_RANK,
     HIGHEST_CLASS_RANK,

@@ -27,10 +27,11 @@ from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
 from headway_scheduler.brake import MAX_LOSSES, Brake, Name
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.door import RequestRejected
 from headway_scheduler.core.events import FinishedEvent, StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import FinishReason, NewRequestEvent, Origin
+from headway_scheduler.core.request import FinishReason
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import (

@@ -13,8 +13,9 @@ import msgspec
 from headway_proto.columns import decode_columns
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.bottleneck import bottleneck_of
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.events import FinishedEvent
-from headway_scheduler.core.request import Origin, Request
+from headway_scheduler.core.request import Request
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.records import Aborted, Answered, Arrived, EpochBegan, ExecutorGone, Refused, Turn
 from headway_scheduler.flight.replay import Event

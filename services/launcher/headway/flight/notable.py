@@ -9,8 +9,8 @@ import msgspec
 
 from headway.flight.life import few_names
 from headway.tables import aligned
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.events import FinishedEvent
-from headway_scheduler.core.request import Origin
 from headway_scheduler.flight.records import Arrived
 from headway_scheduler.flight.replay import Event
 

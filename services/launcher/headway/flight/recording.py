@@ -17,9 +17,9 @@ from headway.simulate.roofline import StepTime
 from headway.workload.requests import Objectives, PlannedRequest
 from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.arrival import Origin
 from headway_scheduler.core.events import FinishedEvent
 from headway_scheduler.core.limits import ExecutorCapacity
-from headway_scheduler.core.request import Origin
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
 from headway_scheduler.flight.records import Answered, Arrived, EpochBegan, Turn

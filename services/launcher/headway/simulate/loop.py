@@ -16,8 +16,8 @@ from headway.simulate.measurement import Measurement
 from headway.workload.arrivals import Arrival, Arrivals
 from headway.workload.requests import PlannedRequest, Prompts
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.door import RequestRejected
-from headway_scheduler.core.request import NewRequestEvent, Origin
 from headway_scheduler.core.scheduler import Scheduler
 
 _OWNER = 0

@@ -8,8 +8,8 @@ Whatever could never run is refused here, once, with a reason: behind the door e
 import numpy as np
 
 from headway_proto.sampling import NO_LOGPROBS
+from headway_scheduler.core.arrival import NewRequestEvent
 from headway_scheduler.core.limits import ExecutorCapacity
-from headway_scheduler.core.request import NewRequestEvent
 
 
 class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction

@@ -8,7 +8,8 @@ import msgspec
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.step import RowLogprobs
-from headway_scheduler.core.request import FinishReason, Origin
+from headway_scheduler.core.arrival import Origin
+from headway_scheduler.core.request import FinishReason
 
 
 class AdmittedEvent(msgspec.Struct, frozen=True):

@@ -1,16 +1,15 @@
 """A request, from submission to its end.
 
-Owns: what is asked for, and the counters that outlive a row.
+Owns: where it stands, and the counters that outlive a row.
 Must not know: queues, blocks, or the columns of running rows.
 """
 
 from enum import Enum
 
-import msgspec
 import numpy as np
 
-from headway_proto.columns import Int32Array
-from headway_proto.sampling import NO_LOGPROBS, SamplingParams
+from headway_proto.sampling import NO_LOGPROBS
+from headway_scheduler.core.arrival import NewRequestEvent
 from headway_scheduler.core.counters import WasteReason
 from headway_scheduler.core.indices import NO_BLOCKS
 from headway_scheduler.core.speculation import SpeculationRecord
@@ -36,38 +35,6 @@ class FinishReason(Enum):
     ABORT = "abort"
     ERROR = "error"
     SHED = "shed"
-
-
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Whom the tokens are for: opaque integers that travel with the request."""
-
-    owner: int
-    handle: int
-
-
-class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request as it arrives. ``token_ids`` int32, shape ``[num_tokens]``: prompt, then output already held.
-
-    ``max_tokens`` counts output tokens, those already held included. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives in
-    milliseconds, 0 for none: the first token within the one of its arrival, every further one within the other.
-    ``has_run``: it started before it arrived here, under a scheduler or on a link that is gone; nothing of it is shed.
-    ``num_prompt_logprobs``: of how many prompt tokens, from the second on, log probabilities were told before.
-    """
-
-    origin: Origin
-    request_id: str
-    token_ids: Int32Array
-    num_prompt_tokens: int
-    max_tokens: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    priority: int = 0
-    index: int = 0
-    tenant: str = ""
-    ttft_slo_ms: int = 0
-    itl_slo_ms: int = 0
-    has_run: bool = False
-    num_prompt_logprobs: int = 0
 
 
 def may_speculate(new: NewRequestEvent) -> bool:

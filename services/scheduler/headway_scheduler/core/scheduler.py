@@ -60,6 +60,7 @@ from headway_proto.step import (
     state_digest,
 )
 from headway_scheduler.core.accepted_tokens import AcceptedTokens, split_tokens
+from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.counters import (
@@ -88,14 +89,7 @@ from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
 from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
 from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
-from headway_scheduler.core.request import (
-    START_BITS,
-    FinishReason,
-    NewRequestEvent,
-    Origin,
-    Request,
-    RequestStatus,
-)
+from headway_scheduler.core.request import START_BITS, FinishReason, Request, RequestStatus
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
 from headway_scheduler.core.speculation import SpeculationPolicy

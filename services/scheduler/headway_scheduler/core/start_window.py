@@ -10,7 +10,8 @@ some N / w rounds and leaves w to be tried, so that a width near the square root
 import math
 from collections.abc import Iterable
 
-from headway_scheduler.core.request import Origin, Request
+from headway_scheduler.core.arrival import Origin
+from headway_scheduler.core.request import Request
 
 WINDOWS_PER_ROOT = 2
 """The width by the square root. Above one: that a second loss follows is the rarer case."""
