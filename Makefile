@@ -23,15 +23,15 @@ BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo test chaos soak lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels core demo test chaos soak lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) kernels  ## virtual environment, pinned dependencies and compiled kernels only
+setup: $(READY) kernels core  ## virtual environment, pinned dependencies, compiled kernels and core only
 	@echo 'ready: $(VENV)'
 
-# Without the kernels, which the target below compiles: pip would keep its progress to itself.
+# Without what the two targets below compile: pip would keep their progress to itself.
 $(READY): pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "headway needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -41,7 +41,7 @@ $(READY): pyproject.toml requirements/dev.lock
 	    echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }; }
 	$(say) 'installing the pinned dependencies of requirements/dev.lock (minutes the first time: torch is large)'
 	@$(BIN)/pip install -qq --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
-	@HEADWAY_BUILD_CPU_KERNELS=0 $(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@HEADWAY_BUILD_CPU_KERNELS=0 HEADWAY_BUILD_CORE=0 $(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
@@ -49,21 +49,25 @@ $(READY): pyproject.toml requirements/dev.lock
 kernels: $(READY)  ## compile the CPU kernels whose C sources have changed
 	@$(BIN)/python -P kernels/headway_kernels/cpu/build.py
 
-demo: $(READY) kernels  ## serve the demo model, stream a dozen prompts at once, print the timings
+# As above: what is compiled says which sources it was made of, and other sources run as they are written.
+core: $(READY)  ## compile the scheduler's core if its sources have changed
+	@$(BIN)/python -P -m headway_scheduler.compile_core
+
+demo: $(READY) kernels core  ## serve the demo model, stream a dozen prompts at once, print the timings
 	$(say) 'headway demo'
 	@$(BIN)/headway demo $(ARGS)
 
-test: lint kernels  ## all checks and all tests
+test: lint kernels core  ## all checks and all tests
 	$(say) 'pytest: what looks at real processes and clocks, one after the other'
 	@$(PYTEST) $(ALONE) $(NO_CLOCK:%=--ignore=%) $(ARGS) || test $$? = 5
 	$(say) 'pytest: the rest, on every core'
 	@$(PYTEST) -n logical --dist worksteal $(BESIDE) $(NO_CLOCK) $(ARGS) || test $$? = 5
 
-chaos: kernels  ## the table of promises against real processes (some 10 minutes; root for the network namespaces)
+chaos: kernels core  ## the table of promises against real processes (some 10 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
 	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
 
-soak: $(READY)  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
+soak: $(READY) core  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
 	@PYTHONPATH=tests $(BIN)/python -m simulation.soak $(ARGS)
 
 lint: $(READY)  ## ruff, clang-format, mypy, import contracts
@@ -92,14 +96,15 @@ flags: $(READY)  ## write the README's table of settings from the code
 lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds
 	@$(BIN)/python tools/pin_requirements.py
 
-bench: $(READY) kernels  ## run the benchmarks; see benchmarks/README.md
+bench: $(READY) kernels core  ## run the benchmarks; see benchmarks/README.md
 	@set -e; for benchmark in scheduler_step gateway torch_cpu; do \
 	  printf '\n== %s\n' "$$benchmark"; $(BIN)/python benchmarks/$$benchmark.py $(ARGS); done
 
-gpu-check: $(READY) kernels  ## everything that needs a CUDA device: checks, then speeds beside their floors
+gpu-check: $(READY) kernels core  ## everything that needs a CUDA device: checks, then speeds beside their floors
 	@$(BIN)/python tools/gpu_check.py $(ARGS)
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find kernels -name '*libheadway_cpu.*' -delete
+	rm -rf services/scheduler/headway_scheduler/core/_compiled*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -226,11 +226,11 @@ def keep_objective(device: str, workload: str, budgets: Sequence[int], num_reque
 # ------------------------------------------------------------------------------------------ runs of planned requests
 
 
-class WatchedScheduler(Scheduler):
+class WatchedScheduler:
     """The core, and what each tenant has had after each step."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
-        super().__init__(limits, capacity)
+        self._core = Scheduler(limits, capacity)
         self.tenants: list[str] = []
         self.history: list[tuple[list[float], list[bool]]] = []
         """After each step: the weighted service of each tenant, and whether it has a request that has not started."""
@@ -239,9 +239,12 @@ class WatchedScheduler(Scheduler):
         self._service: list[float] = []
         self._num_waiting: list[int] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
     def add_request(self, new: NewRequestEvent, now: float) -> None:
         """Note whose it is."""
-        super().add_request(new, now)
+        self._core.add_request(new, now)
         if new.tenant not in self.tenants:
             self.tenants.append(new.tenant)
             self._service.append(0.0)
@@ -252,7 +255,7 @@ class WatchedScheduler(Scheduler):
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:
         """Add up what the step gave to whom."""
-        events = super().update(output, now)
+        events = self._core.update(output, now)
         for event in events.admitted:
             place = self._place[event.origin.handle]
             self._num_waiting[place] -= 1

@@ -24,7 +24,7 @@ from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
-from headway_scheduler import ingress_link
+from headway_scheduler import compiled_core, ingress_link
 from headway_scheduler.core.block_pool import BlockPool
 from headway_scheduler.core.prefix_cache import PrefixCache
 from headway_scheduler.core.request import FinishReason, RequestStatus
@@ -623,6 +623,10 @@ def table_of(verdicts: Sequence[Verdict]) -> str:
 
 
 def main() -> int:
+    if compiled_core.INTERPRET_VARIABLE not in os.environ:
+        # Nothing of a compiled class can be patched.
+        environment = os.environ | {compiled_core.INTERPRET_VARIABLE: "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "simulation.mutants", *sys.argv[1:]], environment)
     parser = argparse.ArgumentParser(prog="simulation.mutants", description="See which mistakes the simulation finds.")
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these (default: all, and write the table)")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="give up on one after so long")

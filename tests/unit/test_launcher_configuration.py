@@ -185,4 +185,4 @@ def test_what_kubernetes_puts_into_every_container_is_no_mistake():
 
 
 def test_the_variable_of_the_build_may_stay_set():
-    check_environment({"HEADWAY_BUILD_CPU_KERNELS": "0"}, {"toy": SETTINGS})
+    check_environment({"HEADWAY_BUILD_CPU_KERNELS": "0", "HEADWAY_BUILD_CORE": "0"}, {"toy": SETTINGS})

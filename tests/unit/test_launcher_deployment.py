@@ -143,12 +143,16 @@ def test_an_image_runs_its_service_as_an_ordinary_user(service):
     assert not any(line.startswith("# syntax") for line in lines)
 
 
-def test_only_images_with_an_executor_get_compiled_kernels_and_no_image_the_compiler():
+def test_images_get_what_is_compiled_for_their_services_and_no_image_a_compiler():
     for image in (*SERVICES, "launcher"):
         dockerfile = (REPOSITORY / "services" / image / "Dockerfile").read_text()
         has_executor = image in {"executor", "launcher"}
         assert re.findall(r"HEADWAY_BUILD_CPU_KERNELS=(\d)", dockerfile) == ["1" if has_executor else "0"]
-        assert ("ziglang" in dockerfile) == has_executor
+        has_scheduler = image in {"scheduler", "launcher"}
+        assert re.findall(r"HEADWAY_BUILD_CORE=(\d)", dockerfile) == ([] if has_scheduler else ["0"])
+        assert ("dev.lock mypy setuptools ziglang" in dockerfile) == has_scheduler
+        assert ("ziglang" in dockerfile) == (has_executor or has_scheduler)
+        assert "/opt/compiler" not in dockerfile.rpartition("FROM ")[2]
     for service in SERVICES:
         assert not any(line.startswith("ziglang==") for line in lock(service))
     assert any(line.startswith("ziglang==") for line in lock("dev"))

@@ -20,6 +20,7 @@ from headway.simulate.options import SimulationOptions
 from headway.simulate.report import knee_of
 from headway.simulate.world import make_world, simulate
 from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.scheduler import Scheduler
 
 SMALL = (
     "simulate",
@@ -266,7 +267,17 @@ def test_limits_that_only_the_scheduler_can_judge_are_refused_in_one_line():
 
 
 def test_a_scheduler_that_stops_is_reported_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr("headway_scheduler.core.scheduler.Scheduler.schedule", lambda self, now: None)
+    class Stopped:
+        def __init__(self, limits, capacity):
+            self.core = Scheduler(limits, capacity)
+
+        def __getattr__(self, name):
+            return getattr(self.core, name)
+
+        def schedule(self, now):
+            return None
+
+    monkeypatch.setattr("headway.simulate.world.Scheduler", Stopped)
     assert main([*SMALL]) == 1
     assert capsys.readouterr().err == (
         "headway simulate: the scheduler has stopped for ever: 6 requests wait and nothing runs\n"

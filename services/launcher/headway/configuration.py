@@ -35,8 +35,8 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 # Kubernetes gives every container such variables for every service of its namespace; one may be called headway.
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 _MAX_FILE_BYTES = 1 << 20
-# Read when the project is built, by hatch_build.py; who has it set for that may run commands in the same shell.
-_BUILD_VARIABLE = "HEADWAY_BUILD_CPU_KERNELS"
+# Read when the project is built, by hatch_build.py; who has them set for that may run commands in the same shell.
+_BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"})
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
         ConfigurationError: names the variable and the nearest one that exists.
     """
     known = {variable_of(section, name) for section, names in sections.items() for name in names}
-    for variable in sorted(environment.keys() - {_BUILD_VARIABLE}):
+    for variable in sorted(environment.keys() - _BUILD_VARIABLES):
         if not variable.startswith("HEADWAY_") or variable in known or _KUBERNETES_VARIABLE.search(variable):
             continue
         raise ConfigurationError(

@@ -49,3 +49,7 @@ running rows, doubled k - 1 times, or an eighth of the pool. So between two pree
 Held to it by tests: ``tests/property`` (hypothesis over all combinations of policies in pools that hold barely one request,
 a state machine with failing rows and new epochs, what has hung other schedulers one by one) and ``tests/simulation``.
 """
+
+from headway_scheduler.compiled_core import search_path
+
+__path__ = search_path()

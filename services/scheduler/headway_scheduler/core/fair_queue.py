@@ -25,6 +25,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from headway_scheduler.core.request import Request, RequestStatus
@@ -50,6 +51,7 @@ def burst_tokens_of(longest_request: int, pool_tokens: int) -> int:
     return min(BURST_REQUESTS * longest_request, pool_tokens // 2)
 
 
+@mypyc_attr(serializable=True)
 class _Tenant:
     __slots__ = ("index", "num_live", "resuming", "waiting", "weight")
 

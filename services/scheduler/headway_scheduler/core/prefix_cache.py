@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from headway_scheduler.core.cache_log import CacheEntry, CacheLog
@@ -47,6 +48,7 @@ _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _NO_NODE = -1
 
 
+@mypyc_attr(serializable=True)
 class _Run:
     """Blocks registered at once. ``length`` of them can still be reached, ``num_left`` are not yet evicted."""
 
@@ -69,6 +71,7 @@ class _Run:
         return place < self.length and self.token_bytes.startswith(token_bytes, place * len(token_bytes))
 
 
+@mypyc_attr(serializable=True)
 class _Pin:
     """A prefix to keep: its tokens, the blocks that hold its beginning, and the branch awaited behind them."""
 

@@ -7,6 +7,7 @@ Must not know: queues, blocks, or the columns of running rows.
 from enum import Enum
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.arrival import NewRequestEvent
@@ -46,6 +47,7 @@ def may_speculate(new: NewRequestEvent) -> bool:
     return new.max_tokens > 1 and new.sampling.constraint is None
 
 
+@mypyc_attr(serializable=True)
 class Request:
     """A live request. While it runs, its tokens and counters live in the columns of its row."""
 

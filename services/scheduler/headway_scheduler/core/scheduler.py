@@ -92,7 +92,7 @@ from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStati
 from headway_scheduler.core.request import START_BITS, FinishReason, Request, RequestStatus
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
-from headway_scheduler.core.speculation import SpeculationPolicy
+from headway_scheduler.core.speculation import DecidesSpeculation, SpeculationPolicy
 from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
@@ -188,7 +188,7 @@ class Scheduler:
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
         self._observer.begin_epoch()
-        self.speculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
+        self.speculation: DecidesSpeculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
         self._observer.is_wanted |= capacity.max_speculative_tokens > 0
         self._finished_rows: list[int] = []
         self._prefilling: set[int] = set()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
@@ -15,6 +16,7 @@ from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.step_time import StepShape
 
 
+@mypyc_attr(serializable=True)
 class PrefillChunk:
     """Part of a prompt in a step.
 
@@ -153,6 +155,7 @@ class StepPlan:
         return encode_column(in_order + [exceptions[row] for row in in_order])
 
 
+@mypyc_attr(serializable=True)
 class InFlightStep:
     """A step sent and not yet answered.
 

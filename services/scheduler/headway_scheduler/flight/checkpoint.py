@@ -193,9 +193,9 @@ class _Decoder:
 
     def _object(self, name: str, present: Any) -> Any:
         """The new core's own object where it has one of this class, since its functions are bound to that."""
-        kind = self._classes[name]
+        kind: Any = self._classes[name]
         is_free = type(present) is kind and id(present) not in self._taken
-        made = present if is_free else object.__new__(kind)
+        made = present if is_free else kind.__new__(kind)
         self._taken.add(id(made))
         return made
 
@@ -224,9 +224,9 @@ def _name(kind: type) -> str:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    """Those of slots and of the dictionary, as far as they are there."""
+    """Those of slots and of the dictionary, as far as they are there; of a compiled class, those that mypyc tells of."""
     for kind in type(value).__mro__:
-        slots = getattr(kind, "__slots__", ())
+        slots = getattr(kind, "__mypyc_attrs__", getattr(kind, "__slots__", ()))
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 yield name, getattr(value, name)

@@ -1,0 +1,58 @@
+"""Where the core's modules are taken from: as mypyc has compiled them, or as they are written.
+
+Owns: which modules there are compiled, and whether those are made of the sources beside them.
+Must not know: how they are compiled (``compile_core`` does), or what the core does.
+
+The sources are what counts. Compiled modules lie in a directory of their own, and it comes before the sources in the
+core's search path only while a file in it tells that it was made of exactly these. So whoever edits a source runs that source,
+without having to know that there is a compiler; ``make core`` compiles it again. Only the standard library is
+imported here, because a build asks before anything is installed.
+"""
+
+import hashlib
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+CORE = Path(__file__).resolve().parent / "core"
+COMPILED = CORE / "_compiled"
+STAMP = "made_from.txt"
+
+INTERPRET_VARIABLE = "_HEADWAY_INTERPRET_CORE"
+"""In the environment, with any value: run the sources even where they are compiled, as a profiler or a test may want."""
+
+# Their metaclass is msgspec's, of which mypyc makes nothing: modules with messages and settings stay as they are.
+_STRUCT = re.compile(rb"^class \w+\(msgspec\.Struct\b", re.MULTILINE)
+
+
+def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
+    """The sources that are compiled, by name."""
+    sources = sorted(path for path in core.glob("*.py") if path.name != "__init__.py")
+    return tuple(path for path in sources if not _STRUCT.search(path.read_bytes()))
+
+
+def stamp_of(core: Path = CORE) -> str:
+    """What was made of these sources, for this Python, says of itself: a digest, in hex.
+
+    Of all the sources: what is compiled relies on the types of what is not.
+    """
+    digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
+    for path in sorted(core.glob("*.py")):
+        content = path.read_bytes()
+        digest.update(b"%b %d\n%b" % (path.name.encode(), len(content), content))
+    return digest.hexdigest()
+
+
+def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
+    """Whether there are compiled modules, made of exactly the sources in ``core`` for this Python."""
+    try:
+        return (compiled / STAMP).read_text() == stamp_of(core)
+    except FileNotFoundError:
+        return False
+
+
+def search_path() -> list[str]:
+    """The directories in which the core's modules are looked for."""
+    runs_compiled = INTERPRET_VARIABLE not in os.environ and is_up_to_date()
+    return [str(COMPILED), str(CORE)] if runs_compiled else [str(CORE)]
