@@ -8,6 +8,7 @@ such as an executor that overlooks a gap between frames: the number of the step 
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
