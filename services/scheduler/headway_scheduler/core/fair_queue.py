@@ -51,7 +51,7 @@ def burst_tokens_of(longest_request: int, pool_tokens: int) -> int:
     return min(BURST_REQUESTS * longest_request, pool_tokens // 2)
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _Tenant:
     __slots__ = ("index", "num_live", "resuming", "waiting", "weight")
 

@@ -48,7 +48,7 @@ _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _NO_NODE = -1
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _Run:
     """Blocks registered at once. ``length`` of them can still be reached, ``num_left`` are not yet evicted."""
 
@@ -71,7 +71,7 @@ class _Run:
         return place < self.length and self.token_bytes.startswith(token_bytes, place * len(token_bytes))
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _Pin:
     """A prefix to keep: its tokens, the blocks that hold its beginning, and the branch awaited behind them."""
 

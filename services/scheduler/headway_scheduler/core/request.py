@@ -47,7 +47,7 @@ def may_speculate(new: NewRequestEvent) -> bool:
     return new.max_tokens > 1 and new.sampling.constraint is None
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Request:
     """A live request. While it runs, its tokens and counters live in the columns of its row."""
 

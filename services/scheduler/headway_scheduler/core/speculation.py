@@ -47,7 +47,7 @@ _LARGEST_COST = 2.0
 NEVER_POSITION = (1 << 31) - 1
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SpeculationRecord:
     """What is known of one request's proposals. It outlives a row."""
 

@@ -16,7 +16,7 @@ from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.step_time import StepShape
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillChunk:
     """Part of a prompt in a step.
 
@@ -155,7 +155,7 @@ class StepPlan:
         return encode_column(in_order + [exceptions[row] for row in in_order])
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InFlightStep:
     """A step sent and not yet answered.
 

@@ -192,7 +192,11 @@ class _Decoder:
                 raise ValueError(f"node {number} is none")
 
     def _object(self, name: str, present: Any) -> Any:
-        """The new core's own object where it has one of this class, since its functions are bound to that."""
+        """The new core's own object where it has one of this class, since its functions are bound to that.
+
+        Of other classes one is made without ``__init__``. Compiled ones allow that if they allow interpreted subclasses, by
+        mypyc's rules: those of which a core holds many do (``mypyc_attr``).
+        """
         kind: Any = self._classes[name]
         is_free = type(present) is kind and id(present) not in self._taken
         made = present if is_free else kind.__new__(kind)
