@@ -21,7 +21,8 @@ MAGIC = b"HW"
 PROTOCOL_VERSION = 1
 _HEADER_FIELDS = struct.Struct("<2sBBIQI")
 _CRC = struct.Struct("<I")
-HEADER_BYTES = _HEADER_FIELDS.size + _CRC.size
+_HEADER = struct.Struct("<2sBBIQII")
+HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
@@ -86,7 +87,7 @@ class FrameReader:
         """
         if not HEADER_BYTES <= len(data) <= self._max_bytes:
             raise FramingError(f"frame of {len(data)} bytes; allowed: {HEADER_BYTES} to {self._max_bytes}")
-        magic, version, kind, epoch, sequence, length = _HEADER_FIELDS.unpack_from(data)
+        magic, version, kind, epoch, sequence, length, checksum = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise FramingError(f"frame starts with {magic!r}; expected {MAGIC!r}")
         if version != PROTOCOL_VERSION:
@@ -94,8 +95,7 @@ class FrameReader:
         if length != len(data) - HEADER_BYTES:
             raise FramingError(f"frame announces {length} body bytes and carries {len(data) - HEADER_BYTES}")
         payload = memoryview(data)[HEADER_BYTES:]
-        expected = zlib.crc32(payload, zlib.crc32(memoryview(data)[: _HEADER_FIELDS.size]))
-        (checksum,) = _CRC.unpack_from(data, _HEADER_FIELDS.size)
+        expected = zlib.crc32(payload, zlib.crc32(data[: _HEADER_FIELDS.size]))
         if checksum != expected:
             raise FramingError(f"checksum {checksum:#010x}; expected {expected:#010x}")
         decoder = self._decoders.get(kind)
@@ -105,4 +105,4 @@ class FrameReader:
             body = decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FramingError(f"body of message kind {kind}: {str(error)[:200]}") from error
-        return Frame(kind=kind, epoch=epoch, sequence=sequence, body=body)
+        return Frame(kind, epoch, sequence, body)

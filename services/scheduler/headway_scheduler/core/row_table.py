@@ -7,6 +7,7 @@ Must not know: queues, budgets, or why a row changes.
 import heapq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.indices import BlockIndices, RowIndices
@@ -60,8 +61,12 @@ class RowTable:
         # Untouched pages of these two cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
         self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
+        # One flat index costs less than a pair of them.
         self._flat_token_ids = self.token_ids.reshape(-1)
-        self._row_start = np.arange(max_rows, dtype=np.int64) * max_model_len
+        self._flat_block_table = self.block_table.reshape(-1)
+        self.first_token = np.arange(max_rows, dtype=np.int64) * max_model_len
+        """Where the tokens of each row begin in the flat column."""
+        self._first_block = np.arange(max_rows, dtype=np.int64) * max_blocks
 
     def take(self, request: Request, blocks: BlockIndices) -> int:
         """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table.
@@ -135,8 +140,9 @@ class RowTable:
 
     def append_one_block_each(self, rows: RowIndices, blocks: BlockIndices) -> None:
         """Extend several rows' block tables by one block each."""
-        self.block_table[rows, self.num_blocks[rows]] = blocks
-        self.num_blocks[rows] += 1
+        num_blocks = self.num_blocks[rows]
+        self._flat_block_table[self._first_block[rows] + num_blocks] = blocks
+        self.num_blocks[rows] = num_blocks + 1
 
     def blocks_of(self, row: int) -> BlockIndices:
         """A copy of one row's block table."""
@@ -146,9 +152,12 @@ class RowTable:
         """A copy of one row's tokens."""
         return self.token_ids[row, : self.num_tokens[row]].copy()
 
-    def append_tokens(self, rows: RowIndices, token_ids: Int32Array) -> Int32Array:
-        """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``."""
+    def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
+        """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``.
+
+        ``first_token`` is what the column of that name has for them.
+        """
         positions = self.num_tokens[rows]
-        self._flat_token_ids[self._row_start[rows] + positions] = token_ids
+        self._flat_token_ids[first_token + positions] = token_ids
         self.num_tokens[rows] = positions + 1
         return positions

@@ -1364,7 +1364,7 @@ class Scheduler:
                 token_ids[step.places_of(error.row)] = 0  # nobody will see it
         try:
             # Seen as unsigned, a negative id is outside the vocabulary as well.
-            stops_some = self._stop_tokens.ends_some[token_ids.view(np.uint32)]
+            stops_some = self._stop_tokens.ends_some.take(token_ids.view(np.uint32))
             for entry in accepted:
                 self._stop_tokens.ends_some[np.asarray(entry.token_ids, dtype=np.int32).view(np.uint32)]
         except IndexError:
@@ -1481,11 +1481,11 @@ class Scheduler:
         finished: list[FinishedEvent],
     ) -> TokenColumns:
         rows = self.rows
-        positions = rows.append_tokens(sampling_rows, token_ids)
         self._origins.look_up(sampling_rows)
+        positions = rows.append_tokens(sampling_rows, token_ids, self._origins.first_token)
         if self._order.keeps_books:
             self._waiting.charge_output(self._origins.num_by_tenant)
-        at_end = stops_some | (positions == rows.last_position[sampling_rows])
+        at_end = stops_some | (positions == self._origins.last_position)
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))

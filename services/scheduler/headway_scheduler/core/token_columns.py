@@ -2,8 +2,8 @@
 
 Owns: the columns of an answer's tokens. Must not know: when a request ends, or who listens.
 
-A step in which the same rows sample as in the one before looks nobody up again: owners, handles and prompt lengths are
-kept for as long as the rows are the same array.
+A step in which the same rows sample as in the one before looks nobody up again: what does not change while a request has
+its row is kept for as long as the rows are the same array.
 """
 
 from typing import NamedTuple
@@ -45,13 +45,15 @@ class TokenColumns(NamedTuple):
 
 
 class SamplingOrigins:
-    """Of the rows that sampled last: whose they are."""
+    """Of the rows that sampled last: whose they are, where their tokens begin (``first_token``), and ``last_position``."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
         self._of: RowIndices = NO_ROWS
         self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
         self._num_by_tenant: NDArray[np.intp] | None = None
+        self.last_position = EMPTY_COLUMN
+        self.first_token = np.empty(0, dtype=np.int64)
 
     @property
     def num_by_tenant(self) -> NDArray[np.intp]:
@@ -68,6 +70,8 @@ class SamplingOrigins:
         self._of = sampling_rows
         self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
         self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
+        self.last_position = rows.last_position[sampling_rows]
+        self.first_token = rows.first_token[sampling_rows]
         self._num_by_tenant = None
 
     def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:

@@ -36,8 +36,9 @@ _STAYS = {
     ("Scheduler", "_reservation"),
     ("Scheduler", "_preemption"),
     ("Swapping", "_policy"),
-    # A view of token_ids.
+    # Views of token_ids and of block_table.
     ("RowTable", "_flat_token_ids"),
+    ("RowTable", "_flat_block_table"),
 }
 """Attributes that a core has when it is made and that never change."""
 _CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, tuple)}
