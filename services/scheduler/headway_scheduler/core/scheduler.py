@@ -43,7 +43,7 @@ that a second one leaves few to be tried.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -1073,17 +1073,16 @@ class Scheduler:
                 return True
         return False
 
-    def _newest_prompts(self, planned: list[PrefillChunk]) -> Iterator[Request]:
+    def _newest_prompts(self, planned: list[PrefillChunk]) -> list[Request]:
         """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
-        seen: set[int] = set()
+        newest: dict[int, Request] = {}
         for chunks in (planned, *(step.chunks for step in reversed(self._in_flight))):
             for chunk in reversed(chunks):
-                if chunk.row in seen or not chunk.holds_blocks:
-                    continue
-                seen.add(chunk.row)
-                yield chunk.request
-                if len(seen) == NUM_COMPARED_PREFIXES:
-                    return
+                if chunk.holds_blocks:
+                    newest.setdefault(chunk.row, chunk.request)
+                    if len(newest) == NUM_COMPARED_PREFIXES:
+                        return list(newest.values())
+        return list(newest.values())
 
     def _note_admission(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
         """A request has a row; its tokens from ``start`` on are to be computed."""
