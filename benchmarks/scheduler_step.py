@@ -40,6 +40,7 @@ from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.events import StepEvents
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -348,6 +349,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write where the time of steps with every policy goes, as text")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
+    core = "compiled" if runs_compiled() else "as written"
+    print(f"core: {core}")
     peer = run_peer(arguments.peer) if arguments.peer else {}
     rows = []
     print(
@@ -370,6 +373,7 @@ def main() -> None:
         record = {
             "benchmark": "scheduler_step",
             **provenance(arguments.seed),
+            "core": core,
             "steps": arguments.steps,
             "rounds": arguments.rounds,
             "depth": arguments.depth,

@@ -52,7 +52,11 @@ def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
         return False
 
 
+def runs_compiled() -> bool:
+    """Whether a process of this environment runs compiled modules."""
+    return INTERPRET_VARIABLE not in os.environ and is_up_to_date()
+
+
 def search_path() -> list[str]:
     """The directories in which the core's modules are looked for."""
-    runs_compiled = INTERPRET_VARIABLE not in os.environ and is_up_to_date()
-    return [str(COMPILED), str(CORE)] if runs_compiled else [str(CORE)]
+    return [str(COMPILED), str(CORE)] if runs_compiled() else [str(CORE)]

@@ -21,6 +21,7 @@ from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import make_logger
 from headway_proto.pulse import Pulse, pulse_of
 from headway_proto.snapshots import Snapshots
+from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
@@ -64,7 +65,12 @@ def run(config: SchedulerConfig) -> int:
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62), recorder=recorder)
     engine.tells_requests = config.log_level == "debug"
     relax_collector()
-    log.info("scheduler ready", step_address=config.step_address, ingress_address=config.ingress_address)
+    log.info(
+        "scheduler ready",
+        step_address=config.step_address,
+        ingress_address=config.ingress_address,
+        core="compiled" if runs_compiled() else "as written",
+    )
     if endpoint is not None:
         log.info("metrics", port=endpoint.port)
     try:

@@ -1,6 +1,7 @@
 """The host as Python and the system describe it.
 
-Owns: versions of packages, and what the processor and the memory are. Must not know: torch, or what is to be run.
+Owns: versions of packages, whether the scheduler's core is compiled, and what the processor and the memory are.
+Must not know: torch, or what is to be run.
 """
 
 import importlib.metadata
@@ -9,6 +10,8 @@ import platform
 from pathlib import Path
 
 import msgspec
+
+from headway_scheduler.compiled_core import runs_compiled
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -44,6 +47,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     num_cores: int
     num_all_cores: int
     memory_bytes: int
+    runs_compiled_core: bool
 
 
 def describe_host() -> Host:
@@ -57,6 +61,7 @@ def describe_host() -> Host:
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_all_cores,
         num_all_cores=num_all_cores,
         memory_bytes=_memory_bytes(),
+        runs_compiled_core=runs_compiled(),
     )
 
 

@@ -46,6 +46,10 @@ def _host(findings: Findings) -> list[Row]:
         ("python", f"{host.python} on {host.system}"),
         ("processor", f"{host.processor}, {cores}"),
         ("memory", _memory(host.memory_bytes, findings.free_memory_bytes)),
+        (
+            "scheduler",
+            "runs its core compiled" if host.runs_compiled_core else "runs its core as it is written: slower",
+        ),
     ]
 
 
