@@ -89,8 +89,9 @@ def _environment(core: Path, workplace: str) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environment.get("PYTHONPATH"))))
     environment["MYPYPATH"] = os.pathsep.join((str(contracts), str(packages)))
     if importlib.util.find_spec("ziglang") is not None and sys.platform == "linux":
-        # Otherwise zig first makes a library for its sanitizer, of which nothing here has use, in twenty seconds.
-        compiler = f"{sys.executable} -P -m ziglang cc -fno-sanitize=undefined"
+        # For any processor of this kind: zig would compile for the very one that it runs on. And without the sanitizer, for
+        # which zig first makes a library, in twenty seconds.
+        compiler = f"{sys.executable} -P -m ziglang cc -mcpu=baseline -fno-sanitize=undefined"
         environment |= {"CC": compiler, "LDSHARED": f"{compiler} -shared"}
     for cache in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
         environment.setdefault(cache, str(Path(workplace, "cache")))

@@ -35,10 +35,10 @@ def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
 def stamp_of(core: Path = CORE) -> str:
     """What was made of these sources, for this Python, says of itself: a digest, in hex.
 
-    Of all the sources: what is compiled relies on the types of what is not.
+    Of all the sources, since what is compiled relies on the types of what is not; and of what compiles them.
     """
     digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
-    for path in sorted(core.glob("*.py")):
+    for path in (core.parent / "compile_core.py", *sorted(core.glob("*.py"))):
         content = path.read_bytes()
         digest.update(b"%b %d\n%b" % (path.name.encode(), len(content), content))
     return digest.hexdigest()

@@ -22,9 +22,9 @@ class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunc
         self.message = message
 
 
-def limit_of(new: NewRequestEvent, capacity: ExecutorCapacity) -> int:
-    """The most tokens, prompt and output, that a request may come to."""
-    return min(new.num_prompt_tokens + new.max_tokens, capacity.max_request_tokens)
+def limit_of(new: NewRequestEvent, max_request_tokens: int) -> int:
+    """The most tokens, prompt and output, that a request may come to, where any comes to ``max_request_tokens`` at most."""
+    return min(new.num_prompt_tokens + new.max_tokens, max_request_tokens)
 
 
 def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) -> None:
@@ -55,9 +55,9 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
             "invalid", "num_prompt_logprobs", f"{new.num_prompt_logprobs} of {new.num_prompt_tokens} prompt tokens"
         )
     # Seen as unsigned, a negative id is larger than any vocabulary.
-    largest = new.token_ids[new.token_ids.view(np.uint32).argmax()]
+    largest = int(new.token_ids[new.token_ids.view(np.uint32).argmax()])
     if not 0 <= largest < capacity.vocab_size:
-        raise _outside_vocabulary("token_ids", int(largest), capacity)
+        raise _outside_vocabulary("token_ids", largest, capacity)
     for token_id in new.stop_token_ids:
         if not 0 <= token_id < capacity.vocab_size:
             raise _outside_vocabulary("stop_token_ids", token_id, capacity)

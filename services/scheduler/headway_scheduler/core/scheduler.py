@@ -170,6 +170,7 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, epoch: int) -> None:
         self.capacity = capacity
+        self._max_request_tokens = capacity.max_request_tokens
         self.max_num_batched_tokens = capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
         self.budget_in_force = self.max_num_batched_tokens
         """Tokens that the newest step with prompts might have had, decodes included."""
@@ -288,7 +289,10 @@ class Scheduler:
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether somebody who runs is computing a beginning of this waiting request's prompt that it is to share."""
         shared, _ = self._find_cached(request, request.token_ids.tobytes(), len(request.token_ids))
-        return self._waits_for_prefixes and self._is_prefix_under_way([], request, len(shared) * self.rows.block_size)
+        newest = self._newest_prompts(StepPlan(self.max_num_batched_tokens, now=0.0))
+        return self._waits_for_prefixes and self._is_prefix_under_way(
+            newest, request, len(shared) * self.rows.block_size
+        )
 
     def steps_until_shortage(self) -> int | None:
         """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
@@ -314,7 +318,7 @@ class Scheduler:
         Raises:
             RequestRejected: it can never run, or the queue is full.
         """
-        limit = limit_of(new, self.capacity)
+        limit = limit_of(new, self._max_request_tokens)
         if new.origin in self._requests:
             raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
         check_request(new, limit, self.capacity)
@@ -452,7 +456,7 @@ class Scheduler:
             request.host_blocks = NO_BLOCKS
             request.num_swapped_tokens = 0
             request.lost_work = request.lost_work[0], WasteReason.NEW_EPOCH
-            request.limit = limit_of(request.new, capacity)
+            request.limit = limit_of(request.new, capacity.max_request_tokens)
             message = self._why_not_here(request, same_model=same_model)
             if message is not None:
                 finished.append(self._finish(request, FinishReason.ERROR, error=message))
@@ -783,6 +787,9 @@ class Scheduler:
         completes = end == request.num_admitted_tokens
         plan.add_chunk(row, num_tokens)
         plan.chunks.append(PrefillChunk(request, row, end - num_tokens, end, completes))
+        if plan.newest_prompts is not None:
+            others = [other for other in plan.newest_prompts if other is not request]
+            plan.newest_prompts = [request, *others[: NUM_COMPARED_PREFIXES - 1]]
         if completes:
             self._prefilling.discard(row)
         else:
@@ -853,7 +860,7 @@ class Scheduler:
         token_bytes = request.token_ids.tobytes()
         shared, node = self._find_cached(request, token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
-        if self._waits_for_prefixes and self._is_prefix_under_way(plan.chunks, request, start):
+        if self._waits_for_prefixes and self._is_prefix_under_way(self._newest_prompts(plan), request, start):
             return False
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
@@ -1050,18 +1057,18 @@ class Scheduler:
             most_tokens = min(most_tokens, request.num_prompt_logprobs)
         return most_tokens // self.rows.block_size
 
-    def _is_prefix_under_way(self, planned: list[PrefillChunk], request: Request, start: int) -> bool:
+    def _is_prefix_under_way(self, newest: list[Request], request: Request, start: int) -> bool:
         """Whether to wait for somebody who is computing tokens of this prompt from ``start`` on, enough to be worth it.
 
-        Only for who has some of its prompt in this step or in flight: so each step of waiting brings the other one forward, and
-        the wait ends with that one's prompt.
+        Only for one of the ``newest``, who has some of its prompt in this step or in flight: so each step of waiting brings
+        the other one forward, and the wait ends with that one's prompt.
         """
         rows, size = self.rows, self.rows.block_size
         end = -(-(start + self.limits.prefix_wait_tokens) // size) * size
         if request.num_swapped_tokens or end > self._most_cached_blocks(request, len(request.token_ids)) * size:
             return False
         last_token, token_at = int(request.token_ids[end - 1]), rows.token_ids.item
-        for other in self._newest_prompts(planned):
+        for other in newest:
             # Most that differ do so in any place: one is looked at before all of them.
             if token_at(other.row, end - 1) != last_token or other is request:
                 continue
@@ -1073,16 +1080,16 @@ class Scheduler:
                 return True
         return False
 
-    def _newest_prompts(self, planned: list[PrefillChunk]) -> list[Request]:
+    def _newest_prompts(self, plan: StepPlan) -> list[Request]:
         """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
-        newest: dict[int, Request] = {}
-        for chunks in (planned, *(step.chunks for step in reversed(self._in_flight))):
-            for chunk in reversed(chunks):
-                if chunk.holds_blocks:
-                    newest.setdefault(chunk.row, chunk.request)
-                    if len(newest) == NUM_COMPARED_PREFIXES:
-                        return list(newest.values())
-        return list(newest.values())
+        if plan.newest_prompts is None:
+            newest: dict[int, Request] = {}
+            for chunks in (plan.chunks, *(step.chunks for step in reversed(self._in_flight))):
+                for chunk in reversed(chunks):
+                    if chunk.holds_blocks and len(newest) < NUM_COMPARED_PREFIXES:
+                        newest.setdefault(chunk.row, chunk.request)
+            plan.newest_prompts = list(newest.values())
+        return plan.newest_prompts
 
     def _note_admission(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
         """A request has a row; its tokens from ``start`` on are to be computed."""

@@ -12,7 +12,7 @@ from mypy_extensions import mypyc_attr
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.indices import BlockIndices, RowIndices
-from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.request import Request
 from headway_scheduler.core.step_time import StepShape
 
 
@@ -43,7 +43,7 @@ class PrefillChunk:
     def holds_blocks(self) -> bool:
         """Whether the request still runs where its tokens go."""
         request = self.request
-        return request.status is RequestStatus.RUNNING and request.num_preemptions == self.stay
+        return request.row == self.row and request.num_preemptions == self.stay
 
 
 class StepLoad(NamedTuple):
@@ -66,6 +66,7 @@ class StepPlan:
         "held_back",
         "max_new_requests",
         "new_requests",
+        "newest_prompts",
         "now",
         "num_chunk_tokens",
         "num_promised_blocks",
@@ -83,6 +84,8 @@ class StepPlan:
         """(row, tokens) of live rows that do not run exactly one token."""
         self.new_requests: list[NewRequest] = []
         self.chunks: list[PrefillChunk] = []
+        self.newest_prompts: list[Request] | None = None
+        """Whose prompts were planned or sent last, the latest first, once somebody has asked."""
         self.num_promised_blocks = 0
         """Fenced blocks that rows already sit out for."""
         self.short_of_blocks = False
@@ -120,6 +123,7 @@ class StepPlan:
 
     def drop_row(self, row: int) -> None:
         """Forget what was planned for a row that is preempted after all."""
+        self.newest_prompts = None
         self.exceptions = [exception for exception in self.exceptions if exception[0] != row]
         if row in self.held_back:
             self.held_back.remove(row)
@@ -165,7 +169,17 @@ class InFlightStep:
     ``speculating``: of the sampling rows those that may bring more, each with the most proposals it may run.
     """
 
-    __slots__ = ("chunks", "digest", "leavers", "load", "num_moved_blocks", "sampling_rows", "speculating", "step")
+    __slots__ = (
+        "_samples",
+        "chunks",
+        "digest",
+        "leavers",
+        "load",
+        "num_moved_blocks",
+        "sampling_rows",
+        "speculating",
+        "step",
+    )
 
     def __init__(
         self,
@@ -186,6 +200,7 @@ class InFlightStep:
         self.load = load
         self.num_moved_blocks = num_moved_blocks
         self.leavers: dict[int, Request | None] = {}
+        self._samples = b""  # for each row up to the last that samples whether it does, once somebody has asked
 
     def ran_rows(self) -> set[int]:
         """The rows that run in this step for the requests that still own them."""
@@ -194,8 +209,11 @@ class InFlightStep:
 
     def samples(self, row: int) -> bool:
         """Whether this step brings a token for ``row``."""
-        places = self.places_of(row)
-        return len(self.sampling_rows[places]) > 0
+        if not self._samples and len(self.sampling_rows):
+            samples = np.zeros(int(self.sampling_rows[-1]) + 1, dtype=np.bool_)
+            samples[self.sampling_rows] = True
+            self._samples = samples.tobytes()
+        return row < len(self._samples) and self._samples[row] != 0
 
     def places_of(self, row: int) -> slice:
         """Where ``row`` is among the sampling rows: one place, or none."""
