@@ -27,7 +27,7 @@ import numpy as np
 
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.eviction_queues import EvictionQueues
-from headway_scheduler.core.indices import BlockIndices
+from headway_scheduler.core.indices import ONE, BlockIndices
 from headway_scheduler.core.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 
 _EVICTION_SHARE = 64
@@ -77,7 +77,7 @@ class BlockPool:
         self._plain_top += len(blocks)
         if len(blocks) < count:
             blocks = np.concatenate((blocks, self._take_evicted(count - len(blocks))))
-        self._ref_count[blocks] = 1
+        self._ref_count[blocks] = ONE
         return blocks
 
     def release(self, blocks: BlockIndices, fence_step: int | None) -> None:
@@ -156,7 +156,7 @@ class BlockPool:
         if not self._uncounted:
             return
         blocks = np.concatenate([table[::-1] for table in self._uncounted])
-        if np.count_nonzero(self._ref_count[blocks] - 1):
+        if np.count_nonzero(self._ref_count[blocks] - ONE):
             # Some are shared, perhaps between these tables: one is unused when the last table that has it is dropped.
             blocks = np.concatenate([self._drop_references(table)[::-1] for table in self._uncounted])
         else:

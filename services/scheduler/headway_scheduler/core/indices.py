@@ -1,4 +1,4 @@
-"""The integer type that arrays are indexed with.
+"""The integer type that arrays are indexed with, and a number for arithmetic with them.
 
 Owns: the types of row and block numbers inside the core. Must not know: what they number.
 
@@ -16,3 +16,6 @@ BlockIndices: TypeAlias = NDArray[np.intp]
 
 NO_ROWS: RowIndices = np.empty(0, dtype=np.intp)
 NO_BLOCKS: BlockIndices = np.empty(0, dtype=np.intp)
+
+# For array operations. Of a Python number numpy first makes such an array, which takes as long as the operation itself.
+ONE: NDArray[np.int32] = np.array(1, dtype=np.int32)

@@ -45,7 +45,7 @@ _Branch: TypeAlias = tuple[int | str, bytes]
 
 _PLACE_BITS = 24
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
-_NO_NODE = -1
+_NO_NODE = np.array(-1, dtype=np.int64)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -65,6 +65,7 @@ class Request:
         "latest_start",
         "limit",
         "lost_work",
+        "mark",
         "new",
         "num_admitted_tokens",
         "num_cached_blocks",
@@ -139,8 +140,9 @@ class Request:
         # Prompt tokens, from the second on, whose log probabilities have been told, where it wants them.
         self.num_prompt_logprobs = new.num_prompt_logprobs
         # Leading blocks of its table that the prefix cache knows, and the prefix-cache node of the last of them.
-        self.num_cached_blocks = 0
-        self.cache_node = 0
+        self.num_cached_blocks, self.cache_node = 0, 0
+        # One of its first tokens, by which it is told from others; -1 while nobody has asked for it.
+        self.mark = -1
         self.speculation = SpeculationRecord(may_speculate=may_speculate(new))
 
     @property

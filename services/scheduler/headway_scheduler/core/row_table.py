@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
-from headway_scheduler.core.indices import BlockIndices, RowIndices
+from headway_scheduler.core.indices import ONE, BlockIndices, RowIndices
 from headway_scheduler.core.memory_forecast import horizons
 from headway_scheduler.core.request import Request
 from headway_scheduler.core.speculation import SpeculationRecord
@@ -35,6 +35,8 @@ class RowTable:
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self.max_rows = max_rows
         self.block_size = block_size
+        self.tokens_per_block = np.array(block_size, dtype=np.int32)
+        """The same, for array operations."""
         self._free_rows = list(range(max_rows))
         self.requests: list[Request | None] = [None] * max_rows
         self.num_live = 0
@@ -142,7 +144,7 @@ class RowTable:
         """Extend several rows' block tables by one block each."""
         num_blocks = self.num_blocks[rows]
         self._flat_block_table[self._first_block[rows] + num_blocks] = blocks
-        self.num_blocks[rows] = num_blocks + 1
+        self.num_blocks[rows] = num_blocks + ONE
 
     def blocks_of(self, row: int) -> BlockIndices:
         """A copy of one row's block table."""
@@ -159,5 +161,5 @@ class RowTable:
         """
         positions = self.num_tokens[rows]
         self._flat_token_ids[first_token + positions] = token_ids
-        self.num_tokens[rows] = positions + 1
+        self.num_tokens[rows] = positions + ONE
         return positions

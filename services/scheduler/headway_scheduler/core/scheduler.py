@@ -658,8 +658,8 @@ class Scheduler:
 
     def _serve_decoding(self, plan: StepPlan) -> None:
         """First pass, part one: give a block to each decoding row that has come to the end of its last."""
-        rows = self.rows
-        due = (rows.due_tick[: rows.end] == self.next_step).nonzero()[0]
+        rows, tick = self.rows, np.array(self.next_step, dtype=np.int64)
+        due = (rows.due_tick[: rows.end] == tick).nonzero()[0]
         if self._stalled:
             stalled = sorted(self._stalled.difference(plan.sits_out))
             due = np.sort(np.concatenate((due, np.asarray(stalled, dtype=np.intp))))
@@ -675,14 +675,14 @@ class Scheduler:
             self._extend_decoding_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
         elif len(due):
             # There is a block for everyone: no need to ask who is served first.
-            self._extend_decoding(plan, due, num_left)
+            self._extend_decoding(plan, due, num_left, tick)
 
-    def _extend_decoding(self, plan: StepPlan, due: RowIndices, num_left: Int32Array) -> None:
+    def _extend_decoding(self, plan: StepPlan, due: RowIndices, num_left: Int32Array, tick: NDArray[np.int64]) -> None:
         rows = self.rows
         blocks = self.pool.allocate(len(due))
         rows.append_one_block_each(due, blocks)
         plan.add_blocks(due, blocks)
-        rows.due_tick[due] = np.minimum(num_left, rows.block_size) + np.int64(self.next_step)
+        rows.due_tick[due] = np.minimum(num_left, rows.tokens_per_block) + tick
         if self._stalled:
             rows.decoding[due] = 1
             self._decoding_changed = True
@@ -1067,10 +1067,9 @@ class Scheduler:
         end = -(-(start + self.limits.prefix_wait_tokens) // size) * size
         if request.num_swapped_tokens or end > self._most_cached_blocks(request, len(request.token_ids)) * size:
             return False
-        last_token, token_at = int(request.token_ids[end - 1]), rows.token_ids.item
+        mark = self._mark_of(request)
         for other in newest:
-            # Most that differ do so in any place: one is looked at before all of them.
-            if token_at(other.row, end - 1) != last_token or other is request:
+            if self._mark_of(other) != mark or other is request:
                 continue
             if other.num_admitted_tokens // size * size < end:
                 continue
@@ -1079,6 +1078,12 @@ class Scheduler:
             if np.array_equal(rows.token_ids[other.row, :end], request.token_ids[:end]):
                 return True
         return False
+
+    def _mark_of(self, request: Request) -> int:
+        """A token that is the same for all who may wait for each other: most that differ, do so in any place. Looked up once."""
+        if request.mark < 0:
+            request.mark = int(request.token_ids[: self.limits.prefix_wait_tokens][-1])
+        return request.mark
 
     def _newest_prompts(self, plan: StepPlan) -> list[Request]:
         """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
@@ -1129,8 +1134,8 @@ class Scheduler:
         """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
         rows = self.rows
         indices = np.asarray(starting)
-        end = np.minimum(rows.num_blocks[indices] * rows.block_size, rows.last_position[indices])
-        rows.due_tick[indices] = end - rows.num_computed_tokens[indices] + np.int64(tick)
+        end = np.minimum(rows.num_blocks[indices] * rows.tokens_per_block, rows.last_position[indices])
+        rows.due_tick[indices] = end - rows.num_computed_tokens[indices] + np.array(tick, dtype=np.int64)
         rows.decoding[indices] = 1
         self._decoding_changed = True
 
