@@ -30,9 +30,7 @@ all of it; one that is longer than any step starts in a step of its own and goes
 """
 
 from enum import Enum
-from typing import Protocol
-
-import msgspec
+from typing import NamedTuple, Protocol
 
 
 class PromptCut(Enum):
@@ -53,7 +51,7 @@ class PromptCut(Enum):
         return min(chunk, room) if self is PromptCut.AT_BUDGET_OR_MEMORY else chunk
 
 
-class StepRules(msgspec.Struct, frozen=True, kw_only=True):
+class StepRules(NamedTuple):
     """What may run in one step. ``admits``: waiting requests may start. ``prompts_run_alone``: while there is a prompt
     to run, decodes sit out, unless one of them already waits for a block. ``cut``: where a waiting prompt may be cut.
     """
@@ -80,7 +78,7 @@ class BatchingPolicy(Protocol):
         """The rules of the steps to come. ``any_decoded``: a decode has run since the last time that nothing ran."""
 
 
-class SameEveryStep(msgspec.Struct, frozen=True, kw_only=True):
+class SameEveryStep(NamedTuple):
     """A policy whose rules do not depend on anything."""
 
     every_step: StepRules
@@ -93,7 +91,7 @@ class SameEveryStep(msgspec.Struct, frozen=True, kw_only=True):
         return self.every_step
 
 
-class BatchByBatch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchByBatch(NamedTuple):
     """A policy that lets requests in until the first of a batch decodes, and then not before the last has ended."""
 
     gathering: StepRules
