@@ -93,7 +93,6 @@ class RowTable:
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
         self.curve[row] = request.curve
-        self.note_speculation(row, request.speculation)
         request.row = row
         request.num_admitted_tokens = num_tokens
         return row

@@ -885,6 +885,8 @@ class Scheduler:
             request.start = self._num_started
             self._num_started += 1
         row = rows.take(request, table)
+        if self.speculation.max_tokens:
+            rows.note_speculation(row, request.speculation)
         if self._order.keeps_books:
             rows.tenant[row] = self._waiting.place_of_tenant(request)
         if request.num_swapped_tokens:
@@ -1082,7 +1084,7 @@ class Scheduler:
     def _mark_of(self, request: Request) -> int:
         """A token that is the same for all who may wait for each other: most that differ, do so in any place. Looked up once."""
         if request.mark < 0:
-            request.mark = int(request.token_ids[: self.limits.prefix_wait_tokens][-1])
+            request.mark = int(request.token_ids[min(self.limits.prefix_wait_tokens, len(request.token_ids)) - 1])
         return request.mark
 
     def _newest_prompts(self, plan: StepPlan) -> list[Request]:
