@@ -349,6 +349,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write where the time of steps with every policy goes, as text")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
+    measured_here = provenance(arguments.seed)
     core = "compiled" if runs_compiled() else "as written"
     print(f"core: {core}")
     peer = run_peer(arguments.peer) if arguments.peer else {}
@@ -372,7 +373,7 @@ def main() -> None:
     if arguments.output:
         record = {
             "benchmark": "scheduler_step",
-            **provenance(arguments.seed),
+            **measured_here,
             "core": core,
             "steps": arguments.steps,
             "rounds": arguments.rounds,
