@@ -136,7 +136,7 @@ def main() -> int:
     try:
         compile_core()
     except ToolMissingError as error:
-        sys.stdout.write(f"{error}; its sources run instead, at about half the speed\n")
+        sys.stdout.write(f"{error}; its sources run instead, and a step takes half as long again\n")
         return 0
     except CoreBuildError as error:
         sys.stderr.write(f"{error}\n")
