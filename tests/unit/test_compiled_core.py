@@ -108,7 +108,8 @@ def test_without_a_tool_one_line_tells_which(missing, words, monkeypatch, capsys
     monkeypatch.setattr(compile_core, "is_up_to_date", lambda: False)
     monkeypatch.setattr("sys.argv", ["compile_core"])
     assert compile_core.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("; its sources run instead, and a step takes half as long again")
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.endswith("; its sources run instead, and a step takes half as long again")
 
 
 def test_without_python_s_headers_the_line_names_their_package(monkeypatch, tmp_path):
