@@ -45,11 +45,11 @@ def require_tools() -> None:
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             raise ToolMissingError(f"no {name}, which compiling the core takes")
+    if importlib.util.find_spec("ziglang") is None and shutil.which("cc") is None:
+        raise ToolMissingError("no C compiler for the core; pip install ziglang brings one")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
         raise ToolMissingError(f"no {header}, which compiling the core takes (Debian: apt install python3-dev)")
-    if importlib.util.find_spec("ziglang") is None and shutil.which("cc") is None:
-        raise ToolMissingError("no C compiler for the core; pip install ziglang brings one")
 
 
 def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
