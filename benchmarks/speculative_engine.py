@@ -24,17 +24,14 @@ from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.counters import SchedulerCounters
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.speculation import SpeculationRecord
-from headway_scheduler.core.step_time import StepShape
+from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
+from headway_scheduler.core.step_time import StepShape, StepTimeModel
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class AlwaysSpeculate:
-    """Whether it pays or not, as far ahead as may be: in the place of a ``SpeculationPolicy``."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+class AlwaysSpeculate(SpeculationPolicy):
+    """Whether it pays or not, as far ahead as may be."""
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
         """Always."""
@@ -52,11 +49,8 @@ class AlwaysSpeculate:
         del decoding, step, objective_s
         return [self.max_tokens] * len(candidates)
 
-    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
-        """Nothing is learned."""
-
     def learn(self, record: SpeculationRecord, num_computed_tokens: int, **counts: int) -> None:
-        """Nothing is learned."""
+        """Nothing."""
 
 
 class SpeculativeEngine:
@@ -104,7 +98,7 @@ class SpeculativeEngine:
         self._state.begin_epoch()
         core.begin_epoch(self._capacities[speculates], self._epoch)
         if speculates and self._always:
-            core.speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens)
+            core.speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
         first = self._num_requests
         outputs: dict[int, list[int]] = {}
         self.logprobs = {}

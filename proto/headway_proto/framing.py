@@ -21,7 +21,7 @@ MAGIC = b"HW"
 PROTOCOL_VERSION = 1
 _HEADER_FIELDS = struct.Struct("<2sBBIQI")
 _CRC = struct.Struct("<I")
-_HEADER = struct.Struct("<2sBBIQII")
+_HEADER = struct.Struct(f"{_HEADER_FIELDS.format}I")  # the fields and the CRC
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 

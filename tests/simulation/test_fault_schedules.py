@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from simulation import fault_invariants as invariants
 from simulation.fault_schedule import KINDS, Fault, Schedule, draw, from_json
 from simulation.fault_shrink import shrink
 from simulation.fault_world import FaultWorld, run
@@ -55,7 +56,10 @@ def test_mistakes_are_caught(names: tuple[str, ...]):
     done = subprocess.run(
         [sys.executable, "-m", "simulation.mutants", *names], cwd=tests, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    caught = dict(line.split()[:2] for line in done.stdout.splitlines())
+    assert caught.keys() == set(names), done.stdout + done.stderr
+    assert set(caught.values()) <= set(invariants.NAMES), done.stdout
+    assert done.returncode == 0
 
 
 def test_the_published_table_has_every_mutant_caught():

@@ -9,6 +9,7 @@ without having to know that there is a compiler; ``make core`` compiles it again
 imported here, because a build asks before anything is installed.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -52,8 +53,9 @@ def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
         return False
 
 
+@functools.cache
 def runs_compiled() -> bool:
-    """Whether a process of this environment runs compiled modules."""
+    """Whether this process runs compiled modules; found out once, when the core is imported or before."""
     return INTERPRET_VARIABLE not in os.environ and is_up_to_date()
 
 

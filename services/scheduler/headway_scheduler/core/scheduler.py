@@ -92,7 +92,7 @@ from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStati
 from headway_scheduler.core.request import START_BITS, FinishReason, Request, RequestStatus
 from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.row_table import NEVER, RowTable
-from headway_scheduler.core.speculation import DecidesSpeculation, SpeculationPolicy
+from headway_scheduler.core.speculation import SpeculationPolicy
 from headway_scheduler.core.start_window import StartWindow
 from headway_scheduler.core.step_observer import StepObserver
 from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
@@ -189,7 +189,7 @@ class Scheduler:
         self._tightest = TightestObjective()
         self._in_flight: deque[InFlightStep] = deque()
         self._observer.begin_epoch()
-        self.speculation: DecidesSpeculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
+        self.speculation = SpeculationPolicy(capacity.max_speculative_tokens, self._step_times)
         self._observer.is_wanted |= capacity.max_speculative_tokens > 0
         self._finished_rows: list[int] = []
         self._prefilling: set[int] = set()
@@ -288,11 +288,11 @@ class Scheduler:
 
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether somebody who runs is computing a beginning of this waiting request's prompt that it is to share."""
+        if not self._waits_for_prefixes:
+            return False
         shared, _ = self._find_cached(request, request.token_ids.tobytes(), len(request.token_ids))
         newest = self._newest_prompts(StepPlan(self.max_num_batched_tokens, now=0.0))
-        return self._waits_for_prefixes and self._is_prefix_under_way(
-            newest, request, len(shared) * self.rows.block_size
-        )
+        return self._is_prefix_under_way(newest, request, len(shared) * self.rows.block_size)
 
     def steps_until_shortage(self) -> int | None:
         """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).

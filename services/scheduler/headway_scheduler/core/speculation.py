@@ -22,7 +22,6 @@ accepted: twice as many after all were right, one more than were right otherwise
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -86,38 +85,7 @@ class SpeculationRecord:
         self.search_pause = min(2 * self.search_pause, LONGEST_SEARCH_PAUSE)
 
 
-class DecidesSpeculation(Protocol):
-    """What the scheduler asks of a ``SpeculationPolicy``; a measurement may have another one."""
-
-    max_tokens: int
-
-    def is_time_to_try(self, step: int, num_rows: int) -> bool:
-        """Whether requests that only try may do so in ``step``."""
-
-    def choose(
-        self,
-        candidates: Sequence[tuple[SpeculationRecord, int]],
-        decoding: StepShape,
-        step: int,
-        objective_s: float | None,
-    ) -> list[int]:
-        """How many tokens each candidate may speculate in ``step``."""
-
-    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
-        """A step with proposals has returned."""
-
-    def learn(
-        self,
-        record: SpeculationRecord,
-        num_computed_tokens: int,
-        *,
-        num_allowed: int,
-        num_proposed: int,
-        num_accepted: int,
-    ) -> None:
-        """A request's part of such a step has returned."""
-
-
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SpeculationPolicy:
     """Decides for the rows of one executor, which proposes ``max_tokens`` tokens a row at most, 0 for never."""
 
