@@ -122,6 +122,29 @@ def test_a_grammar_is_compiled_once_for_all_its_rows(rows, monkeypatch) -> None:
     assert [one.text for one in compiled] == ["a", "b"]
 
 
+def work_until(told: threading.Event) -> None:
+    """Keep the processor busy."""
+    deadline = time.monotonic() + 30
+    while not told.is_set() and time.monotonic() < deadline:
+        sum(range(100))
+
+
+def test_time_on_the_clock_fails_no_row(rows, monkeypatch) -> None:
+    """A machine that stands still for a while: nothing is known of the constraint that was compiled just then."""
+    monkeypatch.setattr(constrained, "PATIENCE_S", 0.1)
+    original = GrammarCompiler.compile
+
+    def compile_late(self, constraint):
+        time.sleep(0.5)
+        return original(self, constraint)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
+    rows.add(0, Constraint("regex", "ab"), column(A))
+    masks = rows.masks(column(0))
+    assert masks.failures == {}
+    assert masks.only.tolist() == [B]
+
+
 def test_whoever_the_thread_is_stuck_with_fails_alone(rows, monkeypatch) -> None:
     """A compile that never ends, then a mask: those behind it, in its task and after it, go on with a new thread."""
     monkeypatch.setattr(constrained, "PATIENCE_S", 0.2)
@@ -130,7 +153,7 @@ def test_whoever_the_thread_is_stuck_with_fails_alone(rows, monkeypatch) -> None
 
     def compile_or_hang(self, constraint):
         if constraint.text == "stuck":
-            hang.wait(30)
+            work_until(hang)
         return original(self, constraint)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_or_hang)
@@ -143,7 +166,7 @@ def test_whoever_the_thread_is_stuck_with_fails_alone(rows, monkeypatch) -> None
     rows.add(3, Constraint("regex", "cb"), NO_TOKENS)
     masks = rows.masks(column(0, 2, 3))
     slow = rows._rows[2].matcher
-    monkeypatch.setattr(slow, "accept", lambda token_ids: hang.wait(30))
+    monkeypatch.setattr(slow, "accept", lambda token_ids: work_until(hang))
     masks.advance(column(A, A, C))
     masks = rows.masks(column(0, 2, 3))
     assert masks.failures == {2: "its constraint took too long"}
@@ -157,7 +180,7 @@ def test_after_too_many_that_would_not_end_none_is_taken(rows, monkeypatch) -> N
     monkeypatch.setattr(constrained, "PATIENCE_S", 0.01)
     monkeypatch.setattr(constrained, "_MOST_ABANDONED", 2)
     hang = threading.Event()
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, constraint: hang.wait(30))
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, constraint: work_until(hang))
     for row in range(3):
         rows.add(row, Constraint("regex", "a"), NO_TOKENS)
         assert rows.masks(column(row)).failures == {row: "its constraint took too long"}

@@ -1,6 +1,8 @@
 """A constraint is judged before anything is queued: in a process of its own, within a time, once."""
 
 import asyncio
+import os
+import signal
 import time
 
 import grpc
@@ -9,26 +11,30 @@ import pytest
 
 from fake_scheduler import MODEL
 from headway_gateway import constraint_check
+from headway_gateway.bounded_process import BoundedProcess
 from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.statuses import CallRefusedError
 from headway_proto.sampling import Constraint
 from model_core import demo_model
 
 ABLE = msgspec.structs.replace(MODEL, supports_constraints=True)
-ENDLESS = 'start: x\nx: %json {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'
-"""Within a grammar the library is asked for what is counted in a schema; it would take minutes, and gigabytes."""
+COSTLY = "".join(f"({chr(0x100 + number % 500)})?" for number in range(2000))
+ENDLESS = COSTLY * 8
+"""It would take seconds, which the library does not count."""
+
+ORIGINAL_ASK = BoundedProcess.ask
 
 
 @pytest.fixture(scope="module")
 def checker():
-    made = ConstraintChecker(demo_model(), most_compile_s=2.0)
+    made = ConstraintChecker(demo_model(), most_compile_s=30.0)
     yield made
     made.close()
 
 
-async def refusal(checker: ConstraintChecker, constraint: Constraint, model=ABLE) -> CallRefusedError:
+async def refusal(checker: ConstraintChecker, constraint: Constraint, model=ABLE, caller="") -> CallRefusedError:
     with pytest.raises(CallRefusedError) as caught:
-        await checker.check(constraint, model)
+        await checker.check(constraint, model, caller)
     return caught.value
 
 
@@ -55,32 +61,101 @@ async def test_a_backend_that_cannot_is_told_before_anything_is_compiled(checker
     assert checker.num_compiled == before
 
 
-async def test_one_that_would_not_end_is_refused_in_time_and_the_next_is_judged(monkeypatch) -> None:
-    checker = ConstraintChecker(demo_model(), most_compile_s=0.3)
+async def test_one_that_would_not_end_is_ended_by_its_processor_time_and_the_next_is_judged(checker) -> None:
     await checker.check(Constraint("regex", "a"), ABLE)
-    process = checker._compiler.process
-    error = await refusal(checker, Constraint("grammar", ENDLESS))
-    assert error.violations == (("sampling.grammar", "takes too long to compile; allowed: a simpler one"),)
-    assert process.returncode is not None
-    began = time.monotonic()
-    await refusal(checker, Constraint("grammar", ENDLESS))
-    assert time.monotonic() - began < 0.2, "it is remembered"
-    await checker.check(Constraint("regex", "b"), ABLE)
-    # Not for ever: the machine may have been busy.
-    monkeypatch.setattr(constraint_check, "REMEMBERED_FAILURE_S", 0.0)
-    count = checker.num_compiled
-    await refusal(checker, Constraint("grammar", ENDLESS + " "))
-    await refusal(checker, Constraint("grammar", ENDLESS + " "))
-    assert checker.num_compiled == count + 2
-    checker.close()
+    for _ in range(2):  # no verdict, so nothing is remembered
+        running = await resting(checker)
+        process = running.process
+        error = await refusal(checker, Constraint("regex", ENDLESS))
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert error.message == (
+            "sampling.regex: could not be compiled this time (it used up its processor time); try again, or send a simpler one"
+        )
+        assert (error.retry_after_s, error.violations) == (1.0, ())
+        assert process.returncode == -signal.SIGPROF
+        await checker.check(Constraint("regex", "b"), ABLE)
 
 
-async def test_a_process_that_dies_is_replaced(checker) -> None:
+async def test_a_slow_moment_is_no_verdict(checker) -> None:
+    """A machine that stands still for longer than a costly constraint may take, then for longer than anybody waits."""
     await checker.check(Constraint("regex", "c"), ABLE)
-    checker._compiler.process.kill()
-    error = await refusal(checker, Constraint("regex", "d"))
-    assert error.violations[0][1].startswith("cannot be compiled: ")
-    await checker.check(Constraint("regex", "e"), ABLE)
+    running = await resting(checker)
+    os.kill(running.process.pid, signal.SIGSTOP)
+    judging = asyncio.create_task(checker.check(Constraint("regex", "slow"), ABLE))
+    await asyncio.sleep(1.3)
+    os.kill(running.process.pid, signal.SIGCONT)
+    assert (await judging).problem == ""
+
+    checker._most_compile_s, kept = 0.3, checker._most_compile_s
+    os.kill(running.process.pid, signal.SIGSTOP)
+    error = await refusal(checker, Constraint("regex", "slower"))
+    checker._most_compile_s = kept
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "no answer came in time" in error.message
+    assert error.retry_after_s
+    await checker.check(Constraint("regex", "slower"), ABLE)
+
+
+async def test_a_process_that_dies_is_replaced_and_nobody_notices(checker) -> None:
+    await checker.check(Constraint("regex", "d"), ABLE)
+    running = await resting(checker)
+    running.process.kill()
+    assert (await checker.check(Constraint("regex", "e"), ABLE)).problem == ""
+
+
+async def test_what_breaks_two_processes_is_a_verdict_and_what_others_kill_is_not(checker, monkeypatch) -> None:
+    def dying_of(number: int):
+        def ask(self, question: bytes, most_s: float) -> bytes:
+            assert self.process is not None
+            os.kill(self.process.pid, number)
+            self.process.wait(10)
+            return original(self, question, most_s)
+
+        original = BoundedProcess.ask
+        return ask
+
+    await checker.check(Constraint("regex", "f"), ABLE)
+    with monkeypatch.context() as patched:
+        start = BoundedProcess.start
+        patched.setattr(BoundedProcess, "ask", dying_of(signal.SIGSEGV))
+        patched.setattr(BoundedProcess, "start", lambda self: undisturbed(patched, start, self))
+        error = await refusal(checker, Constraint("regex", "g"))
+        assert error.violations == (("sampling.regex", "cannot be compiled: its process has ended"),)
+    assert (await refusal(checker, Constraint("regex", "g"))).code is grpc.StatusCode.INVALID_ARGUMENT
+    with monkeypatch.context() as patched:
+        patched.setattr(BoundedProcess, "ask", dying_of(signal.SIGKILL))
+        patched.setattr(BoundedProcess, "start", lambda self: undisturbed(patched, start, self))
+        error = await refusal(checker, Constraint("regex", "h"))
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+    await checker.check(Constraint("regex", "h"), ABLE)
+
+
+async def resting(checker: ConstraintChecker) -> BoundedProcess:
+    """The one process that will be asked next."""
+    while not checker._compilers:
+        await asyncio.sleep(0.01)
+    for _, other in checker._compilers[:-1]:
+        other.stop()
+    checker._compilers = checker._compilers[-1:]
+    return checker._compilers[0][1]
+
+
+def undisturbed(patched, start, process: BoundedProcess) -> bytes:
+    """Start a process whose opening is answered."""
+    ask = BoundedProcess.ask
+    patched.setattr(BoundedProcess, "ask", ORIGINAL_ASK)
+    try:
+        return start(process)
+    finally:
+        patched.setattr(BoundedProcess, "ask", ask)
+
+
+async def test_a_process_that_cannot_be_started_is_not_the_constraints_fault(checker, monkeypatch, tmp_path) -> None:
+    elsewhere = ConstraintChecker(tmp_path)
+    error = await refusal(elsewhere, Constraint("regex", "a"))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "tokenizer.json cannot be read" in error.message
+    elsewhere.close()
 
 
 async def test_another_model_is_another_question(checker) -> None:
@@ -91,18 +166,77 @@ async def test_another_model_is_another_question(checker) -> None:
     assert checker.num_compiled == before + 1
 
 
-async def test_only_so_many_wait(checker, monkeypatch) -> None:
-    monkeypatch.setattr(constraint_check, "MOST_WAITING", 2)
-    asked = [checker.check(Constraint("regex", f"x{number}"), ABLE) for number in range(4)]
-    outcomes = await asyncio.gather(*asked, return_exceptions=True)
-    assert outcomes[:2] == [None, None]
-    assert {error.code for error in outcomes[2:]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert all(error.retry_after_s for error in outcomes[2:])
+async def test_only_so_many_wait(monkeypatch) -> None:
+    monkeypatch.setattr(constraint_check, "MOST_WAITING_OF_ONE", 2)
+    checker = ConstraintChecker(demo_model())
+    asked = [checker.check(Constraint("regex", f"x{number}"), ABLE, "one") for number in range(5)]
+    outcomes = await asyncio.gather(
+        *asked, checker.check(Constraint("regex", "x"), ABLE, "another"), return_exceptions=True
+    )
+    assert [one.problem for one in (*outcomes[:3], outcomes[-1])] == [""] * 4
+    assert {error.code for error in outcomes[3:5]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert outcomes[4].message == (
+        "sampling.regex: too many constraints wait to be compiled: 2 of this caller's wait; allowed: 2"
+    )
+    assert all(error.retry_after_s for error in outcomes[3:5])
+    checker.close()
+
+
+async def test_one_callers_costly_constraints_do_not_hold_up_anothers(checker) -> None:
+    """Each of them takes all the time that it may, and a new process behind it."""
+    await asyncio.gather(*(checker.check(Constraint("regex", f"z{caller}"), ABLE, caller) for caller in "ab"))
+    costly = [
+        asyncio.create_task(refusal(checker, Constraint("regex", ENDLESS + str(number)), caller="greedy"))
+        for number in range(6)
+    ]
+    await asyncio.sleep(0.1)
+    waits = []
+    for number in range(4):
+        began = time.monotonic()
+        await checker.check(Constraint("regex", f"q{number}"), ABLE, "another")
+        waits.append(time.monotonic() - began)
+    assert sum(task.done() for task in costly) <= 3
+    assert max(waits) < 1
+    for task in costly:
+        task.cancel()
+    await asyncio.gather(*costly, return_exceptions=True)
+
+
+async def test_costly_constraints_begin_one_after_the_other_and_cheap_ones_at_once(checker) -> None:
+    costly = [Constraint("regex", COSTLY + str(number)) for number in range(3)]
+    first = await checker.begin(costly[0], ABLE, "one")
+    second = asyncio.create_task(checker.begin(costly[1], ABLE, "one"))
+    same = asyncio.create_task(checker.begin(costly[0], ABLE, "one"))
+    (await checker.begin(Constraint("regex", "[ab]"), ABLE, "one")).is_over()
+    others = await checker.begin(costly[2], ABLE, "another")
+    await asyncio.sleep(0.2)
+    assert not second.done()
+    assert not same.done()
+    first.has_begun()
+    (await same).has_begun()  # the executor knows it by now
+    begun = await second
+    for beginning in (first, begun, others):
+        beginning.is_over()
+    await checker.begin(costly[0], ABLE, "one")
+    assert not checker._beginnings._holders
+    assert not checker._leaders
+
+
+async def test_one_that_leaves_before_its_output_begins_lets_the_next_begin(checker) -> None:
+    costly = Constraint("regex", COSTLY + "x")
+    first = await checker.begin(costly, ABLE, "one")
+    waiting = [asyncio.create_task(checker.begin(costly, ABLE, caller)) for caller in ("one", "another")]
+    await asyncio.sleep(0.01)
+    waiting[0].cancel()
+    first.is_over()
+    (await waiting[1]).is_over()
+    assert not checker._beginnings._holders
+    assert not checker._leaders
 
 
 async def test_few_verdicts_are_remembered(checker, monkeypatch) -> None:
     monkeypatch.setattr(constraint_check, "MOST_VERDICTS", 3)
     for number in range(6):
         await checker.check(Constraint("regex", f"y{number}"), ABLE)
-    assert len(checker._verdicts) <= 16
-    assert checker._known(next(reversed(checker._verdicts))) == ""
+    assert len(checker._verdicts) <= 32
+    assert checker._known(next(reversed(checker._verdicts))).problem == ""

@@ -1,17 +1,26 @@
 """Loading a model directory's tokenizer files, prompts, chat templates."""
 
+import asyncio
 import gc
 import json
+import os
 import resource
 import shutil
+import signal
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 import headway
+from fake_scheduler import MODEL
+from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.prompt_encoding import PromptEncoder
+from headway_gateway.statuses import CallRefusedError
 from headway_gateway.template_process import ChatTemplate, TemplateError
 from headway_gateway.tokenization import PromptError, TokenizerFilesError, load_text_model
+from headway_proto import generation_pb2 as api
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 
@@ -138,13 +147,30 @@ def test_a_template_process_that_dies_is_replaced_and_none_is_left():
     assert template.render((("user", "é\u2028"),)) == "é\u2028"
     process = template._renderer.process
     process.kill()
-    with pytest.raises(TemplateError, match="fails on these messages"):
-        template.render((("user", "x"),))
+    assert template.render((("user", "x"),)) == "x"
     assert template.render((("user", "y"),)) == "y"
     process = template._renderer.process
     del template
     gc.collect()
     assert process.returncode is not None
+
+
+def test_a_template_that_takes_too_long_is_told_as_a_failure_of_this_time_and_not_as_a_verdict(directory, monkeypatch):
+    """A machine that stands still while a chat is rendered."""
+    model = with_template(directory, "{{ messages[0].content }}")
+    encoder = PromptEncoder(model, EncodingLanes(model, 1))
+    chat = api.Chat(messages=[api.ChatMessage(role="user", content="x")])
+    model._chat_template._most_render_s = 0.3
+    os.kill(model._chat_template._renderer.process.pid, signal.SIGSTOP)
+    with pytest.raises(CallRefusedError) as caught:
+        asyncio.run(encoder.encode_chat(chat, MODEL))
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.message == (
+        "chat: the chat template takes too long this time: no answer came in time; try again"
+    )
+    assert caught.value.retry_after_s == 1.0
+    model._chat_template._most_render_s = 30.0
+    assert asyncio.run(encoder.encode_chat(chat, MODEL))
 
 
 def test_an_unknown_filter_is_told_when_the_model_is_loaded(directory):

@@ -13,6 +13,7 @@ import contextlib
 import os
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -26,15 +27,24 @@ _MOST_ANSWER_BYTES = 1 << 29
 _LENGTH = struct.Struct("<I")
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-_MOST_CPU_S = 10
+_MOST_CPU_S = 10.0
+_SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
+"""Of the ways in which a process ends."""
 
 
 class NoAnswerError(Exception):
-    """The process gave none and has been ended. ``is_too_late``: it took too long; else the message says what happened."""
+    """The process gave none and has been ended; the message says what happened.
 
-    def __init__(self, message: str, *, is_too_late: bool = False) -> None:
+    ``is_its_own_fault``: it broke down by itself. Otherwise somebody else ended it, which says nothing about what was asked.
+    """
+
+    def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
         super().__init__(message)
-        self.is_too_late = is_too_late
+        self.is_its_own_fault = is_its_own_fault
+
+
+class OutOfTimeError(NoAnswerError):
+    """Time ran out, on the clock or on the processor. Another time, the same question may be answered."""
 
 
 class BoundedProcess:
@@ -51,17 +61,20 @@ class BoundedProcess:
         """Start it, and return what it says to its opening.
 
         Raises:
-            NoAnswerError: nothing.
+            NoAnswerError: nothing, or it cannot be started.
         """
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD,
-            bufsize=0,
-            start_new_session=True,  # A Ctrl-C is the gateway's to handle.
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD,
+                bufsize=0,
+                start_new_session=True,  # A Ctrl-C is the gateway's to handle.
+            )
+        except OSError as error:
+            raise NoAnswerError(f"its process cannot be started: {error.strerror}") from None
         self._end = weakref.finalize(self, _end, self.process)
         return self.ask(self._opening, _MOST_START_S)
 
@@ -79,12 +92,20 @@ class BoundedProcess:
             if length > _MOST_ANSWER_BYTES:
                 raise NoAnswerError("the answer is too long")
             return _read(self.process, length, deadline)
-        except OSError as error:
-            self.stop()
-            raise NoAnswerError(type(error).__name__) from None
+        except (OSError, EOFError):
+            raise self._death() from None
         except NoAnswerError:
             self.stop()
             raise
+
+    def _death(self) -> NoAnswerError:
+        """What the end of the process means for the question."""
+        process = self.process
+        assert process is not None
+        self.stop()
+        if process.returncode == -signal.SIGPROF:
+            return OutOfTimeError("it used up its processor time")
+        return NoAnswerError("its process has ended", is_its_own_fault=process.returncode not in _SOMEBODY_ELSES)
 
     def stop(self) -> None:
         """End it, whatever it does."""
@@ -104,12 +125,18 @@ def limit_this_process(most_memory_bytes: int) -> None:
             resource.setrlimit(what, (most, most))
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Called by the program: answer every frame on standard input, until that is closed."""
+def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
+    """Called by the program: answer every frame on standard input, until that is closed.
+
+    An answer that takes more than ``most_cpu_s`` of processor time ends the process: also one that loops after the one who
+    asked has gone, and unlike a time on the clock it is not the machine's business with something else.
+    """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    allowed_s = _MOST_START_S
     while (body := read_frame(requests)) is not None:
-        _allow_cpu_time()
+        signal.setitimer(signal.ITIMER_PROF, allowed_s)
         write_frame(answers, answer(body))
+        allowed_s = most_cpu_s
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
@@ -127,14 +154,6 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     (length,) = _LENGTH.unpack(header)
     body = stream.read(length)
     return body if len(body) == length else None
-
-
-def _allow_cpu_time() -> None:
-    """Let this process end by itself if it loops after the one who asked has gone."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + _MOST_CPU_S, hard))
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -163,7 +182,7 @@ def _read(process: "subprocess.Popen[bytes]", num_bytes: int, deadline: float) -
         _wait(descriptor, select.POLLIN, deadline)
         part = os.read(descriptor, min(1 << 20, num_bytes - len(parts)))
         if not part:
-            raise NoAnswerError("its process has ended")
+            raise EOFError
         parts += part
     return bytes(parts)
 
@@ -172,4 +191,4 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
     poll = select.poll()  # Not select: descriptors may be above 1023.
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise NoAnswerError("too late", is_too_late=True)
+        raise OutOfTimeError("no answer came in time")

@@ -4,10 +4,12 @@ Owns: the questions and answers on its pipes, and the most memory that the proce
 Must not know: what a constraint means, gRPC, who asks.
 
 A schema is a program of a stranger's. The library counts what it spends on one, but not everything, so it is run here:
-``constraint_check`` starts this module as a process, and ends it when it takes too long.
+``constraint_check`` starts this module as a process, which ends itself over a question that takes too much processor time.
 
 Frames hold JSON. The first is a ``Vocabulary``, each later one a ``Constraint``; each is answered with a ``Verdict``.
 """
+
+import time
 
 import msgspec
 
@@ -16,6 +18,8 @@ from headway_proto.grammars import ConstraintError, GrammarCompiler, TokenizerUn
 from headway_proto.sampling import Constraint
 
 MAX_MEMORY_BYTES = 4 << 30
+MAX_CPU_S = 0.5
+"""Of one constraint. The executor spends it once more, in the way of the others' steps."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -27,9 +31,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What is wrong, in one line; empty if nothing is."""
+    """What is wrong, in one line, empty if nothing is; and the processor time that it took to find out."""
 
     problem: str = ""
+    cpu_s: float = 0.0
 
 
 def main() -> None:
@@ -39,6 +44,7 @@ def main() -> None:
 
     def answer(body: bytes) -> bytes:
         nonlocal compiler
+        began_at = time.process_time()
         try:
             if compiler is None:
                 vocabulary = msgspec.json.decode(body, type=Vocabulary)
@@ -52,9 +58,9 @@ def main() -> None:
                 matcher.fill_mask(compiler.new_mask())
         except (ConstraintError, TokenizerUnusableError) as error:
             return msgspec.json.encode(Verdict(str(error)))
-        return msgspec.json.encode(Verdict())
+        return msgspec.json.encode(Verdict(cpu_s=time.process_time() - began_at))
 
-    serve(answer)
+    serve(answer, MAX_CPU_S)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from headway_gateway.best_outputs import HeldOutput, ranked
-from headway_gateway.constraint_check import ConstraintChecker
+from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.ingress_link import LiveSequence
@@ -89,6 +89,10 @@ class EventStream(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the call's deadline, None without one."""
+        ...
+
+    def peer(self) -> str:
+        """The connection that the call came by."""
         ...
 
     async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
@@ -270,13 +274,15 @@ class GenerationServicer(api_grpc.GenerationServicer):
         trace.note_spec(spec, model.name, is_chat=request.HasField("chat"))
         self._require_rate(spec.tenant)
         self._live_request_ids.add(spec.request_id)
+        beginning = Beginning()
         try:
             prompt_ids = await self._timed_encoding(request, model, trace)
             max_tokens = resolve_max_tokens(spec, len(prompt_ids), model)
             prompt_text = await self._text_of(request, prompt_ids) if spec.echoes else ""
             if spec.sampling.constraint is not None:
                 began_at = time.monotonic()
-                await self._constraints.check(spec.sampling.constraint, model)
+                # Without tenants, what comes by one connection is one caller's.
+                beginning = await self._constraints.begin(spec.sampling.constraint, model, spec.tenant or events.peer())
                 self._statistics.constraint_s.observe(time.monotonic() - began_at)
             call = GenerationCall(
                 client=self._client,
@@ -294,11 +300,13 @@ class GenerationServicer(api_grpc.GenerationServicer):
                 end_ids=frozenset(() if spec.ignore_eos else model.eos_token_ids)
                 | frozenset(spec.sampling.stop_token_ids),
                 keeps_special_tokens=keeps_special_tokens,
+                beginning=beginning,
             )
             await call.run()
             if self._load_report is not None:
                 events.set_trailing_metadata((trailer_of(self._load_report(), **call.cost()),))
         finally:
+            beginning.is_over()
             self._live_request_ids.discard(spec.request_id)
 
     def _require_rate(self, tenant: str) -> None:
@@ -375,6 +383,7 @@ class GenerationCall:
         max_tokens: int,
         end_ids: frozenset[int],
         keeps_special_tokens: bool,
+        beginning: Beginning,
     ) -> None:
         """``end_ids`` are the tokens that end an output; ``arrived_at`` is when the call came, in monotonic seconds."""
         self._client = client
@@ -391,6 +400,7 @@ class GenerationCall:
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._keeps_special_tokens = keeps_special_tokens
+        self._beginning = beginning
         self._wakeup = Wakeup()
         self._continuations = [self._continuation(index) for index in range(spec.num_continuations)]
         self._prompt: PromptEvents | None = None
@@ -560,6 +570,8 @@ class GenerationCall:
 
         def on_news() -> None:
             continuation.note_arrival()
+            if len(sequence.tokens) > sequence.num_held:
+                self._beginning.has_begun()
             self._wakeup.ring()
 
         sequence.on_news = on_news

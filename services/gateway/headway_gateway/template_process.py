@@ -8,7 +8,7 @@ import threading
 
 import msgspec
 
-from headway_gateway.bounded_process import BoundedProcess, NoAnswerError
+from headway_gateway.bounded_process import BoundedProcess, NoAnswerError, OutOfTimeError
 from headway_gateway.chat_templates import MAX_MESSAGE_CHARACTERS, Messages, Rendering, TemplateSource
 
 MOST_RENDER_S = 5.0
@@ -19,6 +19,10 @@ class TemplateError(Exception):
     """A template that does not give a text; the message is one line, which begins with a verb: it refuses, fails..."""
 
 
+class TemplateUnavailableError(TemplateError):
+    """No text this time, which says nothing about the template or the messages; the message is one line."""
+
+
 class ChatTemplate:
     """Renders chats by one template. Thread-safe; one at a time."""
 
@@ -27,6 +31,7 @@ class ChatTemplate:
 
         Raises:
             TemplateError: it cannot be compiled.
+            TemplateUnavailableError: its process could not be started, or took too long.
         """
         self._most_render_s = most_render_s
         self._lock = threading.Lock()
@@ -38,17 +43,27 @@ class ChatTemplate:
         """The text of a chat.
 
         Raises:
-            TemplateError: the template refuses these messages, fails on them, or takes too long over them.
+            TemplateError: the template refuses these messages, or fails on them.
+            TemplateUnavailableError: it took too long, or its process was ended from outside.
         """
         question = _encoded(Messages(messages))
         with self._lock:
             if self._renderer.process is None:
                 self._start()
             try:
-                answer = self._renderer.ask(question, self._most_render_s)
+                answer = self._asked(question)
             except NoAnswerError as error:
                 raise _no_rendering(error) from None
             return self._rendered(answer).text
+
+    def _asked(self, question: bytes) -> bytes:
+        try:
+            return self._renderer.ask(question, self._most_render_s)
+        except OutOfTimeError:
+            raise
+        except NoAnswerError:  # It may have been broken before.
+            self._start()
+            return self._renderer.ask(question, self._most_render_s)
 
     def _start(self) -> None:
         try:
@@ -78,6 +93,8 @@ def _encoded(question: msgspec.Struct) -> bytes:
 
 
 def _no_rendering(error: NoAnswerError) -> TemplateError:
-    return TemplateError(
-        "takes too long on these messages" if error.is_too_late else f"fails on these messages: {error}"
-    )
+    if isinstance(error, OutOfTimeError):
+        return TemplateUnavailableError(f"takes too long this time: {error}")
+    if error.is_its_own_fault:
+        return TemplateError(f"fails on these messages: {error}")
+    return TemplateUnavailableError(f"gives no text this time: {error}")

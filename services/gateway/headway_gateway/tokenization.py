@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headway_gateway.detokenization import Detokenizer, detokenizer_factory
-from headway_gateway.template_process import ChatTemplate, TemplateError
+from headway_gateway.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
 
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -31,6 +31,10 @@ class TokenizerFilesError(Exception):
 
 class PromptError(ValueError):
     """A prompt that cannot be turned into token ids; the message is one line for the caller."""
+
+
+class PromptUnavailableError(Exception):
+    """A prompt that could not be turned into token ids this time, through no fault of its own; the message is one line."""
 
 
 class TextModel:
@@ -80,6 +84,7 @@ class TextModel:
 
         Raises:
             PromptError: there is no template, it refuses these messages, or the result cannot fit ``max_tokens``.
+            PromptUnavailableError: see ``render_chat``.
         """
         text = self.render_chat(messages)
         self.require_plausible_length(len(text), max_tokens)
@@ -106,11 +111,14 @@ class TextModel:
 
         Raises:
             PromptError: there is no template, or it refuses these messages.
+            PromptUnavailableError: the template took too long this time.
         """
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
             return self._chat_template.render(tuple(messages))
+        except TemplateUnavailableError as error:
+            raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:
             raise PromptError(f"the chat template {error}") from error
 

@@ -5,10 +5,14 @@ Must not know: what a task does.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 Step = Callable[[], None]
+
+_LOOK_S = 0.05
+"""How often somebody who waits looks how far the thread has come."""
 
 
 class Task:
@@ -66,13 +70,17 @@ class Lane:
             self._has_work.notify()
 
     def wait(self, task: Task, patience_s: float) -> bool:
-        """Wait until ``task`` is over; False if for ``patience_s`` seconds the thread has ended no step of any."""
-        while True:
-            before = self._progress()
-            if task.wait(patience_s):
-                return True
-            if self._progress() == before:
+        """Wait until ``task`` is over; False if the thread has worked for ``patience_s`` seconds and ended no step of any.
+
+        What counts is its time on the processor: a machine that is busy with something else tells nothing of the step.
+        """
+        progress, spent_s = self._progress(), self._spent_s()
+        while not task.wait(min(patience_s, _LOOK_S)):
+            if (now := self._progress()) != progress:
+                progress, spent_s = now, self._spent_s()
+            elif self._spent_s() - spent_s >= patience_s:
                 return False
+        return True
 
     def abandon(self, first: Task | None) -> None:
         """Leave the thread with the step that it is stuck in; a new one takes ``first``, then the tasks that wait."""
@@ -96,8 +104,20 @@ class Lane:
         current = self.current
         return self.num_steps_made, 0 if current is None else current.num_made
 
+    def _spent_s(self) -> float:
+        """Processor time that the thread has spent; the time on the clock where the system does not tell."""
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # It has ended, with all its tasks.
+            return 0.0
+
     def _start(self) -> None:
-        threading.Thread(target=self._work, args=(self._life,), name=self._name, daemon=True).start()
+        thread = threading.Thread(target=self._work, args=(self._life,), name=self._name, daemon=True)
+        thread.start()
+        assert thread.ident is not None
+        # Asked while the thread waits for its first task: of one that has ended, the system must not be asked.
+        has_clock = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread.ident) if has_clock else time.CLOCK_MONOTONIC
 
     def _work(self, life: int) -> None:
         while (task := self._next(life)) is not None:

@@ -23,8 +23,8 @@ from headway_proto.grammars import ConstraintError, Grammar, GrammarCompiler, Ma
 from headway_proto.sampling import Constraint
 
 PATIENCE_S = 2.0
-"""How long a step waits while no grammar is compiled and no mask is filled, before the row that is worked on fails. What
-either may cost is counted, and comes to far less on any machine that is not overloaded."""
+"""Of processor time, spent on one grammar or one mask, before its row fails. What either may cost is counted, and comes to
+far less. Time on the clock is no verdict: where a step waits without end, it is the step that takes too long."""
 
 _MOST_GRAMMARS = 256
 _MOST_ABANDONED = 8

@@ -35,6 +35,10 @@ class AnswerStream(Protocol):
         """Seconds until the call's deadline, None without one."""
         ...
 
+    def peer(self) -> str:
+        """The connection that the call came by."""
+        ...
+
     async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
         """Send what comes before any answer."""
         ...
@@ -71,6 +75,10 @@ class AnswerWriter:
     def time_remaining(self) -> float | None:
         """See ``EventStream``."""
         return self._answers.time_remaining()
+
+    def peer(self) -> str:
+        """See ``EventStream``."""
+        return self._answers.peer()
 
     async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
         """See ``EventStream``."""

@@ -120,7 +120,13 @@ def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
     if not refusal.violations:
         return refusal
     renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
-    return CallRefusedError(refusal.code, renamed.message, violations=renamed.violations, reason=refusal.reason)
+    return CallRefusedError(
+        refusal.code,
+        renamed.message,
+        violations=renamed.violations,
+        retry_after_s=refusal.retry_after_s,
+        reason=refusal.reason,
+    )
 
 
 def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:

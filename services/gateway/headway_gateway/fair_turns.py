@@ -1,0 +1,80 @@
+"""Whose turn it is where few may work at once and anybody may ask for any amount.
+
+Owns: who has a turn, who waits for one, and how many may wait.
+Must not know: what a turn is for, or who the callers are.
+
+Turns go round the callers that wait; among the requests of one caller the first comes first. A caller has one turn at a
+time, so one with much to ask never holds what another could have.
+"""
+
+import asyncio
+from collections import deque
+
+
+class TooManyWaitError(Exception):
+    """No more may wait; the message says how many do."""
+
+
+class FairTurns:
+    """``most_at_once`` turns. For one event loop."""
+
+    def __init__(self, most_at_once: int, *, most_waiting_of_one: int, most_waiting: int) -> None:
+        self._most_at_once = most_at_once
+        self._most_waiting_of_one = most_waiting_of_one
+        self._most_waiting = most_waiting
+        self._holders: set[str] = set()
+        # The caller whose turn is next comes first.
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self._queues.values()))
+
+    async def take(self, caller: str) -> None:
+        """Return when it is ``caller``'s turn; ``give_back`` ends it.
+
+        Raises:
+            TooManyWaitError: of this caller, or of all.
+        """
+        num_own = len(self._queues.get(caller, ()))
+        if num_own >= self._most_waiting_of_one:
+            raise TooManyWaitError(f"{num_own} of this caller's wait; allowed: {self._most_waiting_of_one}")
+        if self.num_waiting >= self._most_waiting:
+            raise TooManyWaitError(f"{self.num_waiting} wait; allowed: {self._most_waiting}")
+        turn = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(caller, deque()).append(turn)
+        self._pass_on()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(caller)
+            else:
+                self._leave(caller, turn)
+            raise
+
+    def give_back(self, caller: str) -> None:
+        """``caller``'s turn is over."""
+        self._holders.remove(caller)
+        if caller in self._queues:
+            self._queues[caller] = self._queues.pop(caller)  # behind the others
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while len(self._holders) < self._most_at_once:
+            caller = next((one for one in self._queues if one not in self._holders), None)
+            if caller is None:
+                return
+            queue = self._queues[caller]
+            turn = queue.popleft()
+            if not queue:
+                del self._queues[caller]
+            self._holders.add(caller)
+            turn.set_result(None)
+
+    def _leave(self, caller: str, turn: "asyncio.Future[None]") -> None:
+        queue = self._queues[caller]
+        queue.remove(turn)
+        if not queue:
+            del self._queues[caller]

@@ -1,0 +1,85 @@
+"""Crowds: many calls at once, and one caller who asks for much beside others who ask for little."""
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+
+from chaos.harness import deployed
+from headway.client import AsyncClient, OverloadedError
+
+TORCH = ("--backend", "torch")
+COSTLY = "".join(f"({chr(0x100 + number % 500)})?" for number in range(2000))
+"""As an expression it takes some 40 ms to compile, for the gateway and again for the executor."""
+
+
+class Pulse:
+    """An unconstrained stream that never ends, for ``async with``; the gaps between its tokens."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._task: asyncio.Task[None] | None = None
+        self.longest_s = 0.0
+        self.num_tokens = 0
+
+    async def __aenter__(self) -> "Pulse":
+        self._task = asyncio.create_task(self._follow())
+        while self.num_tokens < 10:
+            await asyncio.sleep(0.01)
+        self.longest_s = 0.0
+        return self
+
+    async def __aexit__(self, kind, error, trace) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            last = None
+            async with self._client.generate("def ", max_tokens=900, ignore_eos=True, tenant="quiet") as stream:
+                async for delta in stream:
+                    now = time.monotonic()
+                    self.longest_s = max(self.longest_s, now - (last or now))
+                    last = now
+                    self.num_tokens += len(delta.token_ids)
+
+
+@pytest.mark.chaos_full
+async def test_one_tenants_costly_constraints(row):
+    count = 240
+    row.about(
+        f"{count} costly regexes of one tenant",
+        "another tenant's schema within 1 s, an unconstrained stream's longest gap 0.5 s",
+    )
+    outcomes: Counter[str] = Counter()
+    waits = []
+
+    async def ask(client: AsyncClient, number: int) -> None:
+        try:
+            result = await client.generate("x", max_tokens=4, regex=f"{COSTLY}{number}", tenant="greedy").result()
+            outcomes[result.completions[0].finish_reason or ""] += 1
+        except OverloadedError as refusal:
+            assert refusal.retry_after_s
+            outcomes["refused"] += 1
+
+    async with deployed(executor=TORCH) as (processes, client), processes.client() as greedy:
+        await client.generate("x", max_tokens=4, json_object=True).result()
+        async with Pulse(client) as pulse:
+            began = time.monotonic()
+            asking = [asyncio.create_task(ask(greedy, number)) for number in range(count)]
+            while not all(task.done() for task in asking):
+                schema = {"type": "object", "properties": {f"p{len(waits)}": {"type": "boolean"}}}
+                asked_at = time.monotonic()
+                await client.generate("y", max_tokens=8, json_schema=schema, tenant="another").result()
+                waits.append(time.monotonic() - asked_at)
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*asking)
+            took_s = time.monotonic() - began
+        row.note(f"{outcomes.total()} answered in {took_s:.1f} s: {dict(outcomes)}")
+        row.note(f"another's schema within {max(waits):.2f} s, {len(waits)} times; longest gap {pulse.longest_s:.2f} s")
+    assert outcomes.keys() <= {"stop", "length", "refused"}
+    assert outcomes["refused"] <= max(0, count - 128)
+    assert max(waits) <= 1.0
+    assert pulse.longest_s <= 0.5
