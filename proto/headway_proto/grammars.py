@@ -1,7 +1,7 @@
 """What a constraint means: its grammar, and which tokens continue an output that follows it.
 
 Owns: the one library behind it (llguidance), the dialects that are accepted, and the limits on what a grammar may cost.
-Must not know: requests, rows, where a constraint came from, or how a token is drawn.
+Must not know: which numbers the library rounds (``schema_numbers``), requests, rows, where a constraint came from, or how a token is drawn.
 
 The gateway compiles a constraint to judge it, the executor to follow it. Both do it here, so that what the one lets pass
 the other can run. A scheduler never does: it needs neither this module nor the library.
@@ -13,7 +13,9 @@ between the tokens of JSON there is one space or none, or a model that is fond o
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from headway_proto.sampling import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
+from headway_proto.schema_numbers import number_problem
 
 MAX_CHOICES = 1024
 _MAX_REASON_CHARACTERS = 200
@@ -38,6 +41,7 @@ _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 _JSON_OVERRIDES: Any = {"lenient": False}
 """A keyword that the library does not know is an error, whatever the schema asks for."""
 
+_SCHEMA_WITHIN = re.compile(r"%json\s*")
 _DEAD_END = "NoExtension"
 """How the library's error begins where no token is left."""
 
@@ -142,7 +146,13 @@ class GrammarCompiler:
         Raises:
             ConstraintError: it is no constraint of its kind, asks for what the library does not know, or costs too much.
         """
-        matcher = LLMatcher(self._tokenizer, _grammar_of(constraint), log_level=0, limits=self._limits)
+        grammar = _grammar_of(constraint)
+        try:
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise ConstraintError("the grammar library fails on it") from error
         if matcher.is_error():
             raise ConstraintError(_reason(matcher.get_error()))
         return Grammar(matcher)
@@ -155,7 +165,9 @@ class GrammarCompiler:
 def _grammar_of(constraint: Constraint) -> str:
     """The constraint in the library's own words."""
     if constraint.kind == JSON_SCHEMA:
-        return _json_grammar(_parsed(constraint.text, "a JSON schema", (dict, bool)))
+        schema = _parsed(constraint.text, "a JSON schema", (dict, bool))
+        _check_numbers(constraint.text, schema)
+        return _json_grammar(schema)
     if constraint.kind == JSON_OBJECT:
         return _json_grammar({"type": "object"})
     if constraint.kind == CHOICE:
@@ -169,6 +181,8 @@ def _grammar_of(constraint: Constraint) -> str:
     if constraint.kind == REGEX:
         return LLMatcher.grammar_from_regex(constraint.text)
     if constraint.kind == GRAMMAR:
+        for text, schema in _schemas_within(constraint.text):
+            _check_numbers(text, schema)
         try:
             return grammar_from("grammar", constraint.text)
         except (ValueError, RecursionError) as error:
@@ -179,11 +193,32 @@ def _grammar_of(constraint: Constraint) -> str:
 def _json_grammar(schema: Any) -> str:
     if schema is False:
         raise ConstraintError("Unsatisfiable schema: it is false")
-    _check_multiples(schema)
     try:
         return LLMatcher.grammar_from_json_schema({} if schema is True else schema, _JSON_DEFAULTS, _JSON_OVERRIDES)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(_reason(str(error))) from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is what a fault of the library becomes, which is not an ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
+def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
+    """The JSON schemas in a Lark grammar: their texts, and what they say."""
+    for found in _SCHEMA_WITHIN.finditer(grammar):
+        begin = found.end()
+        with suppress(ValueError, RecursionError):  # The library will tell.
+            schema, end = json.JSONDecoder(parse_constant=_no_number).raw_decode(grammar, begin)
+            yield grammar[begin:end], schema
+
+
+def _check_numbers(text: str, schema: Any) -> None:
+    """Refuse numbers that the library would round, or that cost too much."""
+    problem = number_problem(text)
+    if problem:
+        raise ConstraintError(problem)
+    _check_multiples(schema)
 
 
 def _check_multiples(schema: Any) -> None:
@@ -217,12 +252,16 @@ def _values_of(schema: Any, keyword: str) -> Iterator[Any]:
 
 def _parsed(text: str, what: str, kinds: tuple[type, ...]) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(f"is not {what}: {_reason(str(error) or type(error).__name__)}") from error
     if not isinstance(value, kinds):
         raise ConstraintError(f"holds a {type(value).__name__}; allowed: {what}")
     return value
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _reason(message: str) -> str:

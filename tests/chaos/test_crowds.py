@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections import Counter
+from typing import Self
 
 import pytest
 
-from chaos.harness import deployed
+from chaos.harness import deployed, until
 from headway.client import AsyncClient, OverloadedError
 
 TORCH = ("--backend", "torch")
@@ -23,10 +24,9 @@ class Pulse:
         self.longest_s = 0.0
         self.num_tokens = 0
 
-    async def __aenter__(self) -> "Pulse":
+    async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow())
-        while self.num_tokens < 10:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.num_tokens >= 10, 10, "tokens")
         self.longest_s = 0.0
         return self
 
@@ -61,8 +61,7 @@ async def test_one_tenants_costly_constraints(row):
             result = await client.generate("x", max_tokens=4, regex=f"{COSTLY}{number}", tenant="greedy").result()
             outcomes[result.completions[0].finish_reason or ""] += 1
         except OverloadedError as refusal:
-            assert refusal.retry_after_s
-            outcomes["refused"] += 1
+            outcomes["refused" if refusal.retry_after_s else "refused without a time to come again"] += 1
 
     async with deployed(executor=TORCH) as (processes, client), processes.client() as greedy:
         await client.generate("x", max_tokens=4, json_object=True).result()

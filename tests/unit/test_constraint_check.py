@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import grpc
@@ -132,8 +133,10 @@ async def test_what_breaks_two_processes_is_a_verdict_and_what_others_kill_is_no
 
 async def resting(checker: ConstraintChecker) -> BoundedProcess:
     """The one process that will be asked next."""
-    while not checker._compilers:
-        await asyncio.sleep(0.01)
+    both = threading.Barrier(3)  # Neither thread has anything to do any more.
+    for _ in range(2):
+        checker._threads.submit(both.wait)
+    await asyncio.to_thread(both.wait)
     for _, other in checker._compilers[:-1]:
         other.stop()
     checker._compilers = checker._compilers[-1:]

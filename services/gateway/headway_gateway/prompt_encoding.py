@@ -15,7 +15,6 @@ from headway_gateway.validation import most_prompt_tokens
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
 
-
 _RETRY_S = 1.0
 
 
