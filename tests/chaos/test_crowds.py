@@ -5,10 +5,14 @@ import time
 from collections import Counter
 from typing import Self
 
+import grpc
+import grpc.aio
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from chaos.harness import deployed, until
 from headway.client import AsyncClient, OverloadedError
+from headway_proto import generation_pb2
 
 TORCH = ("--backend", "torch")
 COSTLY = "".join(f"({chr(0x100 + number % 500)})?" for number in range(2000))
@@ -82,3 +86,58 @@ async def test_one_tenants_costly_constraints(row):
     assert outcomes["refused"] <= max(0, count - 128)
     assert max(waits) <= 1.0
     assert pulse.longest_s <= 0.5
+
+
+GENERATE = "/headway.v1.Generation/Generate"
+SLOW_STEPS = ("--backend", "simulated", "--backend-option", "step_base_us=50000")
+REQUEST = generation_pb2.GenerateRequest(text="x", sampling={"max_tokens": 4}).SerializeToString()
+
+
+def is_documented(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a refusal says how many are allowed, and when to come again."""
+    details = [value for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
+    retry = error_details_pb2.RetryInfo()
+    told = [detail.Unpack(retry) for value in details for detail in status_pb2.Status.FromString(value).details]
+    is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return is_full and "allowed: " in (error.details() or "") and any(told) and bool(retry.retry_delay.ToNanoseconds())
+
+
+@pytest.mark.parametrize(
+    ("count", "num_channels"),
+    [
+        pytest.param(1_500, 2, marks=pytest.mark.chaos_quick),
+        pytest.param(2_500, 1, marks=pytest.mark.chaos_full),
+        pytest.param(6_000, 10, marks=pytest.mark.chaos_full),
+    ],
+)
+async def test_calls_opened_at_once(count, num_channels, row):
+    row.about(
+        f"{count:,} calls opened at once, by {num_channels} connections",
+        "each is served or refused with a documented status and a time to come again; no bare CANCELLED",
+    )
+    outcomes: Counter[str] = Counter()
+
+    async def call(channel: grpc.aio.Channel) -> None:
+        try:
+            async for _ in channel.unary_stream(GENERATE)(REQUEST):
+                pass
+            outcomes["served"] += 1
+        except grpc.aio.AioRpcError as error:
+            outcomes["refused" if is_documented(error) else f"{error.code().name}: {error.details()}"] += 1
+
+    async with deployed(executor=SLOW_STEPS, gateway=("--max-concurrent-streams", "64")) as (processes, client):
+        before_mib = processes.processes["gateway"].rss_mib()
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        address = processes.grpc_addresses["gateway"]
+        channels = [grpc.aio.insecure_channel(address, options) for _ in range(num_channels)]
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        began = time.monotonic()
+        await asyncio.gather(*(call(channels[number % num_channels]) for number in range(count)))
+        took_s = time.monotonic() - began
+        assert (await client.generate("y", max_tokens=2).result()).completions[0].token_ids
+        for channel in channels:
+            await channel.close()
+        row.note(f"{dict(outcomes)} in {took_s:.1f} s")
+        row.note(f"{processes.processes['gateway'].rss_mib() - before_mib:+.1f} MiB")
+    assert outcomes.keys() <= {"served", "refused"}
+    assert outcomes["served"] >= 64

@@ -1,6 +1,6 @@
-"""What every call passes through: the bearer token on the way in, the translation of errors on the way out.
+"""What every call passes through: the count of open calls and the bearer token on the way in, the translation of errors on the way out.
 
-Owns: authentication, which role a call takes, the tenant that a token is bound to, and the rule that a client learns of an
+Owns: how many calls may be open, authentication, which role a call takes, the tenant that a token is bound to, and the rule that a client learns of an
 unexpected error by an id, never by its text.
 Must not know: what the calls do, or where tokens come from.
 """
@@ -10,7 +10,8 @@ import inspect
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -36,6 +37,7 @@ TENANT_METADATA_KEY = "headway-tenant"
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARACTERS = 4096
 _TELL_INTERVAL_S = 5.0
+_RETRY_WHEN_FULL_S = 1.0
 _STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -90,6 +92,49 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
             self._statistics.calls[method, code] += 1
 
         return _with_end_noted(handler, note_end)
+
+
+class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond ``most`` that are open at a time, before anything is done for them. Must come behind errors.
+
+    gRPC's own limits end a call without details, or without anything said.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.num_open = 0
+        self._num_refused = 0
+        self._told_at = float("-inf")
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _within(handler, self._counted)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self.num_open >= self._most:
+            self._note()
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.num_open} calls are open; allowed: {self._most}",
+                retry_after_s=_RETRY_WHEN_FULL_S,
+                reason="too_many_calls",
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def _note(self) -> None:
+        self._num_refused += 1
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_INTERVAL_S:
+            self._told_at = now
+            _log.warning("too many calls are open", refused=self._num_refused, allowed=self._most)
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
@@ -224,6 +269,25 @@ def _with_end_noted(handler: Handler, note_end: Callable[[str], None]) -> Handle
             raise
         finally:
             note(context, error)
+
+    return _rebuilt(handler, call)
+
+
+def _within(handler: Handler, surroundings: Callable[[], AbstractContextManager[None]]) -> Handler:
+    """The same method, from its first line to its end within a context."""
+    behaviour = _behaviour(handler)
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            with surroundings():
+                async for response in behaviour(request, context):
+                    yield response
+
+        return _rebuilt(handler, stream)
+
+    async def call(request: Any, context: Context) -> Any:
+        with surroundings():
+            return await behaviour(request, context)
 
     return _rebuilt(handler, call)
 

@@ -27,6 +27,7 @@ from headway_gateway.interceptors import (
     AuthenticationInterceptor,
     CallCountingInterceptor,
     ErrorInterceptor,
+    OpenCallsInterceptor,
 )
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.load_reports import LoadMonitor, add_load_reports
@@ -49,6 +50,11 @@ VLLM_ENGINE_SERVICE = VLLM_ENGINE_PREFIX.strip("/")
 _CANCEL_GRACE_S = 0.5
 _MOST_OTHER_CALLS = 1024
 """Beside generations, and generations that wait to be refused: those that go beyond are refused before they are looked at."""
+
+_MOST_UNSEEN_CALLS = 32_768
+"""That gRPC has taken from connections and this process has not yet seen. Beyond, gRPC ends calls without a word of ours."""
+
+_MOST_UNSEEN_S = 600
 
 _log = structlog.get_logger("headway.gateway.server")
 
@@ -109,7 +115,6 @@ class GatewayServer:
         self._server = grpc.aio.server(
             interceptors=self._interceptors(),
             options=_channel_options(config),
-            maximum_concurrent_rpcs=config.max_concurrent_streams + _MOST_OTHER_CALLS,
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
         admin_pb2_grpc.add_AdminServicer_to_server(
@@ -201,6 +206,7 @@ class GatewayServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [
             CallCountingInterceptor(self._statistics),
             ErrorInterceptor(self._statistics),
+            OpenCallsInterceptor(self._config.max_concurrent_streams + _MOST_OTHER_CALLS),
         ]
         if self._tokens is not None:
             exempt = (
@@ -249,8 +255,14 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # Of one connection. Above what the server takes in all: who goes beyond that is to be refused, not left waiting.
-        ("grpc.max_concurrent_streams", config.max_concurrent_streams + 2 * _MOST_OTHER_CALLS),
+        # Of one connection, those included that have ended here and that gRPC has not yet forgotten; at its end gRPC resets
+        # streams. So it lies far above what the server takes in all: who goes beyond that is to be refused.
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
+        # By itself gRPC begins to cancel what waits at 1,000 calls, and after 30 s. Who comes is to be refused, and told when
+        # to come again; to refuse takes half a millisecond.
+        ("grpc.server.max_pending_requests", _MOST_UNSEEN_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_UNSEEN_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", _MOST_UNSEEN_S),
         # A client whose machine stopped is noticed by nothing else.
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 2_000),
