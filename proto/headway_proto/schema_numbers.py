@@ -26,7 +26,7 @@ _WITHOUT_BOUNDS = frozenset(
 _MOST_INT64 = (1 << 63) - 1
 _MOST_EXACT = 1 << 53
 _MOST_UINT32 = (1 << 32) - 1
-_MOST_COUNTED = dict.fromkeys(("minLength", "maxLength"), _MOST_UINT32) | dict.fromkeys(
+_MOST_COUNTED: dict[str, int] = dict.fromkeys(("minLength", "maxLength"), _MOST_UINT32) | dict.fromkeys(
     ("minItems", "maxItems", "minProperties", "maxProperties"), _MOST_INT64
 )
 _SHOWN_CHARACTERS = 64
@@ -105,7 +105,7 @@ def _problem(keyword: str, value: Any, *, is_integer: bool) -> str:
 
 def _is_kept(value: _Number, *, is_integer: bool = False) -> bool:
     """Whether a double, written as an integer or as the library writes it, is still ``value``."""
-    if not abs(value) <= _MOST_INT64:
+    if not -_MOST_INT64 <= value <= _MOST_INT64:
         return False
     double = float(value)
     return Decimal(repr(double)) == value or (is_integer and double == value)

@@ -169,6 +169,22 @@ async def test_another_model_is_another_question(checker) -> None:
     assert checker.num_compiled == before + 1
 
 
+async def test_closing_waits_for_no_answer_and_leaves_no_process() -> None:
+    checker = ConstraintChecker(demo_model())
+    await checker.check(Constraint("regex", "a"), ABLE)
+    running = await resting(checker)
+    process = running.process
+    os.kill(process.pid, signal.SIGSTOP)
+    judging = asyncio.create_task(refusal(checker, Constraint("regex", "b")))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await asyncio.to_thread(checker.close)
+    assert (await judging).code is grpc.StatusCode.UNAVAILABLE
+    assert time.monotonic() - began < 2
+    assert process.returncode == -signal.SIGKILL
+    assert not checker._compilers
+
+
 async def test_only_so_many_wait(monkeypatch) -> None:
     monkeypatch.setattr(constraint_check, "MOST_WAITING_OF_ONE", 2)
     checker = ConstraintChecker(demo_model())

@@ -20,6 +20,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias
+from weakref import WeakSet
 
 import grpc
 import msgspec
@@ -83,6 +84,7 @@ class ConstraintChecker:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._compilers: list[tuple[_Vocabulary, BoundedProcess]] = []
         """Those at rest."""
+        self._all: WeakSet[BoundedProcess] = WeakSet()
         self._is_prepared = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -174,9 +176,11 @@ class ConstraintChecker:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
-            resting, self._compilers = self._compilers, []
-        for _, compiler in resting:
-            compiler.stop()
+            self._compilers.clear()
+            processes = [compiler.process for compiler in self._all]
+        for process in processes:
+            if process is not None:
+                process.kill()  # Who waits for its answer cleans up behind it.
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
         """Have a second process at hand from the first constraint on: who needs it would wait for its start."""
@@ -272,6 +276,10 @@ class ConstraintChecker:
         except OSError as error:
             raise NoAnswerError(f"{_TOKENIZER_FILE} cannot be read") from error
         compiler = BoundedProcess(_PROGRAM, msgspec.json.encode(Vocabulary(tokenizer, vocab_size, eos_token_ids)))
+        with self._lock:
+            if self._is_closed:
+                raise NoAnswerError("the gateway is shutting down")
+            self._all.add(compiler)
         try:
             problem = msgspec.json.decode(compiler.start(), type=Verdict).problem
         except NoAnswerError as error:
