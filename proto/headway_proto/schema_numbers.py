@@ -19,9 +19,24 @@ _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _LITERAL = ("const", "enum")
-_IN_PLACE = ("anyOf", "oneOf", "$ref")
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref")
 _WITHOUT_BOUNDS = frozenset(
-    ("$comment", "$defs", "$id", "$schema", "default", "definitions", "description", "examples", "title", "type")
+    [
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "examples",
+        "readOnly",
+        "title",
+        "type",
+        "writeOnly",
+    ]
 )
 _MOST_INT64 = (1 << 63) - 1
 _MOST_EXACT = 1 << 53
@@ -175,8 +190,9 @@ def _bounds(group: list[dict[str, Any]], keywords: tuple[str, ...]) -> list[tupl
 
 def _combines(part: dict[str, Any]) -> bool:
     """Whether bounds of one part of a schema may meet those of another here."""
-    if "allOf" in part or ("patternProperties" in part and "properties" in part):
+    if "patternProperties" in part and "properties" in part:
         return True
-    return any(keyword in part for keyword in _IN_PLACE) and any(
-        keyword not in _WITHOUT_BOUNDS and keyword not in _IN_PLACE for keyword in part
-    )
+    if isinstance(all_of := part.get("allOf"), list) and len(all_of) > 1:
+        return True
+    meaning = [keyword for keyword in part if keyword not in _WITHOUT_BOUNDS]
+    return len(meaning) > 1 and any(keyword in _IN_PLACE for keyword in meaning)

@@ -132,7 +132,9 @@ def test_what_would_not_be_kept_is_refused_by_keyword_and_value(compiler, schema
 def test_parts_that_nothing_combines_are_looked_at_alone() -> None:
     apart = {"properties": {"a": {"exclusiveMinimum": 0}, "b": {"minimum": 0.25, "maximum": 0.5}}}
     assert number_problem(json.dumps(apart)) == ""
-    assert "is not kept together" in number_problem(json.dumps(apart | {"allOf": [{}]}))
+    assert number_problem(json.dumps(apart | {"allOf": [{"$ref": "#/$defs/p"}], "title": "x"})) != ""
+    assert number_problem(json.dumps({"allOf": [apart], "title": "x", "default": None})) == ""
+    assert "is not kept together" in number_problem(json.dumps(apart | {"allOf": [{}, {}]}))
     refined = {"$ref": "#/$defs/p", "description": "x", "$defs": {"p": apart}}
     assert number_problem(json.dumps(refined)) == ""
     assert "is not kept together" in number_problem(json.dumps(refined | {"maximum": 1}))
