@@ -112,7 +112,7 @@ def is_documented(error: grpc.aio.AioRpcError) -> bool:
 )
 async def test_calls_opened_at_once(count, num_channels, row):
     row.about(
-        f"{count:,} calls opened at once, by {num_channels} connections",
+        f"{count:,} calls opened at once, over {num_channels} connection{'s' * (num_channels > 1)}, 64 streams allowed",
         "each is served or refused with a documented status and a time to come again; no bare CANCELLED",
     )
     outcomes: Counter[str] = Counter()

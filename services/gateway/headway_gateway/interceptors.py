@@ -37,7 +37,7 @@ TENANT_METADATA_KEY = "headway-tenant"
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARACTERS = 4096
 _TELL_INTERVAL_S = 5.0
-_RETRY_WHEN_FULL_S = 1.0
+_RETRY_S = 1.0
 _STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -120,7 +120,7 @@ class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self.num_open} calls are open; allowed: {self._most}",
-                retry_after_s=_RETRY_WHEN_FULL_S,
+                retry_after_s=_RETRY_S,
                 reason="too_many_calls",
             )
         self.num_open += 1

@@ -259,7 +259,7 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         # streams. So it lies far above what the server takes in all: who goes beyond that is to be refused.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
         # By itself gRPC begins to cancel what waits at 1,000 calls, and after 30 s. Who comes is to be refused, and told when
-        # to come again; to refuse takes half a millisecond.
+        # to come again; to refuse takes a millisecond.
         ("grpc.server.max_pending_requests", _MOST_UNSEEN_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MOST_UNSEEN_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MOST_UNSEEN_S),

@@ -60,7 +60,7 @@ from headway_proto.orca_pb2 import OrcaLoadReport
 from headway_proto.sampling import NO_LOGPROBS
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
-_RETRY_WHEN_FULL_S = 1.0
+_RETRY_S = 1.0
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
 
 _log = structlog.get_logger("headway.gateway.generation")
@@ -238,7 +238,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self.num_open_streams} streams are open; allowed: {self._limits.max_concurrent_streams}",
-                retry_after_s=_RETRY_WHEN_FULL_S,
+                retry_after_s=_RETRY_S,
                 reason="too_many_streams",
             )
         self.num_open_streams += 1
@@ -329,7 +329,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         try:
             model = await self._client.wait_until_serving(self._limits.unavailable_grace_s)
         except SchedulerUnavailableError as error:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error), retry_after_s=_RETRY_S) from error
         if for_new_work and self._client.link.scheduler_state == STATE_DRAINING:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler is draining", reason="draining")
         if self._text_model.vocab_size > model.vocab_size:
@@ -624,7 +624,7 @@ def _refused(rejected: Rejected) -> CallRefusedError:
     message = rejected.message or rejected.reason
     retry_after_s = rejected.retry_after_ms / 1000 if rejected.retry_after_ms else None
     if rejected.reason == REJECT_OVERLOADED and retry_after_s is None:
-        retry_after_s = _RETRY_WHEN_FULL_S
+        retry_after_s = _RETRY_S
     return CallRefusedError(
         _REFUSAL_CODES.get(rejected.reason, grpc.StatusCode.UNAVAILABLE),
         f"{rejected.field}: {message}" if rejected.field else message,
