@@ -1,0 +1,75 @@
+"""Only so many calls are open at a time, whatever becomes of them; those beyond are told when to come again."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from headway_gateway.interceptors import ErrorInterceptor, OpenCallsInterceptor
+from headway_gateway.statistics import GatewayStatistics
+
+MOST = 2
+
+
+class Calls:
+    """A server whose calls stay open until they are let go, with its connection."""
+
+    def __init__(self) -> None:
+        self.statistics = GatewayStatistics()
+        self.open_calls = OpenCallsInterceptor(MOST)
+        self.let_go = asyncio.Event()
+        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(self.statistics), self.open_calls])
+        methods = {
+            "One": grpc.unary_unary_rpc_method_handler(self._one),
+            "Many": grpc.unary_stream_rpc_method_handler(self._many),
+        }
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+
+    async def _one(self, request: bytes, context) -> bytes:
+        await self.let_go.wait()
+        return request
+
+    async def _many(self, request: bytes, context):
+        await self.let_go.wait()
+        yield request
+
+    async def until_open(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while self.open_calls.num_open != count:  # noqa: ASYNC110 (it is a number, not an event)
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def calls():
+    made = Calls()
+    await made.server.start()
+    yield made
+    await made.server.stop(0)
+
+
+async def test_what_goes_beyond_is_refused_and_room_comes_back(calls) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{calls.port}") as channel:
+        one, many = channel.unary_unary("/test/One"), channel.unary_stream("/test/Many")
+        first, second = one(b"1"), many(b"2")
+        await calls.until_open(MOST)
+        for refused in (one(b"3"), many(b"4").read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await refused
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.details() == "2 calls are open; allowed: 2"
+            (value,) = (v for key, v in caught.value.trailing_metadata() if key == "grpc-status-details-bin")
+            retry = error_details_pb2.RetryInfo()
+            assert status_pb2.Status.FromString(value).details[0].Unpack(retry)
+            assert retry.retry_delay.seconds == 1
+        assert calls.statistics.refusals["too_many_calls",] == 2
+
+        second.cancel()  # a place is free again when a client leaves
+        await calls.until_open(1)
+        third = one(b"5")
+        await calls.until_open(MOST)
+        calls.let_go.set()
+        assert [await first, await third] == [b"1", b"5"]
+        await calls.until_open(0)
