@@ -225,11 +225,13 @@ async def deployed(
     faulty_backend: str | None = None,
     extra_environment: dict[str, str] | None = None,
     stderr: int | None = None,
+    addresses: dict[str, list[str]] | None = None,
     **flags: Sequence[str],
 ) -> AsyncIterator[tuple[Deployment, AsyncClient]]:
     """A deployment that serves. Afterwards every promise about what is left is checked."""
     async with deployment(**flags) as running:
         running.faulty_backend = faulty_backend
+        running.addresses = addresses or running.addresses
         async with await running.serve(start, stderr=stderr, extra_environment=extra_environment) as client:
             yield running, client
             await until_quiet(client)

@@ -72,7 +72,6 @@ class ExecutorProcess(Process):
     def __init__(self, world: "FaultWorld", life: int, slot: int, shrunk: int = 0) -> None:
         super().__init__(world, life)
         self.slot = slot
-        self.name = b"executor-%d" % life
         info = backend_info(world.schedule.settings, shrunk)
         self.link = StepLink(incarnation=incarnation_of(self.name), info=info)
         self.model = ModelOfBlocks(info, self._on_wrong_block)
@@ -83,6 +82,10 @@ class ExecutorProcess(Process):
         self.memory_tokens = 0
         self._num_memory_errors = 0
         self._busy_until = 0.0
+
+    @property
+    def name(self) -> bytes:
+        return b"executor-%d-%d" % (self.life, self.world.links[self.slot].connection)
 
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
         now, cycle = self.world.now, self.cycle

@@ -24,6 +24,7 @@ MAX_MODEL_LEN = 48
 
 MOST_REQUESTS = 10
 FLOOD_SHARE = 0.04
+SLEEPS_SHARE = 0.2
 FLOOD = 48
 
 FRAME_FAULTS = ("drop", "duplicate", "corrupt", "delay")
@@ -32,7 +33,8 @@ PROCESS_FAULTS = ("crash", "stall", "rival", "supplant")
 STEP_FAULTS = ("fail", "memory", "flip")
 CLIENT_FAULTS = ("cancel", "cancel_preempted")
 OPERATOR_FAULTS = ("pause", "pin", "unpin")
-KINDS = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
+_MIXED = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
+KINDS = (*_MIXED, "sleep")
 
 _SHORT_S = (0.01, 0.03, 0.1, 0.3)
 _LONG_S = (0.6, 1.1, 2.0, 5.5)
@@ -99,7 +101,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
     number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if
-    ``count`` is above 1. ``place`` where in a frame a bit is turned, 0 to 1.
+    ``count`` is above 1. ``place`` where in a frame a bit is turned, or when in a sleep the others give the connection up,
+    0 to 1.
     """
 
     at: float
@@ -141,6 +144,7 @@ def draw(seed: int) -> Schedule:
     if rng.random() < FLOOD_SHARE:
         settings, requests = _flooded(rng, settings, requests)
     faults = _draw_faults(rng, settings, min(len(requests), MOST_REQUESTS))
+    faults = _with_sleeps(random.Random(f"sleeps {seed}"), settings, faults)
     settings, requests = _with_prompts(random.Random(~seed), settings, requests)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
@@ -156,6 +160,24 @@ def _with_prompts(
     return settings, tuple(
         msgspec.structs.replace(request, wants_prompt_logprobs=rng.random() < share) for request in requests
     )
+
+
+def _with_sleeps(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Processes that stand still for so long that their connections are made anew; drawn by itself as well."""
+    if rng.random() >= SLEEPS_SHARE:
+        return faults
+    targets = (EXECUTOR, SCHEDULER, SCHEDULER, *range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways))
+    sleeps = [
+        Fault(
+            at=round(rng.random() * 0.4, 4),
+            kind="sleep",
+            target=rng.choice(targets),
+            seconds=round(rng.choice((*_LONG_S, 12.0)) * (0.5 + rng.random()), 4),
+            place=round(rng.random(), 4),
+        )
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    ]
+    return tuple(sorted((*faults, *sleeps), key=lambda fault: fault.at))
 
 
 def _draw_settings(rng: random.Random) -> Settings:
@@ -257,7 +279,7 @@ def _flooded(
 
 
 def _draw_faults(rng: random.Random, settings: Settings, num_requests: int) -> tuple[Fault, ...]:
-    kinds = [kind for kind in KINDS if rng.random() < 0.35] or ["cancel"]
+    kinds = [kind for kind in _MIXED if rng.random() < 0.35] or ["cancel"]
     span_s = rng.choice((0.1, 0.4, 1.0))
     is_patient = rng.random() < 0.08
     faults = []

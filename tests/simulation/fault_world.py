@@ -37,6 +37,7 @@ from simulation.fault_scheduler import SchedulerProcess
 HEALED_WITHIN_S = 60.0
 QUIET_WITHIN_S = 20.0
 MOST_EVENTS = 60_000
+BELIEVED_FOR_S = 0.01
 
 
 class Flight(NamedTuple):
@@ -57,7 +58,11 @@ class Link:
         self.held_until: list[float] = [0.0, 0.0]
         self.down_until = 0.0
         self.connection = 0
-        """Grows whenever the connection is made anew; frames of an earlier one are lost."""
+        """Grows whenever the connection is made anew, which gives its peers another name."""
+        self.lost_before = 0
+        """Frames of connections before this one are lost."""
+        self.believed_until = 0.0
+        """How long the scheduler's transport takes frames for connections that are no more."""
         self.num_faults = 0
         """Everything that has gone wrong on it so far."""
 
@@ -167,7 +172,9 @@ class FaultWorld:
     # -------------------------------------------------------------------------------------------------------- links
 
     def executor_named(self, name: bytes) -> ExecutorProcess | None:
-        return next((executor for executor in self.executors if executor.name == name), None)
+        """Whose name it is, or was on an earlier connection."""
+        life = name.split(b"-")[1:2]
+        return next((executor for executor in self.executors if life == [b"%d" % executor.life]), None)
 
     def send_up(self, slot: int, name: bytes, frame: bytes) -> None:
         """From a peer to the scheduler."""
@@ -177,25 +184,27 @@ class FaultWorld:
         scheduler, connection = self.scheduler, link.connection
 
         def arrive(data: bytes) -> None:
-            if link.connection == connection:
+            if connection >= link.lost_before:
                 scheduler.deliver(name, data)
 
         self._send(link, UP, frame, arrive)
 
     def send_down(self, name: bytes, frame: bytes) -> bool:
         """From the scheduler to a peer; False if the transport knows that it is not there."""
-        process: Process | None
+        process: ExecutorProcess | GatewayProcess | None
         if name.startswith(b"e"):
             process, link = self.executor_named(name), self.links[EXECUTOR]
         else:
-            gateway = self.gateways[int(name[1 : name.index(b"-")]) - FIRST_GATEWAY]
-            process, link = gateway if gateway.name == name else None, self.links[gateway.slot]
+            process = self.gateways[int(name[1 : name.index(b"-")]) - FIRST_GATEWAY]
+            link = self.links[process.slot]
         if process is None or process.is_dead or self.now < link.down_until:
             return False
+        if process.name != name:
+            return self.now < link.believed_until
         connection = link.connection
 
         def arrive(data: bytes) -> None:
-            if link.connection == connection:
+            if connection >= link.lost_before:
                 process.deliver(b"", data)
 
         self._send(link, DOWN, frame, arrive)
@@ -233,6 +242,7 @@ class FaultWorld:
         """The connection is made anew after ``seconds``; what was on its way is lost."""
         link = self.links[slot]
         link.connection += 1
+        link.lost_before = link.connection
         link.down_until = max(link.down_until, self.now + seconds)
         link.last = [0.0, 0.0]
 
@@ -313,6 +323,28 @@ class FaultWorld:
         for link in self.links.values():
             link.num_faults += 1
         self.at(process.stalled_until + 1e-6, process.wake)
+
+    def _inflict_sleep(self, fault: Fault) -> None:
+        """A process stands still until its peers give the connection up and make another.
+
+        What they sent before waits in the old one and is read first; nothing passes over the new one until the process goes
+        on. A scheduler that goes on is the last to hear that the old one is no more, so what it sends there is lost.
+        """
+        process = self._process(fault.target)
+        slots = tuple(self.links) if fault.target == SCHEDULER else (fault.target,)
+        self._stall(process, fault.seconds)
+        self.at(self.now + fault.seconds * fault.place, lambda: self._give_up_connections(process, slots))
+
+    def _give_up_connections(self, process: Process, slots: tuple[int, ...]) -> None:
+        if process.is_dead or not process.is_stalled:
+            return
+        for slot in slots:
+            link = self.links[slot]
+            link.num_faults += 1
+            link.connection += 1
+            link.down_until = max(link.down_until, process.stalled_until)
+            if process is self.scheduler:
+                link.believed_until = process.stalled_until + BELIEVED_FOR_S
 
     def _inflict_rival(self, fault: Fault) -> None:
         """A second executor, beside the one that there is."""

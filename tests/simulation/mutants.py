@@ -370,6 +370,17 @@ def lost_executor_keeps_its_epoch(original):
     return lose
 
 
+@_mutant("an executor is known by its connection, and when it makes another it is overheard", (StepLink, "_on_hello"))
+def connection_taken_for_life(original):
+    def on_hello(self, peer, hello, now):
+        if hello.incarnation == self._executor and peer != self.first_peer:
+            return []
+        self.first_peer = peer
+        return original(self, peer, hello, now)
+
+    return on_hello
+
+
 @_mutant("any executor that says hello takes over from one that lives", (StepLink, "_on_hello"))
 def takeover_of_the_living(original):
     def on_hello(self, peer, hello, now):

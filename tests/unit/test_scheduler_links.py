@@ -174,6 +174,31 @@ def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink
     assert event.info.max_num_batched_tokens == 0
 
 
+@pytest.mark.parametrize("noticed", ["unreachable", "silent"])
+def test_an_executor_that_connects_again_is_the_same_one_and_takes_no_larger_steps(
+    link: StepLink, noticed: str
+) -> None:
+    executor = Executor(1)
+    first = join(link, executor, 0.0)
+    link.receive(executor.peer, executor.writer.encode(ResyncRequest(1, "out of memory", 40)), 1.0)
+    now, before = 1.1, executor.peer
+    executor.peer = b"another connection"
+    assert link.receive(executor.peer, executor.hello(), now) == []
+    if noticed == "unreachable":
+        link.unreachable(before)
+    else:
+        now += TAKEOVER_SILENCE_S
+    (event,) = link.receive(executor.peer, executor.hello(), now)
+    assert isinstance(event, EpochOpened)
+    assert event.info.max_num_batched_tokens == 40
+    assert event.epoch > first
+    assert {peer for peer, _ in link.outgoing[-1:]} == {executor.peer}
+    late = executor.writer.encode(ExecutorOutput(epoch=first, step=0, sampled_token_ids=b""))
+    assert link.receive(before, late, now) == []
+    (event,) = link.lift_limit(now)
+    assert event.info.max_num_batched_tokens == 0
+
+
 def test_a_wish_for_smaller_steps_that_comes_late_holds_for_the_next_epoch(link: StepLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)

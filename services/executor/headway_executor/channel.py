@@ -7,7 +7,6 @@ Must not know: what a frame means.
 import contextlib
 import math
 import os
-import secrets
 import socket
 from pathlib import Path
 
@@ -25,11 +24,13 @@ _CONNECT_TIMEOUT_MS = 1000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 500
 _KEEPALIVE_IDLE_SECONDS = 10
-_IDENTITY_BYTES = 8
 
 
 class SchedulerChannel:
-    """A DEALER with a random identity, connected to the scheduler's ROUTER at ``address``.
+    """A DEALER connected to the scheduler's ROUTER at ``address``, under a name that the ROUTER gives to each connection.
+
+    It has no ``zmq.IDENTITY`` of its own. A scheduler that stands still has not seen the end of a connection when the next
+    one comes; a ROUTER ignores whoever comes under a name that it still knows, for good.
 
     ``curve_keys`` names a directory of key files, or is empty for a plain link. It connects and reconnects in the
     background; while there is no peer, sends are dropped, so that no stale frames await a new scheduler.
@@ -107,8 +108,6 @@ class SchedulerChannel:
             (zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_SECONDS),
         ):
             self._socket.setsockopt(option, value)
-        # An identity must not start with a zero byte.
-        self._socket.setsockopt(zmq.IDENTITY, b"x" + secrets.token_bytes(_IDENTITY_BYTES))
         if curve_keys:
             server, _ = _load_keys(Path(curve_keys) / SCHEDULER_PUBLIC_KEY)
             public, secret = _load_keys(Path(curve_keys) / EXECUTOR_SECRET_KEY)

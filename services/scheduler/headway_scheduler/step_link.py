@@ -4,7 +4,8 @@ Owns: which executor is the executor, its epochs, and the order of frames.
 Must not know: how steps are decided, or what carries the frames.
 
 One executor at a time. An executor that says hello gets a new epoch, unless another one is alive: alive means heard
-from within ``TAKEOVER_SILENCE_S`` and not reported unreachable. Whatever breaks the thread (a damaged frame, a gap, an
+from within ``TAKEOVER_SILENCE_S`` and not reported unreachable. A peer is one connection; an executor that connects again
+is another peer of the same life, and is treated as any newcomer, but for what is known of its memory. Whatever breaks the thread (a damaged frame, a gap, an
 answer that cannot be, a request of the executor's own) ends the epoch and opens another with the same executor; its
 late answers carry the old epoch and are ignored. The executor's side is told in ``headway_executor.step_link``.
 """
@@ -165,19 +166,21 @@ class StepLink:
             is_news = self._refused != hello.incarnation
             self._refused = hello.incarnation
             return [ExecutorRefused(problem)] if is_news else []
-        if hello.incarnation == self._executor and peer == self._peer:
-            self._heard_at = now
-            if now - self._opened_at < REOPEN_INTERVAL_S:
-                return []  # sent before our answer arrived
-            assert self._info is not None
-            info = msgspec.structs.replace(hello.info, max_num_batched_tokens=self._info.max_num_batched_tokens)
-            return self._open(peer, hello.incarnation, info, "the executor said hello again", now)
+        info = hello.info
+        if self._info is not None and hello.incarnation == self._executor:
+            # What it cannot hold it cannot hold over another connection either.
+            info = msgspec.structs.replace(info, max_num_batched_tokens=self._info.max_num_batched_tokens)
+            if peer == self._peer:
+                self._heard_at = now
+                if now - self._opened_at < REOPEN_INTERVAL_S:
+                    return []  # sent before our answer arrived
+                return self._open(peer, hello.incarnation, info, "the executor said hello again", now)
         if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
             return []  # it will say hello again, should the present executor be gone
         is_taken_over = self._peer is not None and hello.incarnation != self._executor
         events = self._lose("another executor took over") if is_taken_over else []
         self._announced_limit = hello.info.max_num_batched_tokens
-        return [*events, *self._open(peer, hello.incarnation, hello.info, "an executor joined", now)]
+        return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
         """Send steps as large as the executor announced at first: what it could not hold will not come again."""
