@@ -17,12 +17,15 @@ from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.columns import decode_column
 from headway_proto.ingress import CacheChange, CacheChanges, CachePosition
 
+MOST_START = (1 << 63) - 1
+"""Where a subscriber may let the numbers begin: half of what the field of a batch holds is left to count with."""
+
 _READ_INTERVAL_S = 0.1
 _ANSWER_TIMEOUT_S = 5.0
 
 
 async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
-    """Batches of events for ever, numbered from ``start`` + 1 on."""
+    """Batches of events for ever, numbered from ``start`` + 1 on; ``start`` is at most ``MOST_START``."""
     position: CachePosition | None = None
     number = start
     while True:

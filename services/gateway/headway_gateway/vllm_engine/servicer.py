@@ -22,7 +22,7 @@ from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailab
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
-from headway_gateway.vllm_engine.cache_events import kv_event_batches
+from headway_gateway.vllm_engine.cache_events import MOST_START, kv_event_batches
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.requests import in_callers_words, translate
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
@@ -187,7 +187,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """What is cached and every change of it, where the operator lets it be told: it has the tokens of prompts in it."""
         if not self._publishes_kv_events:
             raise _unimplemented("what is cached is not published; allowed: after --kv-events")
-        async for batch in kv_event_batches(self._client, request.start_sequence_number):
+        start = request.start_sequence_number
+        if start > MOST_START:
+            raise invalid_argument("start_sequence_number", f"{start} is not allowed; allowed: at most {MOST_START}")
+        async for batch in kv_event_batches(self._client, start):
             yield batch
 
     @contextmanager
