@@ -5,6 +5,7 @@ Owns: the rows of the table that begin with kill -9. Must not know: how the prod
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import grpc.aio
@@ -21,7 +22,7 @@ from chaos.harness import (
     until_quiet,
     until_running,
 )
-from headway.client import HeadwayError
+from headway.client import Client, HeadwayError
 from headway_proto import generation_pb2, generation_pb2_grpc
 
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=20000")
@@ -122,6 +123,48 @@ async def test_killed_gateway(row, rng):
             await until_quiet(other)
     assert seen_s <= 1.0
     assert freed_s <= 1.0
+
+
+@pytest.mark.chaos_full
+async def test_a_group_of_workers_that_is_away(row, rng):
+    away_s = 12.0
+    row.about(
+        f"kill -9 a gateway of 2 workers, and start it again after {away_s:g} s",
+        "16 streams complete equal, and so do 8 requests made meanwhile; half by the sync client, half by the async one",
+    )
+    async with deployed(executor=SIMULATED, gateway=("--workers", "2")) as (processes, client):
+        running, meanwhile = jobs(16, rng, output=(200, 240)), jobs(8, rng)
+        with Client(processes.grpc_addresses["gateway"]) as threaded, ThreadPoolExecutor(12) as threads:
+            threaded.wait_ready(20)
+            loop = asyncio.get_running_loop()
+
+            def follow(streams) -> list[asyncio.Future]:
+                by_thread = [loop.run_in_executor(threads, _follow, stream, threaded) for stream in streams[::2]]
+                return [*by_thread, *(asyncio.ensure_future(stream.follow(client)) for stream in streams[1::2])]
+
+            following = follow(running)
+            await until(lambda: all(stream.times for stream in running), 20, "tokens")
+            processes.kill("gateway")
+            await asyncio.sleep(1.0)
+            following += follow(meanwhile)
+            await asyncio.sleep(away_s - 1.0)
+            processes.start("gateway")
+            ready_at = await processes.ready("gateway")
+            await asyncio.gather(*following)
+        worst = max((stream.first_after(ready_at) or ready_at) - ready_at for stream in [*running, *meanwhile])
+        row.note(f"{assert_equal_to_undisturbed([*running, *meanwhile], Oracle())} tokens equal")
+        row.note(f"next token at most {worst:.2f} s after the gateway was there again")
+
+
+def _follow(stream, client: Client) -> None:
+    generation = client.generate(
+        stream.prompt, max_tokens=stream.max_tokens, seed=stream.seed, temperature=1.0, ignore_eos=True
+    )
+    for delta in generation:
+        assert delta.first_token_index == len(stream.tokens), "a gap or a repetition"
+        stream.tokens += delta.token_ids
+        stream.times.append(time.monotonic())
+    stream.finish_reason = generation.result().completions[0].finish_reason
 
 
 @pytest.mark.chaos_full

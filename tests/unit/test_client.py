@@ -1,8 +1,12 @@
 """The Python client against a scripted server: what it sends, what it makes of the answers, how it takes up a stream."""
 
+import asyncio
+import inspect
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -80,6 +84,12 @@ def breaks_after(count: int):
     return script
 
 
+def breaks_unheard(request, context):
+    """As a connection that ends: no gateway says why."""
+    context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    yield
+
+
 def refuses(code: grpc.StatusCode, message: str, **details):
     def script(request, context):
         refusal = CallRefusedError(code, message, **details)
@@ -96,22 +106,31 @@ def _no_waiting(monkeypatch):
     monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.002)
 
 
-@pytest.fixture
-def serve():
-    servers = []
+class Servers:
+    """Call it with scripts to start another server."""
 
-    def start(*scripts) -> tuple[ScriptedServer, str]:
+    def __init__(self) -> None:
+        self._running: list[grpc.Server] = []
+
+    def __call__(self, *scripts, address: str = "127.0.0.1:0") -> tuple[ScriptedServer, str]:
         servicer = ScriptedServer(*scripts)
         server = grpc.server(ThreadPoolExecutor(4))
         api_grpc.add_GenerationServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(address)
         server.start()
-        servers.append(server)
+        self._running.append(server)
         return servicer, f"127.0.0.1:{port}"
 
-    yield start
-    for server in servers:
-        server.stop(0).wait(5)
+    def stop(self) -> None:
+        while self._running:
+            self._running.pop().stop(0).wait(5)
+
+
+@pytest.fixture
+def serve():
+    servers = Servers()
+    yield servers
+    servers.stop()
 
 
 def run_python(code: str) -> str:
@@ -264,11 +283,98 @@ def test_a_prompt_is_told_once_whatever_breaks(serve):
     assert asked == [(True, True), (True, True), (False, False)]
 
 
-def test_resuming_is_tried_a_bounded_number_of_times(serve):
+def tokens_from(kind: str, address: str, retry_s: float, meanwhile: Callable[[], object] | None = None) -> list[int]:
+    """The tokens of a generation, by either client; with ``meanwhile``, called after another that heard from a gateway."""
+    if kind == "sync":
+        with Client(address, retry_s=retry_s) as client:
+            if meanwhile is not None:
+                client.generate("first").text()
+                meanwhile()
+            return client.generate("x").result().token_ids
+
+    async def generate() -> list[int]:
+        async with AsyncClient(address, retry_s=retry_s) as client:
+            if meanwhile is not None:
+                await client.generate("first").text()
+                meanwhile()
+            return (await client.generate("x").result()).token_ids
+
+    return asyncio.run(generate())
+
+
+BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+@BOTH
+def test_how_long_a_stream_is_taken_up_again_is_a_setting(serve, kind):
     servicer, address = serve(breaks_after(2), breaks_after(0))
-    with Client(address) as client, pytest.raises(UnavailableError, match="going away"):
-        client.generate("x").result()
-    assert len(servicer.requests) == 1 + client_module.MOST_RESUMES
+    began_at = time.monotonic()
+    with pytest.raises(UnavailableError, match="going away"):
+        tokens_from(kind, address, 0.3)
+    assert 0.3 <= time.monotonic() - began_at < 3.0
+    assert len(servicer.requests) > 10
+    servicer, address = serve(breaks_after(2), whole)
+    with pytest.raises(UnavailableError, match="going away"):
+        tokens_from(kind, address, 0.0)
+    assert len(servicer.requests) == 1
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_thirty_seconds_are_tried_unless_told_otherwise(client):
+    assert inspect.signature(client).parameters["retry_s"].default == client_module.DEFAULT_RETRY_S == 30.0
+
+
+@BOTH
+def test_a_request_that_reached_no_gateway_is_sent_again(serve, kind):
+    """As while the workers of a gateway start anew: nobody listens, or the listener goes before it has accepted."""
+    servicer, address = serve(whole, breaks_unheard, breaks_unheard, whole)
+    assert tokens_from(kind, address, 5.0, list) == TOKENS
+    assert len(servicer.requests) == 4
+    assert not any(request.HasField("resume") for request in servicer.requests)
+
+
+@BOTH
+def test_who_heard_a_gateway_waits_for_it_and_who_did_not_is_told_at_once(serve, kind):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match="Connection refused"):
+            tokens_from(kind, nobody, 30.0)
+    _, address = serve(whole)
+    again: list[threading.Timer] = []
+
+    def restart() -> None:
+        serve.stop()
+        again.append(threading.Timer(0.5, serve, (whole,), {"address": address}))
+        again[0].start()
+
+    assert tokens_from(kind, address, 30.0, restart) == TOKENS
+    again[0].join()
+
+
+@BOTH
+def test_what_a_gateway_refuses_is_refused_at_once(serve, kind):
+    servicer, address = serve(whole, refuses(grpc.StatusCode.UNAVAILABLE, "draining", reason="draining"))
+    with pytest.raises(UnavailableError, match="draining") as refused:
+        tokens_from(kind, address, 30.0, list)
+    assert refused.value.reason == "draining"
+    assert len(servicer.requests) == 2
+
+
+@BOTH
+def test_a_gateway_that_is_full_of_those_who_come_back_is_asked_again_when_it_says(serve, kind):
+    full = refuses(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=0.4)
+    servicer, address = serve(breaks_after(2), breaks_unheard, full, whole)
+    began_at = time.monotonic()
+    assert tokens_from(kind, address, 5.0) == TOKENS
+    assert time.monotonic() - began_at >= 0.4
+    assert len(servicer.requests) == 4
+
+
+@pytest.mark.parametrize("retry_s", [-1, float("nan")])
+def test_a_time_that_is_none_is_refused(retry_s):
+    with pytest.raises(ValueError, match=f"retry_s: {retry_s} is not allowed; allowed: 0 or more seconds"):
+        Client("127.0.0.1:1", retry_s=retry_s)
 
 
 def test_the_ghost_of_the_old_stream_is_waited_out(serve):

@@ -9,17 +9,20 @@ from collections.abc import Iterable, Mapping
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 SHOWN_VALUE_CHARS = 64
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "headway"
 
 
 class CallRefusedError(Exception):
     """Ends a call with ``code`` and ``message``.
 
     ``violations`` are (field, description) pairs for a ``BadRequest``; ``retry_after_s`` becomes a ``RetryInfo``.
-    ``reason`` is what it counts as for operators, if the code does not say it.
+    ``reason`` is what it counts as for operators, if the code does not say it. Callers find it in an ``ErrorInfo``, which
+    tells them too that a gateway refused, rather than that none could be reached.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class CallRefusedError(Exception):
         self.reason = reason or code.name.lower()
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The status details as gRPC trailing metadata; empty if there are none."""
+        """The status details as gRPC trailing metadata."""
         details = []
         if self.violations:
             details.append(_pack(_bad_request(self.violations)))
@@ -47,8 +50,7 @@ class CallRefusedError(Exception):
             delay = Duration()
             delay.FromNanoseconds(int(self.retry_after_s * 1e9))
             details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-        if not details:
-            return ()
+        details.append(_pack(error_details_pb2.ErrorInfo(reason=self.reason.upper(), domain=ERROR_DOMAIN)))
         number: int = self.code.value[0]
         status = status_pb2.Status(code=number, message=self.message, details=details)
         return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
@@ -79,7 +81,7 @@ def _bad_request(violations: Iterable[tuple[str, str]]) -> error_details_pb2.Bad
     )
 
 
-def _pack(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

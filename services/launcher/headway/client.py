@@ -9,13 +9,17 @@ Must not know: how the server works; and it imports nothing but gRPC, so it suit
         for delta in client.generate("Once upon a time", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations`` and ``retry_after_s``:
+A gateway may go away and come back. For ``retry_s`` seconds (30 unless the client is told otherwise) a stream that broke
+is taken up where it broke, and a request that reached no gateway is sent again. Only a client that has never heard from a
+gateway fails at once, so that a wrong address is told at once; ``wait_ready`` waits.
+
+Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations``, ``retry_after_s`` and ``reason``:
 
 - ``InvalidRequestError``: the request cannot be served as it is (``violations`` names the fields);
 - ``AuthenticationError``: token missing, wrong, or without the right;
 - ``NotFoundError``, ``AlreadyExistsError``: no such request or model; a live request has this id;
 - ``OverloadedError``: try again after ``retry_after_s``;
-- ``UnavailableError``: no gateway, no model, or it went away for longer than the client tries;
+- ``UnavailableError``: no gateway, no model, or it went away for longer than ``retry_s``;
 - ``DeadlineError``: ``timeout_s`` passed; ``StreamCancelledError``: ``cancel`` was called;
 - ``ServerError``: anything else.
 """
@@ -37,9 +41,10 @@ from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 GENERATION_SERVICE = "headway.v1.Generation"
-MOST_RESUMES = 8
+DEFAULT_RETRY_S = 30.0
 _FIRST_RESUME_DELAY_S = 0.1
 _LONGEST_RESUME_DELAY_S = 2.0
+_MOST_DOUBLINGS = 16
 _READY_POLL_S = 0.1
 
 _CHANNEL_OPTIONS = (
@@ -199,7 +204,10 @@ class GenerationResult:
 
 
 class HeadwayError(Exception):
-    """A call that failed. ``violations`` are (field, description) pairs; ``retry_after_s`` is the server's advice."""
+    """A call that failed. ``violations`` are (field, description) pairs; ``retry_after_s`` is the server's advice.
+
+    ``reason`` is a word for why a gateway refused; it is empty where none did, such as where none could be reached.
+    """
 
     def __init__(
         self,
@@ -207,12 +215,14 @@ class HeadwayError(Exception):
         message: str,
         violations: tuple[tuple[str, str], ...] = (),
         retry_after_s: float | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class InvalidRequestError(HeadwayError):
@@ -370,30 +380,46 @@ def _error_of(error: grpc.RpcError) -> HeadwayError:
     call: Any = error  # Both flavours of RpcError are calls as well, which their types do not say.
     code: grpc.StatusCode = call.code()
     violations: list[tuple[str, str]] = []
-    retry_after_s = None
+    retry_after_s, reason = None, ""
     for key, value in call.trailing_metadata() or ():
         if key != "grpc-status-details-bin":
             continue
         for detail in status_pb2.Status.FromString(value).details:
             bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            info = error_details_pb2.ErrorInfo()
             if detail.Unpack(bad_request):
                 violations += [(item.field, item.description) for item in bad_request.field_violations]
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    return _ERROR_TYPES.get(code, ServerError)(code, call.details() or "", tuple(violations), retry_after_s)
+            elif detail.Unpack(info):
+                reason = info.reason.lower()
+    return _ERROR_TYPES.get(code, ServerError)(code, call.details() or "", tuple(violations), retry_after_s, reason)
+
+
+class _Patience:
+    """For how many seconds a client tries to reach a gateway that went away, and whether it ever heard from one."""
+
+    def __init__(self, retry_s: float) -> None:
+        if not retry_s >= 0:
+            raise ValueError(f"retry_s: {retry_s} is not allowed; allowed: 0 or more seconds")
+        self.retry_s = retry_s
+        self.has_heard = False
 
 
 class _Progress:
     """What has come of one generation so far, and what to ask for when its stream breaks. No I/O."""
 
-    def __init__(self, request: generation_pb2.GenerateRequest, timeout_s: float | None) -> None:
+    def __init__(self, request: generation_pb2.GenerateRequest, timeout_s: float | None, patience: _Patience) -> None:
         self._request = request
+        self._patience = patience
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._num_continuations = request.sampling.n if request.sampling.HasField("n") else 1
         self._is_resumable = max(self._num_continuations, request.sampling.best_of) <= 1
         self.prompt = PromptTokens()
         self._accepted: generation_pb2.Accepted | None = None
         self._num_failures = 0
+        """Since the last output; the first of them was at ``_failing_since``."""
+        self._failing_since = 0.0
         self._completions = [Completion(index) for index in range(max(1, self._num_continuations))]
         self.is_cancelled = False
 
@@ -422,6 +448,7 @@ class _Progress:
 
     def take(self, response: generation_pb2.GenerateResponse) -> Delta | None:
         """Take in one event; return it if it is new output."""
+        self._patience.has_heard = True
         event = response.WhichOneof("event")
         if event == "accepted":
             if self._accepted is None:
@@ -445,13 +472,21 @@ class _Progress:
         is_gone = isinstance(failure, UnavailableError) or (
             isinstance(failure, StreamCancelledError) and not self.is_cancelled  # by a server that shut down
         )
-        # The old stream's request may live on for a moment after its gateway died.
-        is_ghost = isinstance(failure, AlreadyExistsError) and self._num_failures > 0
-        can_resume = self._accepted is not None and self._is_resumable
-        self._num_failures += 1
-        if not (is_gone or is_ghost) or not can_resume or self._num_failures > MOST_RESUMES:
+        # The old stream's request may live on for a moment after its gateway died, and others come back with this one.
+        is_passing = isinstance(failure, AlreadyExistsError | OverloadedError) and self._num_failures > 0
+        if self._accepted is not None:
+            can_go_on = self._is_resumable
+        else:  # a gateway that refused it has said all there is to say
+            can_go_on = self._patience.has_heard and (is_passing or not failure.reason)
+        now = time.monotonic()
+        if not self._num_failures:
+            self._failing_since = now
+        left_s = self._failing_since + self._patience.retry_s - now
+        if not (is_gone or is_passing) or not can_go_on or left_s <= 0:
             raise failure from error
-        delay_s = min(_LONGEST_RESUME_DELAY_S, _FIRST_RESUME_DELAY_S * float(1 << (self._num_failures - 1)))
+        delay_s = min(_LONGEST_RESUME_DELAY_S, _FIRST_RESUME_DELAY_S * 2.0 ** min(self._num_failures, _MOST_DOUBLINGS))
+        delay_s = min(max(delay_s, failure.retry_after_s or 0.0), left_s)
+        self._num_failures += 1
         remaining_s = self.remaining_s()
         if remaining_s is not None and remaining_s <= delay_s:
             raise DeadlineError(grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream broke: {failure.message}") from error
@@ -522,8 +557,9 @@ _OpenStream: TypeAlias = Callable[[generation_pb2.GenerateRequest, float | None]
 class GenerationStream:
     """A running generation. Iterate over its deltas, or collect them with ``text`` or ``result``.
 
-    A stream that breaks because its gateway went away is taken up again behind the last token, a bounded number of
-    times, without a gap or a repetition (not with ``n`` above 1). Leaving a ``with`` block cancels what still runs.
+    A stream that breaks because its gateway went away is taken up again behind the last token, for as long as the client's
+    ``retry_s`` from then, without a gap or a repetition (not with ``n`` or ``best_of`` above 1). Leaving a ``with`` block
+    cancels what still runs.
     """
 
     def __init__(self, open_stream: _OpenStream, progress: _Progress) -> None:
@@ -706,6 +742,11 @@ class Client:
 
     ``token`` is sent as bearer token; ``tls`` encrypts, trusting ``root_certificates`` (PEM) or the system's.
     ``client_certificate`` is a PEM chain and its private key, for servers that want to see one.
+
+    ``retry_s`` is how long a generation goes on trying while its gateway is away, in seconds from its last output: 30
+    unless given, 0 for not at all. A stream that broke is then taken up where it broke, and a request that reached no
+    gateway is sent again. A request that a gateway refused is not; nor does a client try that has never heard from a
+    gateway, nor any other call than ``generate``.
     """
 
     def __init__(
@@ -716,7 +757,9 @@ class Client:
         tls: bool = False,
         root_certificates: bytes | None = None,
         client_certificate: tuple[bytes, bytes] | None = None,
+        retry_s: float = DEFAULT_RETRY_S,
     ) -> None:
+        self._patience = _Patience(retry_s)
         endpoint = Endpoint(address, token, tls, root_certificates, client_certificate)
         self._metadata = endpoint.metadata()
         self._channel = endpoint.channel()
@@ -730,7 +773,7 @@ class Client:
         Raises:
             InvalidRequestError: a value that no message can carry. Other errors come while iterating.
         """
-        progress = _Progress(_generate_request(prompt, options), options.get("timeout_s"))
+        progress = _Progress(_generate_request(prompt, options), options.get("timeout_s"), self._patience)
         return GenerationStream(self._open_stream, progress)
 
     def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
@@ -867,9 +910,11 @@ class Client:
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, metadata=self._metadata)
+            response = method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error_of(error) from error
+        self._patience.has_heard = True
+        return response
 
     def _is_ready(self, deadline: float) -> bool:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
@@ -881,6 +926,7 @@ class Client:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise _error_of(error) from error  # Waiting does not help.
             return False
+        self._patience.has_heard = True
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -895,7 +941,9 @@ class AsyncClient:
         tls: bool = False,
         root_certificates: bytes | None = None,
         client_certificate: tuple[bytes, bytes] | None = None,
+        retry_s: float = DEFAULT_RETRY_S,
     ) -> None:
+        self._patience = _Patience(retry_s)
         endpoint = Endpoint(address, token, tls, root_certificates, client_certificate)
         self._metadata = endpoint.metadata()
         self._channel = endpoint.aio_channel()
@@ -905,7 +953,7 @@ class AsyncClient:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         """See ``Client``."""
-        progress = _Progress(_generate_request(prompt, options), options.get("timeout_s"))
+        progress = _Progress(_generate_request(prompt, options), options.get("timeout_s"), self._patience)
         return AsyncGenerationStream(self._open_stream, progress)
 
     async def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
@@ -1010,9 +1058,11 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, metadata=self._metadata)
+            response = await method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error_of(error) from error
+        self._patience.has_heard = True
+        return response
 
     async def _is_ready(self, deadline: float) -> bool:
         request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
@@ -1024,4 +1074,5 @@ class AsyncClient:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise _error_of(error) from error  # Waiting does not help.
             return False
+        self._patience.has_heard = True
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -5,7 +5,7 @@ Owns: the flags' names, which commands that are clients share. Must not know: wh
 
 import argparse
 
-from headway.client import DEFAULT_ADDRESS, AsyncClient
+from headway.client import DEFAULT_ADDRESS, DEFAULT_RETRY_S, AsyncClient
 from headway.health import client_certificate
 from headway.settings import bytes_of_file, token_of_file
 
@@ -22,7 +22,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
 
 
-def client_of(arguments: argparse.Namespace) -> AsyncClient:
+def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -> AsyncClient:
     """Make the client; it lives in the event loop that runs.
 
     Raises:
@@ -34,4 +34,5 @@ def client_of(arguments: argparse.Namespace) -> AsyncClient:
         token=token_of_file(arguments.token_file, "--token-file") or None,
         root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
         client_certificate=(shown_to_server.certificate, shown_to_server.key) if shown_to_server else None,
+        retry_s=retry_s,
     )

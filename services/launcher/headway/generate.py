@@ -14,7 +14,14 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from headway.client import CONSTRAINT_OPTIONS, AsyncClient, ChatMessage, GenerateOptions, HeadwayError
+from headway.client import (
+    CONSTRAINT_OPTIONS,
+    DEFAULT_RETRY_S,
+    AsyncClient,
+    ChatMessage,
+    GenerateOptions,
+    HeadwayError,
+)
 from headway.connection import add_connection_flags, client_of
 from headway.reporting import Screen, prompt_table, table
 from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
@@ -81,6 +88,13 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests at one time (default: {DEFAULT_CONCURRENCY})",
     )
+    parser.add_argument(
+        "--retry-s",
+        type=float,
+        default=DEFAULT_RETRY_S,
+        metavar="S",
+        help=f"seconds to go on trying when the gateway goes away; 0: not at all (default: {DEFAULT_RETRY_S:g})",
+    )
     sampling = parser.add_argument_group("sampling (what is not given is the server's default)")
     for name, kind in _FLAG_TYPES.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
@@ -134,6 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = list(jobs_of(arguments))
     if arguments.concurrency < 1:
         raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
+    if not arguments.retry_s >= 0:
+        raise ConfigurationError(f"--retry-s: {arguments.retry_s} is not allowed; allowed: 0 or more seconds")
     try:
         return asyncio.run(_generate(arguments, jobs))
     except HeadwayError as error:
@@ -209,7 +225,7 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
 
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
-    async with client_of(arguments) as client:
+    async with client_of(arguments, arguments.retry_s) as client:
         await client.model()  # One line if nobody is there, rather than one per prompt.
         return await (
             _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)
