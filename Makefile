@@ -63,7 +63,7 @@ test: lint kernels core  ## all checks and all tests
 	$(say) 'pytest: the rest, on every core'
 	@$(PYTEST) -n logical --dist worksteal $(BESIDE) $(NO_CLOCK) $(ARGS) || test $$? = 5
 
-chaos: kernels core  ## the table of promises against real processes (some 10 minutes; root for the network namespaces)
+chaos: kernels core  ## the table of promises against real processes (some 15 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
 	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
 

@@ -371,6 +371,34 @@ def test_a_gateway_that_is_full_of_those_who_come_back_is_asked_again_when_it_sa
     assert len(servicer.requests) == 4
 
 
+def test_who_cancels_while_a_gateway_is_away_sends_nothing_more(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.5)
+    servicer, address = serve(breaks_after(1), whole)
+    with Client(address) as client:
+        stream = client.generate("x")
+        next(stream)
+        canceller = threading.Timer(0.2, stream.cancel)
+        canceller.start()
+        with pytest.raises(StreamCancelledError):
+            next(stream)
+        canceller.join()
+    assert len(servicer.requests) == 1
+
+
+async def test_who_cancels_the_async_stream_meanwhile_sends_nothing_more_either(serve, monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.5)
+    servicer, address = serve(breaks_after(1), whole)
+    async with AsyncClient(address) as client:
+        stream = client.generate("x")
+        await anext(stream)
+        asyncio.get_running_loop().call_later(0.2, stream.cancel)
+        with pytest.raises(StreamCancelledError):
+            await anext(stream)
+    assert len(servicer.requests) == 1
+
+
 @pytest.mark.parametrize("retry_s", [-1, float("nan")])
 def test_a_time_that_is_none_is_refused(retry_s):
     with pytest.raises(ValueError, match=f"retry_s: {retry_s} is not allowed; allowed: 0 or more seconds"):

@@ -8,7 +8,7 @@ import pytest
 from headway.client import PromptTokens, TokenLogprob
 from headway.configuration import OneLineParser
 from headway.demo import demo_jobs
-from headway.generate import add_generate_flags, jobs_of
+from headway.generate import add_generate_flags, jobs_of, run
 from headway.reporting import Screen, block, prompt_table, table
 from headway.settings import ConfigurationError
 from headway.streaming import Answer, Job
@@ -107,6 +107,13 @@ def test_a_missing_or_empty_file_is_told(tmp_path):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigurationError, match="has no prompt in it"):
         list(jobs_of(arguments("--file", str(tmp_path / "empty"))))
+
+
+@pytest.mark.parametrize("retry_s", ["-1", "nan"])
+def test_a_time_to_try_that_is_none_is_told(retry_s):
+    assert arguments("--prompt", "a").retry_s == 30.0
+    with pytest.raises(ConfigurationError, match=r"^--retry-s: (-1.0|nan) is not allowed; allowed: 0 or more seconds$"):
+        run(arguments("--prompt", "a", "--retry-s", retry_s))
 
 
 @pytest.mark.parametrize("words", [(), ("--prompt", "a", "--file", "b"), ("--prompt", "a", "--max-tokens", "x")])

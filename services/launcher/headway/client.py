@@ -492,6 +492,15 @@ class _Progress:
             raise DeadlineError(grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream broke: {failure.message}") from error
         return delay_s
 
+    def require_not_cancelled(self) -> None:
+        """To be called after a wait.
+
+        Raises:
+            StreamCancelledError: nobody wants it any more.
+        """
+        if self.is_cancelled:
+            raise StreamCancelledError(grpc.StatusCode.CANCELLED, "the stream was cancelled")
+
     def result(self) -> GenerationResult:
         """All that has come, when the stream has ended."""
         accepted = self._accepted
@@ -604,6 +613,7 @@ class GenerationStream:
                         return delta
             except grpc.RpcError as error:
                 time.sleep(self._progress.delay_before_resuming(error))
+                self._progress.require_not_cancelled()
                 self._call = self._open()
             else:
                 raise StopIteration
@@ -665,6 +675,7 @@ class AsyncGenerationStream:
                         return delta
             except grpc.RpcError as error:
                 await asyncio.sleep(self._progress.delay_before_resuming(error))
+                self._progress.require_not_cancelled()
                 self._call = self._open()
             except asyncio.CancelledError:
                 if not self._progress.is_cancelled:
