@@ -211,7 +211,7 @@ async def _noticed(
         if between == "gateway":
             lines = list(processes.processes["gateway"].lines)
             noticed_at = noticed_at or next((when for when, line in lines if when > cut_at and "hailing" in line), None)
-        elif (await client.status()).executor_state == "silent":
+        elif (await client.status()).executor_state in {"silent", "absent"}:  # absent: the transport noticed it first
             noticed_at = noticed_at or time.monotonic()
         await asyncio.sleep(0.02)
     return noticed_at

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from headway_gateway.best_outputs import HeldOutput, ranked
+from headway_gateway.client_patience import ClientPatience
 from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.encoding_lanes import EncodingLanes
@@ -454,10 +455,10 @@ class GenerationCall:
                 beyond one output; but it keeps its blocks and its place.
         """
         try:
-            async with asyncio.timeout(None) as patience:
+            async with ClientPatience(self._slow_client_s) as patience:
                 await (self._write_best(patience) if self._spec.is_choice else self._write_all(patience))
         except TimeoutError:
-            if not patience.expired():
+            if not patience.has_ended:
                 raise
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -465,7 +466,7 @@ class GenerationCall:
                 reason="slow_client",
             ) from None
 
-    async def _write_all(self, patience: asyncio.Timeout) -> None:
+    async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
@@ -473,7 +474,7 @@ class GenerationCall:
                 if continuation.is_over and continuation.sequence.end is None:
                     self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
                 await self._write(continuation, responses, patience)
-            patience.reschedule(None)
+            patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
                 pause_s = self._pace.pause_s
@@ -481,7 +482,7 @@ class GenerationCall:
                     await asyncio.sleep(pause_s)
                 await self._wakeup.wait()
 
-    async def _write_best(self, patience: asyncio.Timeout) -> None:
+    async def _write_best(self, patience: ClientPatience) -> None:
         """Write the prompt as it comes, and the best outputs when all have ended."""
         shows_logprobs = self._spec.sampling.logprobs != NO_LOGPROBS
         outputs = [
@@ -497,7 +498,7 @@ class GenerationCall:
                 of_prompt = [response for response in responses if response.HasField("prompt")]
                 output.hold(responses[len(of_prompt) :])
                 await self._write(output.continuation, of_prompt, patience)
-            patience.reschedule(None)
+            patience.rest()
             left = [output for output in left if not output.continuation.is_over]
             if left:
                 await self._wakeup.wait()
@@ -505,11 +506,10 @@ class GenerationCall:
             await self._write(output.continuation, output.responses(index), patience)
 
     async def _write(
-        self, continuation: Continuation, responses: Iterable[api.GenerateResponse], patience: asyncio.Timeout
+        self, continuation: Continuation, responses: Iterable[api.GenerateResponse], patience: ClientPatience
     ) -> None:
-        now = asyncio.get_running_loop().time
         for response in responses:
-            patience.reschedule(now() + self._slow_client_s)
+            patience.begin_write()
             await self._events.write(response)
             self._note_written(continuation, response)
 

@@ -1,0 +1,61 @@
+"""How long a client may leave unread what it is sent.
+
+Owns: noticing that one write has waited for too long, and ending the stream then.
+Must not know: what is written, or what a caller is told.
+
+The wait is counted in looks, not in time: where this process stood still, nobody could read, and a client must not be taken
+for slow because of it.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+_LOOKS = 8
+
+
+class ClientPatience:
+    """To be entered around a stream, which ends with TimeoutError once a write has waited for ``slow_client_s``."""
+
+    def __init__(self, slow_client_s: float) -> None:
+        self._look_interval_s = slow_client_s / _LOOKS
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_waiting = False
+        self._num_looks = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was this that ended the stream."""
+        return self._timeout.expired()
+
+    def begin_write(self) -> None:
+        """A write begins to wait for the client."""
+        self._is_waiting = True
+        self._num_looks = 0
+
+    def rest(self) -> None:
+        """Nothing waits for the client."""
+        self._is_waiting = False
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._look_later()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._look_interval_s, self._look)
+
+    def _look(self) -> None:
+        self._num_looks += self._is_waiting
+        if self._num_looks > _LOOKS:  # the first may have come right after the write began
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._look_later()
