@@ -20,6 +20,8 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from headway_proto.token_files import text_of_token_file
+
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -31,6 +33,7 @@ MAX_READERS = 4
 _READER_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
 _LEAST_TOKEN_CHARACTERS = 16
+_MAX_TOKEN_FILE_BYTES = 1 << 20
 
 
 class MetricsEndpoint:
@@ -172,12 +175,13 @@ def _refuse(start_response: "StartResponse", status: str, text: str, challenge: 
 def _digests(token_file: str) -> tuple[bytes, ...]:
     """SHA-256 of each token, so that none of them stays in memory."""
     try:
-        tokens = [line.strip() for line in Path(token_file).read_text(encoding="ascii").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"metrics_token_file: {token_file!r:.64} cannot be read ({type(error).__name__})") from None
-    if not tokens or min(map(len, tokens)) < _LEAST_TOKEN_CHARACTERS:
+        text = text_of_token_file(Path(token_file), _MAX_TOKEN_FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"metrics_token_file: {token_file!r:.64} cannot be used: {error}") from None
+    tokens = [line.strip() for line in text.splitlines() if line.strip()]
+    if not tokens or not text.isascii() or min(map(len, tokens)) < _LEAST_TOKEN_CHARACTERS:
         raise ValueError(
             f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file with a token of at least "
-            f"{_LEAST_TOKEN_CHARACTERS} characters on each line"
+            f"{_LEAST_TOKEN_CHARACTERS} ASCII characters on each line"
         )
     return tuple(hashlib.sha256(token.encode()).digest() for token in tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog.testing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -16,6 +17,9 @@ from e2e.test_gateway_process import GatewayProcess, ingress, start  # noqa: F40
 from e2e.test_gateway_serving import Stage, stage
 from fake_scheduler import FakeScheduler
 from headway.client import AsyncClient, AuthenticationError, OverloadedError, UnavailableError
+from headway_gateway import certificates as certificate_files
+from headway_gateway.certificates import CertificateFiles
+from headway_gateway.config import GatewayConfig
 from headway_proto import admin_pb2, admin_pb2_grpc
 from headway_proto import generation_pb2 as api
 
@@ -277,3 +281,53 @@ def test_serve_with_certificates_and_digests_asks_its_own_gateway(certificates: 
         generated = finished("generate", "--address", f"localhost:{port}", "--prompt", "x", "--max-tokens", "3", *shown)
         assert generated.process.returncode == 0, generated.err
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("field", ["tls_cert_file", "tls_client_ca_file"])
+def test_certificates_that_are_cut_short_change_nothing(certificates: Path, tmp_path: Path, field: str) -> None:
+    chain = (certificates / "localhost.pem").read_bytes() + (certificates / "ca.pem").read_bytes()
+    path = tmp_path / "live.pem"
+    path.write_bytes(chain)
+    config = GatewayConfig(
+        model="any",
+        tls_cert_file=str(path),
+        tls_key_file=str(certificates / "localhost.key"),
+        tls_client_ca_file=str(path if field == "tls_client_ca_file" else certificates / "ca.pem"),
+    )
+    files = CertificateFiles(config)
+    whole = len((certificates / "localhost.pem").read_bytes())
+    with structlog.testing.capture_logs() as told:
+        for length in [*range(0, whole - 1, 97), *range(whole + 1, len(chain) - 1, 31), *range(whole + 1, whole + 40)]:
+            path.write_bytes(chain[:length])
+            assert files.newer() is None, chain[:length]
+            assert files.newer() is None
+        path.unlink()
+        assert files.newer() is files.newer() is None
+        told.clear()
+        assert files.newer() is None
+    assert told == []
+    path.write_bytes(chain)
+    assert files.newer() is not None
+
+
+def test_a_certificate_that_changes_while_it_is_read_is_read_again(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "live.pem"
+    path.write_bytes((certificates / "localhost.pem").read_bytes())
+    key = str(certificates / "localhost.key")
+    files = CertificateFiles(
+        GatewayConfig(model="any", tls_cert_file=str(path), tls_key_file=key, tls_client_ca_file=str(path))
+    )
+    path.write_bytes(path.read_bytes() + b"\n")
+    whole_pem = certificate_files._whole_pem
+
+    def emptied_after_the_check(field: str, name: str) -> bytes:
+        path.write_bytes(b"")
+        return whole_pem(field, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(certificate_files, "_whole_pem", emptied_after_the_check)
+        assert files.newer() is None
+    path.write_bytes((certificates / "localhost.pem").read_bytes())
+    assert files.newer() is not None

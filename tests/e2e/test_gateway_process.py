@@ -251,7 +251,7 @@ def key_and_certificate(tmp_path):
 
 async def test_tls_with_a_token_beyond_loopback(start, ingress, key_and_certificate, tmp_path):
     key, certificate = key_and_certificate
-    (tmp_path / "token").write_text("s3cret")
+    (tmp_path / "token").write_text("s3cret\n")
     port = free_port()
     async with FakeScheduler(ingress):
         start(

@@ -61,7 +61,7 @@ def test_refusals_are_one_line_and_name_the_field(changes, message):
 
 def test_beyond_loopback_takes_tls_and_token_or_a_word(tmp_path):
     for name in ("cert", "key", "token"):
-        (tmp_path / name).write_text("x")
+        (tmp_path / name).write_text("x\n")
     everywhere = {"grpc_address": "0.0.0.0:50051"}
     tls = {"tls_cert_file": str(tmp_path / "cert"), "tls_key_file": str(tmp_path / "key")}
     token = {"auth_token_file": str(tmp_path / "token")}
@@ -78,7 +78,9 @@ def test_an_address_beyond_loopback_takes_keys():
     config(ingress_address="tcp://[::1]:5").validate()
 
 
-@pytest.mark.parametrize("content", [b" \n", b"\xff", b"two\nlines", b"two words", b"a root token"])
+@pytest.mark.parametrize(
+    "content", [b" \n", b"\xff\n", b"two\nlines\n", b"two words\n", b"a root token\n", b"cut-short"]
+)
 def test_an_unusable_token_file_is_refused(tmp_path, content):
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(ValueError, match=r"auth_token_file: .*a readable file with a token"):

@@ -1,10 +1,15 @@
 """The token file: its forms, what is wrong with one in words that show no token, and reading it again."""
 
+import contextlib
 import hashlib
+import os
 import time
 from pathlib import Path
 
 import pytest
+import structlog.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headway_gateway.credentials import TokenFile, TokenTable, parse_tokens
 from headway_gateway.tenant_rates import MAX_TENANTS, TenantRates
@@ -87,9 +92,100 @@ def test_a_change_is_in_force_soon_and_a_broken_file_changes_nothing(tmp_path: P
     path.unlink()
     assert not tokens.reload()
     assert tokens.table().find("new") is not None
-    path.write_text("last\n")
+    path.write_text("alice generate last\n")
     assert tokens.reload()
     assert (tokens.problem, tokens.table().find("new")) == (None, None)
+
+
+def test_one_word_alone_is_not_read_where_lines_had_roles(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("sole\n")
+    tokens = TokenFile(str(path))
+    for text in ("default generate,admin token\n", "default generate token\n"):
+        path.write_text(text)
+        assert tokens.reload()
+        path.write_text("alice\n")
+        assert not tokens.reload()
+        assert "one word alone, where lines had roles" in (tokens.problem or "")
+        assert tokens.table().find("alice") is None
+        assert tokens.table().find("token") is not None
+
+
+words = st.text(alphabet="abgs256:,=#", min_size=1, max_size=8).filter(lambda word: "#" not in word)
+lines = st.one_of(
+    st.just("# who may call"),
+    st.builds(
+        "{} {} {}{}".format,
+        words,
+        st.sampled_from(["generate", "admin,generate"]),
+        st.one_of(words, st.just(f"sha256:{DIGEST}")),
+        st.sampled_from(["", " tenant=blue", "  # until May"]),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(lines=st.one_of(st.lists(lines, min_size=1, max_size=4), st.lists(words, min_size=1, max_size=1)))
+def test_no_beginning_of_a_file_grants_what_the_whole_does_not(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "cut-tokens"
+    text = "\n".join(lines) + "\n"
+    try:
+        whole = parse_tokens(text)
+    except ValueError:
+        return
+    path.write_text(text)
+    running = TokenFile(str(path))
+    with structlog.testing.capture_logs():
+        for length in range(len(text)):
+            path.write_text(text[:length])
+            running.reload()
+            assert set(running.table()._callers) <= set(whole.items()), text[:length]
+            with contextlib.suppress(ValueError):
+                assert set(TokenFile(str(path)).table()._callers) <= set(whole.items()), text[:length]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.write_bytes(b""), "0 tokens"),
+        (lambda path: path.write_bytes(b"ops generate,admin new"), "no newline at its end"),
+        (lambda path: path.write_bytes(b"ops generate,admin new tenant=a\0\0\n"), "a zero byte"),
+        (lambda path: path.write_bytes(b"\xff\n"), "not UTF-8"),
+        (lambda path: path.chmod(0o646), "mode 0646"),
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: (path.unlink(), path.mkdir()), "directory"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
+    ],
+)
+def test_what_cannot_be_trusted_changes_nothing_and_is_told_once(tmp_path: Path, spoil, words: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alice generate old\n")
+    tokens = TokenFile(str(path))
+    spoil(path)
+    with structlog.testing.capture_logs() as told:
+        for _ in range(3):
+            tokens._looked_at = float("-inf")
+            assert tokens.table().find("old") is not None
+            assert tokens.table().find("new") is None
+    assert [line["event"] for line in told] == ["tokens not read again"]
+    assert words in told[0]["reason"]
+    with pytest.raises(ValueError, match=r"^auth_token_file: "):
+        TokenFile(str(path))
+
+
+def test_a_file_that_is_mended_by_its_mode_alone_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alice generate old\n")
+    tokens = TokenFile(str(path))
+    path.write_text("alice generate new\n")
+    path.chmod(0o666)
+    tokens._looked_at = float("-inf")
+    assert tokens.table().find("new") is None
+    path.chmod(0o600)
+    tokens._looked_at = float("-inf")
+    assert tokens.table().find("new") is not None
 
 
 def test_a_tenant_begins_so_many_requests_a_second() -> None:

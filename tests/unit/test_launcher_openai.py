@@ -47,7 +47,7 @@ def test_an_address_that_others_reach_is_refused(tmp_path, address) -> None:
 
 def test_a_gateway_that_smg_cannot_call_is_refused(tmp_path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("a-token")
+    tokens.write_text("a-token\n")
     address = ("--openai-address", "127.0.0.1:30000")
     with pytest.raises(ConfigurationError, match=r"^--openai-address: not allowed together with --auth-token-file"):
         plan(tmp_path, *address, "--auth-token-file", str(tokens))

@@ -1,6 +1,7 @@
 """Who gets onto the scheduler's sockets: the right key on the right link, a private directory, and nobody else."""
 
 import contextlib
+import re
 import select
 import shutil
 import socket
@@ -19,6 +20,7 @@ from headway.keys import make_keys
 from headway_executor.channel import SchedulerChannel
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_proto.addresses import check_ipc_directory, check_link_address
+from headway_scheduler import link_guard
 from headway_scheduler.link_guard import MAX_PENDING_HANDSHAKES, NO_HANDSHAKE, TOO_MANY, UNKNOWN_KEY, AllowList
 from headway_scheduler.transport import MAX_RECEIVED_BYTES, Transport
 
@@ -146,6 +148,50 @@ def test_a_file_that_holds_no_key_admits_nobody_and_harms_nobody(keys: Path) -> 
     allow_list = AllowList(directory)
     assert allow_list.admits(zmq.utils.z85.decode(pair_of(keys, "executor")[0]))
     assert not allow_list.admits(b"")
+
+
+def test_a_key_file_that_is_cut_short_changes_nothing(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_guard, "_RELOAD_INTERVAL_S", 0.0)
+    path = keys / "scheduler" / "executors" / "executor.key"
+    whole, public = path.read_bytes(), zmq.utils.z85.decode(pair_of(keys, "executor")[0])
+    allow_list = AllowList(path.parent)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert allow_list.admits(public), whole[:length]
+    assert set(allow_list._keys.values()) == {public}
+    assert any("no whole CURVE key in it" in problem for problem in allow_list.problems)
+    path.write_bytes(whole.replace(b'public-key = "', b'public-key = "\x7f'))
+    assert allow_list.admits(public)
+    allow_list.problems.clear()
+    path.parent.rename(keys / "elsewhere")
+    assert all(allow_list.admits(public) for _ in range(3))
+    assert len(allow_list.problems) == 1
+    (keys / "elsewhere").rename(path.parent)
+    path.unlink()
+    assert not allow_list.admits(public)
+
+
+def test_the_scheduler_tells_of_a_key_file_that_it_could_not_read(links: Links, keys: Path) -> None:
+    path = keys / "scheduler" / "executors" / "executor.key"
+    path.write_bytes(path.read_bytes()[:-8])
+    time.sleep(0.3)
+    with Dealer(links.step, server_key(keys), pair_of(keys, "executor")):
+        assert links.arrives(on_step=True)
+    assert ["executor.key" in problem for problem in links.transport.take_key_problems()] == [True]
+
+
+@pytest.mark.parametrize("name", ["scheduler.key", "executor.key_secret"])
+def test_an_executor_with_half_a_key_is_refused_in_one_line(keys: Path, name: str) -> None:
+    path = keys / "executor" / name
+    whole = path.read_bytes()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with contextlib.suppress(ValueError):
+            SchedulerChannel("tcp://127.0.0.1:1", str(keys / "executor")).close()
+    for length in (whole.index(b"public-key") + 10, len(whole) - 10):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=rf"^curve_keys: {re.escape(name)} "):
+            SchedulerChannel("tcp://127.0.0.1:1", str(keys / "executor"))
 
 
 @pytest.mark.parametrize(

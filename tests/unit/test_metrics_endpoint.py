@@ -101,7 +101,7 @@ def test_only_who_carries_a_token_reads(tmp_path, header, status):
     assert ("headway_a" in text) == (status == 200) == bool(asked)
 
 
-@pytest.mark.parametrize("content", ["", "\n", "short\n", f"{TOKEN}\nshort\n", "caf\xe9 0123456789abcdef\n"])
+@pytest.mark.parametrize("content", ["", "\n", "short\n", f"{TOKEN}\nshort\n", "caf\xe9 0123456789abcdef\n", TOKEN])
 def test_a_token_file_that_guards_nothing_is_refused(tmp_path, content):
     token_file = tmp_path / "tokens"
     token_file.write_text(content, encoding="latin-1")

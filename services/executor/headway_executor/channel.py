@@ -11,11 +11,11 @@ import socket
 from pathlib import Path
 
 import zmq
-import zmq.auth
 
 from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
 from headway_proto.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.link_keys import load_key_pair
 
 _HIGH_WATER_MARK = 1024
 # See headway_scheduler.transport: a network that falls apart is noticed within a second.
@@ -119,6 +119,6 @@ class SchedulerChannel:
 
 def _load_keys(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
+        return load_key_pair(path)
+    except ValueError as error:
         raise ValueError(f"curve_keys: {path.name} cannot be used: {error}") from error

@@ -7,7 +7,6 @@ gRPC asks before each handshake, so a certificate that was renewed on disk serve
 that are there keep theirs. Files that are half written, or do not belong together, change nothing.
 """
 
-import contextlib
 import ssl
 from pathlib import Path
 
@@ -35,6 +34,7 @@ class CertificateFiles:
             Path(path) for path in (config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file) if path
         )
         self._seen = self._signature()
+        self._problem = ""
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -47,36 +47,45 @@ class CertificateFiles:
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
         """What the files hold, if they have changed and can be used; None to go on as before. From any thread."""
-        with contextlib.suppress(OSError):  # One is missing for a moment, while it is replaced.
+        signature: _Signature | None = None
+        try:
             signature = self._signature()
             if signature == self._seen:
                 return None
-            self._seen = signature
-            try:
-                newer = self._read()
-            except ValueError as error:
-                _log.error("certificate not read again", reason=str(error))
-                return None
-            _log.info("certificate read again", tls_cert_file=self._config.tls_cert_file)
-            return newer
-        return None
+            newer = self._read()
+            if signature != self._signature():
+                return None  # What was checked may not be what was read: the next handshake looks again.
+        except (OSError, ValueError) as error:  # One is missing for a moment, while it is replaced, or half written.
+            self._seen = signature or self._seen
+            self._tell(str(error))
+            return None
+        self._seen, self._problem = signature, ""
+        _log.info("certificate read again", tls_cert_file=self._config.tls_cert_file)
+        return newer
+
+    def _tell(self, problem: str) -> None:
+        """Say once what is wrong with the files; they are looked at again at each handshake."""
+        if problem != self._problem:
+            self._problem = problem
+            _log.error("certificate not read again", reason=problem)
 
     def _signature(self) -> _Signature:
         found = [path.stat() for path in self._paths]
-        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
+        return tuple((status.st_ctime_ns, status.st_size, status.st_ino) for status in found)
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         config = self._config
         try:
             # gRPC itself would only say that it cannot listen.
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+            # Without a password OpenSSL would ask the terminal for that of an encrypted key, and wait.
+            context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")
         except OSError as error:
             raise ValueError(
                 f"tls_cert_file: {config.tls_cert_file[:64]!r} cannot be used; "
                 "allowed: a PEM certificate chain whose private key is in tls_key_file"
             ) from error
-        pair = (Path(config.tls_key_file).read_bytes(), Path(config.tls_cert_file).read_bytes())
+        pair = (Path(config.tls_key_file).read_bytes(), _whole_pem("tls_cert_file", config.tls_cert_file))
         authorities = _client_authorities(config.tls_client_ca_file) if config.tls_client_ca_file else None
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
 
@@ -84,8 +93,17 @@ class CertificateFiles:
 def _client_authorities(path: str) -> bytes:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
-        return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
             f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of those who sign clients'"
         ) from error
+    return _whole_pem("tls_client_ca_file", path)
+
+
+def _whole_pem(field: str, path: str) -> bytes:
+    """The file, unless it ends within the line that begins another certificate, which OpenSSL passes over."""
+    content = Path(path).read_bytes()
+    last_line = content.rstrip().rpartition(b"\n")[2]
+    if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):
+        raise ValueError(f"{field}: {path[:64]!r} is cut short; allowed: whole PEM certificates")
+    return content

@@ -11,6 +11,9 @@ The file has a line per token; ``#`` begins a comment:
 
 A file with one word alone is the token of somebody who may do everything. Tokens are compared as digests, each one
 with every one, so that neither the position nor the beginning of a guess changes how long the answer takes.
+
+No beginning of a file grants what the whole does not: each line ends with a newline, without which the file is not read
+(``token_files``), and a file that had lines with roles is not read as one word alone while the process lives.
 """
 
 import hashlib
@@ -20,6 +23,9 @@ import time
 from pathlib import Path
 
 import msgspec
+import structlog
+
+from headway_proto.token_files import text_of_token_file
 
 GENERATE, ADMIN = "generate", "admin"
 ROLES = (GENERATE, ADMIN)
@@ -32,6 +38,8 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _TENANT = "tenant="
 _LOOK_INTERVAL_S = 0.5
 
+_log = structlog.get_logger(__name__)
+
 
 class Caller(msgspec.Struct, frozen=True):
     """Whom a token stands for. ``tenant`` is None where the caller may name any."""
@@ -39,6 +47,10 @@ class Caller(msgspec.Struct, frozen=True):
     name: str
     roles: frozenset[str]
     tenant: str | None = None
+
+
+SOLE_CALLER = Caller("default", frozenset(ROLES))
+"""Whom the token of a file with one word alone stands for."""
 
 
 class TokenTable:
@@ -77,7 +89,7 @@ def parse_tokens(text: str) -> dict[bytes, Caller]:
     if not lines or len(lines) > MAX_TOKENS:
         raise ValueError(f"{len(lines)} tokens; allowed: 1 to {MAX_TOKENS}")
     if len(lines) == 1 and len(lines[0][1]) == 1:
-        return {_digest(lines[0][1][0], lines[0][0]): Caller("default", frozenset(ROLES))}
+        return {_digest(lines[0][1][0], lines[0][0]): SOLE_CALLER}
     callers: dict[bytes, Caller] = {}
     for number, words in lines:
         digest, caller = _entry(words, number)
@@ -133,6 +145,7 @@ class TokenFile:
         self._path = Path(path)
         self._extra = dict(extra or {})
         self._seen = self._signature()
+        self._has_roles = False
         self._table = self._read()
         self._looked_at = time.monotonic()
         self.problem: str | None = None
@@ -148,37 +161,33 @@ class TokenFile:
         return self._table
 
     def reload(self) -> bool:
-        """Read the file now; return whether its tokens are in force."""
-        signature = self._signature()
+        """Read the file now; return whether its tokens are in force. The log tells."""
+        self._seen = self._signature()
         try:
             self._table = self._read()
-            self.problem = None
         except ValueError as error:
             self.problem = str(error)
-        self._seen = signature
-        return self.problem is None
+            _log.error("tokens not read again", reason=self.problem)
+            return False
+        self.problem = None
+        _log.info("tokens read again", tokens=len(self._table))
+        return True
 
     def _signature(self) -> tuple[int, int, int] | None:
         try:
             status = self._path.stat()
         except OSError:
             return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return status.st_ctime_ns, status.st_size, status.st_ino
 
     def _read(self) -> TokenTable:
         allowed = "a readable file with a token in it, or NAME ROLE[,ROLE] TOKEN [tenant=NAME] on each line"
         try:
-            with self._path.open("rb") as file:
-                content = file.read(_MAX_FILE_BYTES + 1)
-            if len(content) > _MAX_FILE_BYTES:
-                raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
-            callers = parse_tokens(content.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: not UTF-8; allowed: {allowed}") from None
-        except OSError as error:
-            raise ValueError(
-                f"auth_token_file: {str(self._path)!r:.64}: {error.strerror}; allowed: {allowed}"
-            ) from None
+            callers = parse_tokens(text_of_token_file(self._path, _MAX_FILE_BYTES))
+            has_roles = all(caller is not SOLE_CALLER for caller in callers.values())
+            if self._has_roles and not has_roles:
+                raise ValueError("one word alone, where lines had roles; a restart reads it as a token for everything")
         except ValueError as error:
             raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: {error}; allowed: {allowed}") from None
+        self._has_roles |= has_roles
         return TokenTable(self._extra | callers)

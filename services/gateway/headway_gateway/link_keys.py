@@ -6,7 +6,8 @@ Owns: the names of the key files and reading them. Must not know: the protocol t
 from pathlib import Path
 
 import msgspec
-import zmq.auth
+
+from headway_proto.link_keys import load_key_pair
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name
@@ -35,8 +36,8 @@ def load_link_keys(directory: Path) -> LinkKeys:
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
+        return load_key_pair(path)
+    except ValueError as error:
         raise ValueError(
-            f"curve_keys: {str(path.parent)!r:.64} is not allowed; allowed: a directory with a usable {path.name}"
+            f"curve_keys: {str(path.parent)!r:.64} is not allowed; allowed: a directory with a usable {path.name} ({error})"
         ) from error

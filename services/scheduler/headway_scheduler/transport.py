@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
-import zmq.auth
 
 from headway_proto.addresses import check_ipc_directory
+from headway_proto.link_keys import load_key_pair
 from headway_scheduler.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 
 HIGH_WATER_MARK = 100_000
@@ -100,6 +100,10 @@ class Transport:
         """Who was turned away at the sockets since the last call."""
         return [] if self._guard is None else self._guard.take_rejections()
 
+    def take_key_problems(self) -> list[str]:
+        """The key files that could not be used since the last call, and why."""
+        return [] if self._guard is None else self._guard.take_key_problems()
+
     def close(self) -> None:
         """Close everything without waiting for peers."""
         if self._guard is not None:
@@ -132,8 +136,8 @@ class Transport:
 
     def _use_keys(self, directory: Path) -> None:
         try:
-            public, secret = zmq.auth.load_certificate(directory / SECRET_KEY)
-        except (OSError, ValueError) as error:
+            public, secret = load_key_pair(directory / SECRET_KEY)
+        except ValueError as error:
             raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} cannot be used: {error}") from error
         if secret is None:
             raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} holds no secret key")

@@ -1,0 +1,42 @@
+"""Reading a file with tokens: whole, or not at all.
+
+Owns: when such a file can be trusted. Must not know: what is in a line, or who may do what.
+
+Whoever writes a file may be stopped at any byte, and whoever reads it may come at any moment. What is there then reads like
+a file of its own: the beginning of a token like a token, a name without its roles like a token, a token without its tenant
+like one that may name any. The newline that ends each line is what tells them apart. So a file whose last line lacks it is
+refused; one that was cut between two lines has nothing in it that the whole file lacks.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+
+def text_of_token_file(path: Path, most_bytes: int) -> str:
+    """The text of a complete file.
+
+    Raises:
+        ValueError: it cannot be read or trusted; the message says why, without any of its contents.
+    """
+    try:
+        # Without O_NONBLOCK a named pipe without a writer would stop the process here.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(most_bytes + 1) if stat.S_ISREG(mode) else b""
+    except OSError as error:
+        raise ValueError(error.strerror or type(error).__name__) from None
+    if not stat.S_ISREG(mode):
+        raise ValueError("no regular file")
+    if mode & stat.S_IWOTH:
+        raise ValueError(f"mode {stat.S_IMODE(mode):04o}, so every user of this machine may change it: chmod o-w")
+    if len(content) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
+    if b"\0" in content:
+        raise ValueError("a zero byte in it, so it may be damaged")
+    if content and not content.endswith(b"\n"):
+        raise ValueError("the last line has no newline at its end, so the file may be cut short")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
