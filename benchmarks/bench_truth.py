@@ -73,12 +73,14 @@ def rows_of(result: BenchResult, truth: Truth) -> list[dict[str, object]]:
     return rows
 
 
-def options_of(address: str, arguments: argparse.Namespace, rate: float, tenant: str = "") -> BenchOptions:
+def options_of(
+    address: str, arguments: argparse.Namespace, rate: float, tenant: str = "", times: int = 1
+) -> BenchOptions:
     return BenchOptions(
         address=address,
         arrivals="poisson",
         rate=rate,
-        num_requests=arguments.requests,
+        num_requests=times * arguments.requests,
         prompt_tokens=f"uniform:{CHUNK},{4 * CHUNK}",
         output_tokens=str(arguments.tokens),
         processes=arguments.processes,
@@ -110,7 +112,7 @@ def main() -> None:
             asyncio.run(bench(options_of(address, arguments, 20.0), "requests to warm up"))
             result = asyncio.run(bench(options_of(address, arguments, arguments.rate, TENANT)))
             overloaded = asyncio.run(
-                bench(options_of(address, arguments, OVERLOAD * arguments.rate), "requests too many")
+                bench(options_of(address, arguments, OVERLOAD * arguments.rate, times=2), "requests too many")
             )
         truth = truth_of(log)
     rows = rows_of(result, truth)

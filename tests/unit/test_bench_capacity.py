@@ -38,6 +38,14 @@ def test_a_queue_that_grows_is_no_capacity_though_objectives_are_kept_for_now():
     assert any("arrive faster than they are answered" in trial_text(trial) for trial in trials)
 
 
+def test_where_it_cannot_be_told_whether_a_queue_grows_nothing_is_met():
+    search, trials = find(lambda rate: 1.0, keeps_up=lambda rate: True if rate <= 30 else None)
+    assert search.met <= 30 < search.missed
+    assert any(
+        "too short to tell whether they are answered as fast as they arrive" in trial_text(trial) for trial in trials
+    )
+
+
 def test_nothing_found_ends_and_is_said():
     search, trials = find(lambda rate: 0.2)
     assert search.met is None

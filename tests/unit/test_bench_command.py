@@ -15,6 +15,7 @@ from headway.bench.options import BenchOptions
         (("--url", "ftp://x"), "--url: 'ftp://x' is not allowed; allowed: http://... or https://..."),
         (("--users", "4", "--processes", "5"), "--processes: 5 is not allowed; allowed: at most users, 4"),
         (("--body", "a={"), "--body: 'a={' is not allowed"),
+        (("--require-rate", "0.9"), "--require-rate: 0.9 is not allowed with closed arrivals"),
         (("--rate", "0"), "--rate: '0' is not allowed; allowed: a number, above 0"),
         (("--prompt-tokens", "x"), "--prompt-tokens: 'x' is not allowed"),
         (("--warmup-requests", "512"), "--warmup-requests: 512 is not allowed"),
@@ -83,4 +84,5 @@ def test_what_is_tried_for_a_capacity_has_warm_up_and_other_requests_each_time()
     slow, fast, again = (command.at_rate(options, rate, look) for rate, look in ((2.0, 0), (50.0, 0), (50.0, 1)))
     assert (slow.num_requests, slow.warmup_requests) == (110, 10)
     assert (fast.num_requests, fast.warmup_requests) == (550, 50)
+    assert command.at_rate(options, 50.0, 2, times=4).num_requests == 2200
     assert again.seed != fast.seed

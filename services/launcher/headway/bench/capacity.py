@@ -5,7 +5,8 @@ Must not know: how a rate is tried.
 
 Rates double until one misses (or halve until one meets), and then the geometric mean of the two is tried until they are
 near. A rate *meets* the objective if the share of requests that keep theirs is at least the attainment asked for, and if
-they are answered as fast as they arrive: a queue that grows would break any objective in the end.
+they are answered as fast as they arrive: a queue that grows would break any objective in the end. Where that could not be
+told, the rate does not meet it.
 
 A share that was counted in few requests may be chance. So a rate is looked at again, with other requests of the same kind,
 until the attainment asked for is outside the 95% interval (Wilson's) of what was counted, or four looks were taken; then it
@@ -27,7 +28,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int
     num_meeting: int
-    keeps_up: bool
+    keeps_up: bool | None
+    """Whether requests were answered as fast as they came; None if it was too short to tell."""
     trustworthy: bool
     """Whether the client itself was in time."""
 
@@ -41,7 +43,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     low: float
     high: float
-    keeps_up: bool
+    keeps_up: bool | None
     trustworthy: bool
     meets: bool
     close: bool
@@ -105,8 +107,9 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
         num_requests = sum(look.num_requests for look in looks)
         num_meeting = sum(look.num_meeting for look in looks)
         low, high = wilson_interval(num_meeting, num_requests)
-        keeps_up = all(look.keeps_up for look in looks)
-        is_close = keeps_up and low < attainment <= high
+        told = [look.keeps_up for look in looks]
+        keeps_up = False if False in told else None if None in told else True
+        is_close = bool(keeps_up) and low < attainment <= high
         if not is_close or len(looks) == _MOST_LOOKS:
             share = num_meeting / num_requests
             return Trial(
@@ -118,7 +121,7 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
                 high=high,
                 keeps_up=keeps_up,
                 trustworthy=all(look.trustworthy for look in looks),
-                meets=keeps_up and share >= attainment,
+                meets=bool(keeps_up) and share >= attainment,
                 close=is_close,
             )
 

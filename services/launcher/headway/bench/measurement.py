@@ -13,10 +13,9 @@ last token over the tokens after the first, one value per request.
 A request meets its objectives if it was answered to its end, its first token came in time, and so did each further gap;
 goodput is how many do per second, attainment the share that they are of all requests, refused ones included.
 
-**Pace**, of open arrivals: the slope of the line through the intended times and the ends of answered requests (least squares).
-It is 1 where each takes about as long as those before, whatever that is and however lengths differ, and 2 where the server
-falls behind by a second every second. The **achieved rate** is that at which requests were drawn to arrive, times the share
-that was answered, over the pace. With few requests, chance makes the rate that was drawn differ from the one asked for.
+Whether open arrivals were answered as fast as they came is told by ``steady``. Of users who wait for their answers,
+``all_at_work_s`` is the part of the window in which each has a request to send or to wait for: before and after it the server
+has less to do, and throughputs count that time as well.
 """
 
 from collections import Counter
@@ -28,16 +27,13 @@ from numpy.typing import NDArray
 
 from headway.bench.records import RequestRecord, ServerTimings
 from headway.bench.share import ShareResult
+from headway.bench.steady import SteadyPart, steady_part
 from headway.workload.load import Load
 from headway.workload.percentiles import Percentiles, percentiles, ratio
 from headway.workload.requests import PRIORITY_NAMES, PlannedRequest
 
-REACHED_SHARE = 0.95
-"""Of the rate at which requests arrive: below it, they are not answered as fast as they come."""
-
 _LEAST_FOR_A_RATE = 40
 _EDGE = 0.05
-_TWO_SIGMA = 2.0
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +81,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """A run in figures. Rates per second; latencies in milliseconds; shares from 0 to 1.
 
     Goodput and attainment are None where no request has an objective; the asked, the arriving and the achieved rate where
-    requests wait for answers, and the latter two where there are too few requests to tell.
+    requests wait for answers, the arriving rate where there are too few requests to tell, and the achieved one where the
+    load was too short.
     """
 
     num_requests: int
@@ -101,9 +98,11 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     asked_requests_per_s: float | None
     arriving_requests_per_s: float | None
     achieved_requests_per_s: float | None
-    pace: float | None
-    pace_error: float
-    """Its standard error."""
+    keeps_up: bool | None
+    """Whether requests were answered as fast as they came; None where they wait for answers, or the load was too short."""
+    steady: SteadyPart | None
+    all_at_work_s: float | None
+    """Of users who wait for their answers: how long each of them had a request; None for open arrivals."""
     goodput_requests_per_s: float | None
     attainment: float | None
     ttft_ms: Percentiles
@@ -120,20 +119,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tenants: dict[str, GroupTotals]
     priorities: dict[str, GroupTotals]
     client: ClientFigures
-
-    @property
-    def reached_share(self) -> float | None:
-        """The achieved rate over that of arrivals; None for closed arrivals, or too few requests."""
-        if not self.arriving_requests_per_s or self.achieved_requests_per_s is None:
-            return None
-        return self.achieved_requests_per_s / self.arriving_requests_per_s
-
-    @property
-    def keeps_up(self) -> bool:
-        """Whether requests are answered as fast as they arrive, as far as one can tell: chance is given the benefit."""
-        if self.reached_share is None or self.pace is None or self.reached_share >= REACHED_SHARE:
-            return True
-        return self.num_ok >= REACHED_SHARE * self.num_requests and self.pace - _TWO_SIGMA * self.pace_error <= 1.0
 
 
 class Measurement:
@@ -156,10 +141,9 @@ class Measurement:
         """The whole run, warm-up left out."""
         records, ok = self._measured, [record for record in self._measured if record.is_ok]
         is_open = self._load.times_s is not None
-        arriving = rate_of([record.intended_s for record in records]) if is_open else None
-        pace, pace_error = pace_of(ok) if is_open else (None, 0.0)
         start_s = min((record.intended_s for record in records), default=0.0)
         window_s = max((record.end_s for record in self._result.records), default=start_s) - start_s
+        steady = steady_part(self._result.records, start_s) if is_open else None
         num_tokens = sum(_num_tokens_after(record, start_s) for record in self._result.records)
         num_prompt_tokens = sum(record.num_prompt_tokens for record in ok)
         num_chunks = sum(len(record.chunk_tokens) for record in ok)
@@ -175,12 +159,11 @@ class Measurement:
             total_tokens_per_s=ratio(num_tokens + num_prompt_tokens, window_s),
             requests_per_s=ratio(len(ok), window_s),
             asked_requests_per_s=self._load.asked_requests_per_s,
-            arriving_requests_per_s=arriving,
-            achieved_requests_per_s=(
-                None if arriving is None or pace is None else arriving * len(ok) / len(records) / max(pace, 1.0)
-            ),
-            pace=pace,
-            pace_error=pace_error,
+            arriving_requests_per_s=rate_of([record.intended_s for record in records]) if is_open else None,
+            achieved_requests_per_s=None if steady is None else steady.answered_per_s,
+            keeps_up=None if steady is None else steady.keeps_up,
+            steady=steady,
+            all_at_work_s=None if is_open else self._all_at_work_s(start_s),
             goodput_requests_per_s=self._goodput(records, window_s),
             attainment=self._attainment(records),
             ttft_ms=percentiles([1e3 * ttft for record in ok if (ttft := ttft_of(record)) is not None]),
@@ -265,6 +248,22 @@ class Measurement:
             itl_ms=self._itl(ok),
         )
 
+    def _all_at_work_s(self, start_s: float) -> float:
+        """Until the first user of a client process finds no further request; each process has requests of its own."""
+        ends = [
+            sorted(record.end_s for record in self._result.records if record.number % self._num_processes == index)
+            for index in range(self._num_processes)
+        ]
+        idle_s = min(
+            (
+                of_one[max(0, len(of_one) - self._load.share(index, self._num_processes).options.users)]
+                for index, of_one in enumerate(ends)
+                if of_one
+            ),
+            default=start_s,
+        )
+        return max(0.0, idle_s - max(start_s, self._load.options.ramp_s))
+
     def _client(self) -> ClientFigures:
         return ClientFigures(
             num_processes=self._num_processes,
@@ -301,21 +300,6 @@ def rate_of(times_s: Sequence[float]) -> float | None:
         return None
     first, last = np.quantile(times_s, (_EDGE, 1 - _EDGE)).tolist()
     return ratio((1 - 2 * _EDGE) * (len(times_s) - 1), last - first)
-
-
-def pace_of(records: Sequence[RequestRecord]) -> tuple[float | None, float]:
-    """The pace of these requests and its standard error; None for too few of them."""
-    if len(records) < _LEAST_FOR_A_RATE:
-        return None, 0.0
-    intended = np.array([record.intended_s for record in records])
-    ends = np.array([record.end_s for record in records])
-    from_mean = intended - intended.mean()
-    spread = float((from_mean**2).sum())
-    if not spread:
-        return None, 0.0
-    slope = float((from_mean * ends).sum()) / spread
-    rest = ends - ends.mean() - slope * from_mean
-    return slope, float(np.sqrt((rest**2).sum() / (len(records) - 2) / spread))
 
 
 def _num_tokens_after(record: RequestRecord, start_s: float) -> int:

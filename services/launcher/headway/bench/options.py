@@ -43,7 +43,8 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1e6, description="warn if the client was later than this at p99, so that figures mislead")
     ] = 10.0
     require_rate: Annotated[
-        float, Meta(ge=0, le=1, description="exit with 1 below this share of the asked rate; 0: only say so")
+        float,
+        Meta(ge=0, le=1, description="exit with 1 unless this share of the asked rate was reached; 0: only say so"),
     ] = 0.0
     json: Annotated[str, Meta(description="write the result to this file, with every request")] = ""
     csv: Annotated[str, Meta(description="write a line per request to this file")] = ""
@@ -76,5 +77,10 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
                 msgspec.json.decode(value)
             except msgspec.DecodeError as error:
                 raise ValueError(f"body: {f'{field}={value}'!r:.64} is not allowed: {error}") from None
+        if self.arrivals == "closed" and not self.trace and self.require_rate:
+            raise ValueError(
+                f"require_rate: {self.require_rate:g} is not allowed with closed arrivals, which ask for no rate; "
+                "allowed: --arrivals poisson or gamma, or --trace"
+            )
         if self.arrivals == "closed" and not self.trace and self.processes > self.users:
             raise ValueError(f"processes: {self.processes} is not allowed; allowed: at most users, {self.users}")

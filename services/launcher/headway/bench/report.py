@@ -21,6 +21,8 @@ from headway.workload.percentiles import Percentiles
 JSON_SCHEMA = 1
 _OUTPUTS = frozenset({"json", "csv", "png"})
 _TOGETHER_TOLD_FROM = 1.02
+_LEAST_AT_WORK = 0.5
+"""Of the window: below it, throughputs are mostly those of the beginning and the end."""
 CSV_COLUMNS = (
     "number",
     "tenant",
@@ -67,7 +69,7 @@ def _rates(totals: Totals) -> list[tuple[str, str]]:
         rows += [
             ("asked rate, requests/s", f"{_rate(totals.asked_requests_per_s)}"),
             ("drawn to arrive", f"{_rate(totals.arriving_requests_per_s)}"),
-            ("achieved", f"{_rate(totals.achieved_requests_per_s)}"),
+            ("achieved", _achieved(totals)),
         ]
     if totals.attainment is not None:
         rows += [
@@ -75,6 +77,12 @@ def _rates(totals: Totals) -> list[tuple[str, str]]:
             ("objectives kept", f"{100 * totals.attainment:.1f}% of requests"),
         ]
     return rows
+
+
+def _achieved(totals: Totals) -> str:
+    if totals.keeps_up is None:
+        return "too short to tell"
+    return _rate(totals.achieved_requests_per_s) + " (not the asked rate)" * (not totals.keeps_up)
 
 
 def _latencies(totals: Totals) -> list[tuple[str, ...]]:
@@ -144,10 +152,12 @@ def warnings(totals: Totals, max_late_ms: float) -> list[str]:
     if totals.num_ok < totals.num_requests:
         failed = {status: count for status, count in totals.statuses.items() if status != "OK"}
         lines.append(f"{totals.num_requests - totals.num_ok} requests were not answered: {by_status(failed)}")
-    if not totals.keeps_up:
+    if totals.asked_requests_per_s is not None and totals.keeps_up is not True:
+        lines.append(_asked_rate(totals))
+    if totals.all_at_work_s is not None and totals.all_at_work_s < _LEAST_AT_WORK * totals.window_s:
         lines.append(
-            f"the asked rate, {_rate(totals.asked_requests_per_s)} requests/s, was not reached: "
-            f"{_rate(totals.achieved_requests_per_s)} were answered per second"
+            f"too short to tell a throughput: all users were at work for {totals.all_at_work_s:.2f} of {totals.window_s:.2f} s; "
+            "give it more --num-requests, or fewer --users"
         )
     if not is_trustworthy(totals, max_late_ms):
         late = max(totals.client.late_ms.p99 or 0.0, totals.client.lag_ms.p99 or 0.0)
@@ -156,6 +166,26 @@ def warnings(totals: Totals, max_late_ms: float) -> list[str]:
             "a machine of its own"
         )
     return [f"WARNING: {line}" for line in lines]
+
+
+def _asked_rate(totals: Totals) -> str:
+    asked = totals.asked_requests_per_s or 0.0
+    if totals.keeps_up is False:
+        return (
+            f"the asked rate, {_rate(asked)} requests/s, was not reached: "
+            f"{_rate(totals.achieved_requests_per_s)} were answered per second"
+        )
+    steady = totals.steady
+    told = f"too short to tell whether the asked rate, {_rate(asked)} requests/s, was reached: "
+    if steady is None:
+        return f"{told}nothing was answered"
+    enough = max(steady.num_requests_to_tell(asked), 2 * totals.num_requests)
+    since = f"; while the {steady.num_arrived} after that came, {steady.num_answered} were answered"
+    return (
+        f"{told}requests came for {steady.span_s:.1f} s, and the first took {steady.run_in_s:.1f} s"
+        + since * bool(steady.num_arrived)
+        + f"; some {enough} requests will tell"
+    )
 
 
 def is_trustworthy(totals: Totals, max_late_ms: float) -> bool:
@@ -176,7 +206,8 @@ def trial_text(trial: Trial) -> str:
     """One line of a search for the capacity."""
     verdict = "meets" if trial.meets else "misses"
     reasons = [
-        "requests arrive faster than they are answered" * (not trial.keeps_up),
+        "requests arrive faster than they are answered" * (trial.keeps_up is False),
+        "too short to tell whether they are answered as fast as they arrive: try --probe-s" * (trial.keeps_up is None),
         "close: chance may have decided" * trial.close,
         "the client was late" * (not trial.trustworthy),
     ]
