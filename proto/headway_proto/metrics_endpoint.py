@@ -20,6 +20,7 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from headway_proto.installation import install_advice
 from headway_proto.token_files import text_of_token_file
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WS
         from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
     except ImportError:
         raise ValueError(
-            f"metrics_address: {address!r:.64} needs prometheus-client; allowed: '', or any once headway[metrics] is "
-            "installed"
+            f"metrics_address: {address!r:.64} needs prometheus-client; allowed: '', or {install_advice('metrics')}"
         ) from None
 
     class Collector:

@@ -7,6 +7,7 @@ import pytest
 from headway.__main__ import main
 from headway.bench import command, session
 from headway.bench.options import BenchOptions
+from headway_proto.installation import install_advice
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_a_missing_library_names_its_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "headway.bench.openai_target", raising=False)
     assert main(["bench", "--url", "http://127.0.0.1:1/v1"]) == 2
-    assert capsys.readouterr().err == "headway bench: this host lacks aiohttp; install headway[bench]\n"
+    assert capsys.readouterr().err == f"headway bench: this host lacks aiohttp; {install_advice('bench')}\n"
 
 
 def test_what_is_tried_for_a_capacity_has_warm_up_and_other_requests_each_time():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from headway_executor import backend_report, host_report, host_speed
 from headway_executor.backend import BackendConfigError
 from headway_executor.backend_report import BackendReport, backend_reports
 from headway_executor.host_speed import DeviceSpeed, HostSpeed
+from headway_proto.installation import install_advice
 
 SHAPE = MODEL_SHAPES["llama-3-8b"]
 SPEED = HostSpeed(copy_bytes_per_s=20e9, float32_flops=100e9)
@@ -99,12 +101,12 @@ def test_a_host_without_torch_is_told_what_to_install(flags):
     )
     assert done.returncode == 1, done.stderr
     lines = dict(re.findall(r"^  (\w+) +(.+)$", done.stdout, re.MULTILINE))
-    assert lines["safetensors"] == "not installed: pip install 'headway[executor]'"
+    advice = f"install the extra executor: {shlex.quote(sys.executable)} -m pip install "
+    assert lines["safetensors"].startswith(f"not installed: {advice}")
+    assert "'torch>=" in lines["safetensors"]
     assert lines["triton"]
-    assert "  torch        not installed: pip install 'headway[executor]'" in done.stdout
-    assert (
-        "  torch      cannot run: needs 'torch', which is not installed; pip install 'headway[executor]'" in done.stdout
-    )
+    assert f"  torch        not installed: {advice}" in done.stdout
+    assert f"  torch      cannot run: needs 'torch', which is not installed; {advice}" in done.stdout
     assert "--backend simulated  (no model: for tests)" in done.stdout
     assert done.stdout.endswith("This host can run no model: see backends.\n")
     assert ("not measured  anything: needs torch" in done.stdout) == (not flags)
@@ -201,18 +203,18 @@ def test_a_host_with_a_gpu(found, monkeypatch):
         devices=(GPU,),
         cuda_problem="",
         triton_problem="",
-        cupy_problem="not installed; pip install 'headway[cuda]'",
+        cupy_problem="not installed; pip install 'triton>=3.2'",
         backends=(
             TORCH,
-            BackendReport(name="triton", problem="cupy not installed; pip install 'headway[cuda]'"),
+            BackendReport(name="triton", problem="cupy not installed; pip install 'triton>=3.2'"),
         ),
     )
     text = text_of(with_measurements(here, Model(shape=SHAPE), lambda _: None))
     assert "  cuda:0  NVIDIA X1, capability 9.0, 80.0 GiB, 79.0 GiB free" in text
     assert "  driver  570.1; torch is built for CUDA 12.8" in text
     assert "  triton  runs kernels" in text
-    assert "  cupy    not installed; pip install 'headway[cuda]'" in text
-    assert "  triton  cannot run: cupy not installed; pip install 'headway[cuda]'" in text
+    assert "  cupy    not installed; pip install 'triton>=3.2'" in text
+    assert "  triton  cannot run: cupy not installed; pip install 'triton>=3.2'" in text
     assert re.search(r"cuda:0: product in bfloat16 +700 TFLOP/s", text)
     assert re.search(r"cuda:0: copy in memory, read and written +3 TB/s", text)
     assert re.search(r"^  cuda:0 +1 +5\.05 ms +198  memory$", text, re.MULTILINE)
@@ -358,7 +360,7 @@ def test_a_toolkit_that_runs_no_kernel_is_told(monkeypatch):
         "does not run a kernel: Failed to find C compiler. Please specify via CC"
     )
     assert not host_report._problem_of("json", lambda device: None)
-    assert host_report._problem_of("no_such_toolkit", fail) == "not installed; pip install 'headway[cuda]'"
+    assert host_report._problem_of("no_such_toolkit", fail) == f"not installed; {install_advice('cuda')}"
     monkeypatch.setattr(host_report.shutil, "which", lambda name: None)
     monkeypatch.setattr(host_report, "_missing", lambda package: "")
     assert host_report._problem_of("triton", fail) == "needs a C compiler on this host; install gcc or clang"

@@ -1,5 +1,6 @@
 """The commands on flight logs: results, exit codes, pictures, traces, other policies."""
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -9,12 +10,14 @@ from typing import Self
 import grpc
 import msgspec
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from flight_logs import MemoryLog, RecordedExactCore, recorder_into
 from headway.__main__ import main
 from headway.client import NotFoundError, ServerError
 from headway.flight import fetched, live
-from headway.flight.cells import Kind, StepCollector, StepRange
+from headway.flight.cells import Cell, Kind, StepCollector, StepRange, TimelineStep
+from headway.flight.picture import figure_of, fitting, short_names
 from headway.flight.recording import Recording
 from headway_proto.admin_pb2 import ExplainResponse, ReadFlightLogResponse
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
@@ -233,3 +236,29 @@ def test_a_run_that_speculated_is_replayed_and_tells_how_often_that_was_right():
     assert counters.num_accepted_tokens > 10
     assert recording.acceptance == counters.num_accepted_tokens / counters.num_draft_tokens
     assert max(step.shape.num_tokens for step in recording.steps[1:]) > 6
+
+
+def test_names_in_the_picture_tell_requests_apart_and_stay_in_their_cells():
+    ids = {"ec41c9be66b8c052e9f35eac197e50eb", "ec41d9be66b8c052e9f35eac197e50eb", "77", "r1"}
+    assert short_names(ids) == {**{one: one[:5] for one in ids if len(one) > 5}, "77": "77", "r1": "r1"}
+    assert short_names(set()) == {}
+    assert [fitting("ec41c", room) for room in (9, 5, 4, 3, 0)] == ["ec41c", "ec41c", "ec4…", "", ""]
+    assert fitting("a-name-that-somebody-chose", 99) == "a-name-that-som…"
+
+
+def test_no_name_leaves_its_cells():
+    """Of many requests that follow each other closely in one row, with ids as the gateway makes them."""
+    steps = [
+        TimelineStep(*(number, 1, number, 0.0, 1, 0, 1), cells=(Cell(0, f"{number // 3:032x}"[::-1], Kind.DECODE, 1),))
+        for number in range(60)
+    ]
+    canvas = FigureCanvasAgg(figure_of("title", steps))
+    canvas.draw()
+    rows, _, waiting = canvas.figure.axes
+    renderer = canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in rows.texts]
+    assert len(boxes) == 20
+    assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
+    assert boxes[-1].x1 <= rows.get_window_extent(renderer).x1 + 1
+    assert waiting.get_ylim()[0] == 0
+    assert all(float(tick).is_integer() for tick in waiting.get_yticks())

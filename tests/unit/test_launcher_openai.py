@@ -63,10 +63,12 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch) -> None:
     found = importlib.util.find_spec
     absent = {"smg", "smg_grpc_proto"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
-    with pytest.raises(ConfigurationError, match=r"^--openai-address: .* smg is not installed \(extra smg\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"^--openai-address: .* needs smg, which is not installed; .*install the extra smg: "
+    ):
         plan(tmp_path, "--openai-address", "127.0.0.1:30000")
     with pytest.raises(
-        ConfigurationError, match=r"^--vllm-engine: 'on' .* smg-grpc-proto is not installed \(extra smg\)"
+        ConfigurationError, match=r"^--vllm-engine: 'on' .* smg-grpc-proto is missing; install the extra vllm-engine: "
     ):
         plan(tmp_path, "--vllm-engine", "on")
     with pytest.raises(

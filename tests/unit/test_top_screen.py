@@ -18,6 +18,7 @@ from headway.top.history import RATE_WINDOW_S, History, Look
 from headway.top.keyboard import keys_of
 from headway.top.view import KEY_HINTS, Frame, picture
 from headway_proto import admin_pb2 as api
+from headway_proto.installation import install_advice
 
 HOSTILE = "\x1b]0;owned\x07\r\n\u202eabc\x9b2J"
 
@@ -500,4 +501,4 @@ def test_wrong_flags_are_told_with_what_is_allowed(words, message):
 def test_a_host_without_rich_is_told_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["top", "--once"]) == 2
-    assert capsys.readouterr().err == "headway top: this host lacks rich; install headway[top]\n"
+    assert capsys.readouterr().err == f"headway top: this host lacks rich; {install_advice('top')}\n"

@@ -18,10 +18,10 @@ import torch
 from headway_executor.host_memory import free_host_bytes
 from headway_kernels.cpu.build import variants_here
 from headway_kernels.cpu.library import installed_variants, runs_here
+from headway_proto.installation import install_advice
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _CUDA_BUILD = "install a CUDA build, see https://pytorch.org/get-started/locally"
-_CUDA_EXTRA = "pip install 'headway[cuda]'"
 _SHOWN_CHARS = 160
 
 
@@ -155,7 +155,7 @@ def _missing(package: str) -> str:
             importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name == package:
-            return f"not installed; {_CUDA_EXTRA}"
+            return f"not installed; {install_advice('cuda')}"
         return f"needs {error.name}, which is not installed"
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
         return f"cannot be imported: {_one_line(error)}"

@@ -7,6 +7,7 @@ Must not know: any backend; a third party's is loaded in the same way as a built
 from importlib.metadata import EntryPoint, entry_points
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
+from headway_proto.installation import install_advice
 
 ENTRY_POINT_GROUP = "headway.executor_backends"
 
@@ -37,7 +38,7 @@ def _load(entry_point: EntryPoint) -> type[ExecutorBackend]:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         extra = _EXTRA_OF_PACKAGE.get(package)
-        advice = f"pip install 'headway[{extra}]'" if extra else f"install the Python package {package!r}"
+        advice = install_advice(extra) if extra else f"install the Python package {package!r}"
         raise BackendConfigError(
             f"backend: {entry_point.name!r} needs {error.name!r}, which is not installed; {advice}"
         ) from error

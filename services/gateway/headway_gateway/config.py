@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from headway_gateway.credentials import GENERATE, Caller, TokenFile
 from headway_proto.addresses import check_link_address, check_metrics_address, is_loopback
+from headway_proto.installation import install_advice
 
 _SHOWN_VALUE_CHARS = 64
 _OTLP_ENDPOINT = re.compile(r"https?://[^/\s@]+:[0-9]{1,5}")
@@ -181,7 +182,9 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
         return
     if config.vllm_engine == "on":
         raise ValueError(
-            _refusal("vllm_engine", "on", "auto or off, because smg-grpc-proto is not installed (extra smg)")
+            _refusal(
+                "vllm_engine", "on", f"auto or off, since smg-grpc-proto is missing; {install_advice('vllm-engine')}"
+            )
         )
     if config.kv_events:
         raise ValueError(

@@ -29,6 +29,7 @@ import structlog
 
 from headway_gateway.statuses import CallRefusedError
 from headway_gateway.validation import GenerationSpec
+from headway_proto.installation import install_advice
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -134,7 +135,7 @@ class Tracing:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ValueError(
-                f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or any once headway[traces] is installed"
+                f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or {install_advice('traces')}"
             ) from None
         _tell_in_our_log()
         self.server_address = server_address

@@ -15,6 +15,7 @@ import msgspec
 
 from headway.configuration import OneLineParser, suggestion
 from headway.settings import ConfigurationError, shown
+from headway_proto.installation import install_advice
 
 USAGE_EXIT_CODE = 2
 
@@ -26,7 +27,10 @@ _EXTRAS = {
     "tokenizers": "gateway",
     "torch": "executor",
     "aiohttp": "bench",
+    "llguidance": "gateway",
+    "jinja2": "gateway",
     "rich": "top",
+    "matplotlib": "bench",
 }
 
 
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        return _refuse(f"headway {name}", f"this host lacks {package}; install headway[{_EXTRAS[package]}]")
+        return _refuse(f"headway {name}", f"this host lacks {package}; {install_advice(_EXTRAS[package])}")
 
 
 def overview() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headway.settings import ConfigurationError, shown
+from headway_proto.installation import install_advice
 
 
 def check_output_files(paths: Mapping[str, str]) -> None:
@@ -24,16 +25,14 @@ def check_output_files(paths: Mapping[str, str]) -> None:
             )
 
 
-def check_pictures(flag: str, path: str, extra: str) -> None:
-    """Check that what draws is there, if there is something to draw. ``extra`` is Headway's that brings it.
+def check_pictures(flag: str, path: str) -> None:
+    """Check that what draws is there, if there is something to draw.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
     if path and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            f"{flag}: this host lacks matplotlib; install it, or headway[{extra}], or leave {flag} out"
-        )
+        raise ConfigurationError(f"{flag}: this host lacks matplotlib; leave {flag} out, or {install_advice('bench')}")
 
 
 def write_output(flag: str, path: str, write: Callable[[Path], object]) -> None:

@@ -25,6 +25,7 @@ from headway.settings import ConfigurationError, ModelDirectoryError, as_text, b
 from headway.supervision import RestartPolicy
 from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
+from headway_proto.installation import install_advice
 from headway_proto.logs import REPLICA_VARIABLE
 
 SMG = "smg"
@@ -269,8 +270,8 @@ def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[
             )
     if not serves_vllm_engine(gateway):
         raise ConfigurationError(
-            f"--vllm-engine: {gateway.vllm_engine!r} is not allowed; allowed: auto or on with the extra smg installed, "
-            "because --openai-address is given"
+            f"--vllm-engine: {gateway.vllm_engine!r} is not allowed; allowed: auto or on, because --openai-address is given; "
+            f"smg-grpc-proto must be there: {install_advice('smg')}"
         )
     return openai_front.command(
         openai_address=serve.openai_address,

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_proto.addresses import is_loopback
+from headway_proto.installation import install_advice
 
 DEMO_MODEL = "demo"
 
@@ -95,6 +96,6 @@ def _check_openai(config: ServeConfig) -> None:
         )
     if importlib.util.find_spec("smg") is None:
         raise ValueError(
-            f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: nothing, because smg is not "
-            "installed (extra smg)"
+            f"openai_address: {config.openai_address[:64]!r} needs smg, which is not installed; allowed: nothing, or "
+            f"{install_advice('smg')}"
         )

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         given, session = _for_capacity(given), _capacity_session
     options = build(BenchOptions, given, BenchOptions.validate)
     check_output_files({"--json": options.json, "--csv": options.csv, "--png": options.png})
-    check_pictures("--png", options.png, extra="bench")
+    check_pictures("--png", options.png)
     try:
         return asyncio.run(session(options))
     except TargetError as error:

@@ -19,7 +19,7 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
 
     address: Annotated[str, Meta(description="a Headway gateway, HOST:PORT")] = DEFAULT_ADDRESS
     url: Annotated[
-        str, Meta(description="an OpenAI-compatible server instead, as http://127.0.0.1:8000/v1; needs headway[bench]")
+        str, Meta(description="an OpenAI-compatible server instead, as http://127.0.0.1:8000/v1; needs the extra bench")
     ] = ""
     endpoint: Annotated[
         Literal["completions", "chat"], Meta(description="of --url: /completions, or /chat/completions")
@@ -48,7 +48,7 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
     ] = 0.0
     json: Annotated[str, Meta(description="write the result to this file, with every request")] = ""
     csv: Annotated[str, Meta(description="write a line per request to this file")] = ""
-    png: Annotated[str, Meta(description="draw the result to this file; needs headway[bench]")] = ""
+    png: Annotated[str, Meta(description="draw the result to this file; needs the extra bench")] = ""
     attainment: Annotated[
         float, Meta(gt=0, lt=1, description="capacity: share of requests that are to keep their objectives")
     ] = 0.95

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway_proto.installation import install_advice
 from headway_scheduler.compiled_core import runs_compiled
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -71,7 +72,7 @@ def installed_packages() -> tuple[Package, ...]:
         Package(
             name=name,
             version=_version(distributions),
-            install=f"pip install '{f'headway[{extra}]' if extra else 'headway'}'",
+            install=install_advice(extra),
         )
         for name, distributions, extra in _PACKAGES
     )

@@ -6,7 +6,6 @@ Must not know: how cells are told or drawn.
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from headway.flight.cells import StepCollector, StepRange, TimelineStep
 from headway.flight.perfetto import chrome_trace
 from headway.flight.source import Flight, add_log_flags, log_on_disk
+from headway.output_files import check_output_files, check_pictures, write_output
 from headway.settings import ConfigurationError, shown
 from headway_scheduler.flight.replay import Divergence
 
@@ -26,7 +26,7 @@ _MARGIN_STEPS = 4
 def add_timeline_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway timeline``."""
     add_log_flags(parser)
-    parser.add_argument("--png", metavar="FILE", default="", help="draw rows against steps; needs matplotlib")
+    parser.add_argument("--png", metavar="FILE", default="", help="draw rows against steps; needs the extra bench")
     parser.add_argument("--perfetto", metavar="FILE", default="", help="write a Chrome trace, for ui.perfetto.dev")
     parser.add_argument(
         "--steps",
@@ -55,13 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if not arguments.png and not arguments.perfetto:
         raise ConfigurationError("--png or --perfetto is required; allowed: a file each")
-    if arguments.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--png: this host lacks matplotlib; install it, or leave --png out")
-    for flag, path in (("--png", arguments.png), ("--perfetto", arguments.perfetto)):
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ConfigurationError(
-                f"{flag}: {shown(path)} is not allowed; allowed: a file in a directory that exists"
-            )
+    check_pictures("--png", arguments.png)
+    check_output_files({"--png": arguments.png, "--perfetto": arguments.perfetto})
 
 
 def _run(arguments: argparse.Namespace, path: str) -> int:
@@ -111,8 +106,5 @@ def _title(flight: Flight, steps: list[TimelineStep], num_steps: int) -> str:
 
 
 def _write(flag: str, path: str, write: Callable[[Path], object], num_steps: int) -> None:
-    try:
-        write(Path(path))
-    except OSError as error:
-        raise ConfigurationError(f"{flag}: cannot write {shown(path)}: {error.strerror}") from None
+    write_output(flag, path, write)
     sys.stdout.write(f"{path}: {num_steps} steps\n")

@@ -136,7 +136,7 @@ def _title(world: World) -> str:
 def _check_outputs(options: SimulationOptions) -> None:
     """Refuse before a long run what could not be written after it."""
     check_output_files({"--json": options.json, "--png": options.png})
-    check_pictures("--png", options.png, extra="dev")
+    check_pictures("--png", options.png)
 
 
 def _write_outputs(

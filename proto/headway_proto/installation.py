@@ -1,0 +1,47 @@
+"""How to install what a host lacks: the one place that words it.
+
+Owns: the command for an extra. Must not know: what an extra is for.
+
+Headway is on no package index, so a command that names it would find nothing, or somebody else's. What an extra consists of
+is, and is written in the metadata of the Headway that runs. So the command names that, for the Python that runs: it works
+for a checkout and for a wheel, and builds nothing again.
+"""
+
+import importlib.metadata
+import re
+import shlex
+import sys
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_EXTRA = re.compile(r"""extra == ['"]([^'"]+)['"]""")
+
+
+def install_advice(extra: str = "") -> str:
+    """What to do about a missing extra, with the command to copy; without a name, about what every host needs."""
+    what = f"install the extra {extra}: " if extra else "install: "
+    requirements = _requirements(extra)
+    if not requirements:
+        suffix = f"[{extra}]" if extra else ""
+        return f"{what}pip install '.{suffix}' in a checkout of Headway"
+    missing = [requirement for requirement in requirements if not _is_installed(requirement)]
+    return f"{what}{shlex.join((sys.executable, '-m', 'pip', 'install', *(missing or requirements)))}"
+
+
+def _requirements(extra: str) -> list[str]:
+    """Those of the extra alone; empty where Headway runs without being installed."""
+    try:
+        stated = importlib.metadata.requires("headway") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    split = [requirement.partition(";") for requirement in stated]
+    return [text.strip() for text, _, marker in split if ([extra] if extra else []) == _EXTRA.findall(marker)]
+
+
+def _is_installed(requirement: str) -> bool:
+    name = _NAME.match(requirement)
+    assert name is not None
+    try:
+        importlib.metadata.version(name[0])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""What a host is told to install is there to be installed: real extras, from real metadata, never from an index of ours."""
+
+import importlib.metadata
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headway.__main__ import _EXTRAS, main
+from headway.doctor.host import _PACKAGES
+from headway_proto import installation
+from headway_proto.installation import install_advice
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+REQUIRES = [
+    "msgspec>=0.19",
+    "no-such-a>=1; extra == 'bench'",
+    'msgspec>=0.19; extra == "bench"',
+    "b>=2; extra == 'top'",
+]
+
+
+def test_it_is_a_command_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRES)
+    command = f"{shlex.quote(sys.executable)} -m pip install"
+    assert install_advice("bench") == f"install the extra bench: {command} 'no-such-a>=1'"
+    assert install_advice("top") == f"install the extra top: {command} 'b>=2'"
+    assert install_advice() == f"install: {command} 'msgspec>=0.19'"
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: None)
+    assert install_advice("top") == "install the extra top: pip install '.[top]' in a checkout of Headway"
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    sources = [path.read_text() for area in ("proto", "services") for path in (ROOT / area).rglob("*.py")]
+    named = {extra for text in sources for extra in re.findall(r"install_advice\(['\"]([\w-]+)['\"]\)", text)}
+    assert {"bench", "smg", "cuda", "metrics", "traces"} <= named
+    assert named | set(_EXTRAS.values()) | {extra for _, _, extra in _PACKAGES if extra} <= EXTRAS.keys()
+
+
+def test_nothing_tells_to_install_a_name_that_is_on_no_index() -> None:
+    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    texts += [path for area in ("proto", "services") for path in (ROOT / area).rglob("*.py")]
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in texts
+        if re.search(r"headway\[[a-z]|pip install 'headway", path.read_text())
+    ]
+    assert wrong == []
+    named = {
+        one
+        for path in texts
+        for extras in re.findall(r"'\.\[([\w,-]+)\]'", path.read_text())
+        for one in extras.split(",")
+    }
+    assert named <= EXTRAS.keys()
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench", "timeline"])
+def test_a_picture_without_matplotlib_names_the_extra_that_brings_it(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+    )
+    monkeypatch.setattr(installation, "install_advice", install_advice)
+    log = [str(tmp_path)] if command == "timeline" else []
+    assert main([command, *log, "--png", str(tmp_path / "a.png")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"headway {command}: --png: this host lacks matplotlib; ")
+    assert "install the extra bench: " in error
+    assert error.count("\n") == 1
