@@ -24,15 +24,20 @@ END = "<!-- end of settings -->"
 def rows() -> Iterator[str]:
     """Yield the table's lines: a setting that several services mean alike once, with all of them."""
     declared = {"serve": settings_of(ServeConfig), **{name: service.settings for name, service in SERVICES.items()}}
-    owners: dict[tuple[str, str, str], list[str]] = {}
+    owners: dict[tuple[str, str, str, str], list[str]] = {}
     for section, settings in declared.items():
         for name, setting in settings.items():
             flag = f"`{setting.flag}`" + "*" * (name in SETTLED_BY_SERVE)
-            owners.setdefault((flag, _default(setting), setting.description), []).append(section)
-    yield "| flag | of | default | |"
-    yield "|---|---|---|---|"
-    for (flag, default, description), sections in owners.items():
-        yield f"| {flag} | {', '.join(sections)} | {default} | {description} |"
+            owners.setdefault((flag, _default(setting), _allowed(setting), setting.description), []).append(section)
+    yield "| flag | of | default | allowed | |"
+    yield "|---|---|---|---|---|"
+    for (flag, default, within, description), sections in owners.items():
+        yield f"| {flag} | {', '.join(sections)} | {default} | {within} | {description} |"
+
+
+def _allowed(setting: Setting) -> str:
+    """Those values that can be listed or bounded; a flag without a value is on or off."""
+    return "on, off" if setting.is_bool else setting.within
 
 
 def _default(setting: Setting) -> str:

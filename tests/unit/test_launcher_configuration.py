@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from headway.__main__ import parser_of
 from headway.configuration import (
     OneLineParser,
     add_flags,
@@ -17,7 +18,12 @@ from headway.configuration import (
     merged,
     read_file,
 )
+from headway.serve_config import ServeConfig
+from headway.services import SERVICES
 from headway.settings import ConfigurationError, as_text, from_text, settings_of
+from headway_executor.config import ExecutorConfig
+from headway_gateway.config import GatewayConfig
+from headway_scheduler.config import SchedulerConfig
 
 
 class ToyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,3 +192,29 @@ def test_what_kubernetes_puts_into_every_container_is_no_mistake():
 
 def test_the_variable_of_the_build_may_stay_set():
     check_environment({"HEADWAY_BUILD_CPU_KERNELS": "0", "HEADWAY_BUILD_CORE": "0"}, {"toy": SETTINGS})
+
+
+def test_every_number_and_choice_of_a_service_says_what_is_allowed() -> None:
+    """In the README's table and in --help alike: both come from what ``validate`` checks."""
+    table = (Path(__file__).parents[2] / "README.md").read_text()
+    for service in SERVICES.values():
+        for setting in service.settings.values():
+            shape = setting.shape
+            if isinstance(shape, msgspec.inspect.IntType | msgspec.inspect.FloatType | msgspec.inspect.LiteralType):
+                assert setting.within, setting.name
+                assert f"| {setting.within} |" in table
+    order, seqs = (SERVICES["scheduler"].settings[name] for name in ("order", "max_num_seqs"))
+    assert order.within == "deadline, fair, fcfs, priority, shortest"
+    assert seqs.within == "1 to 65536"
+    assert settings_of(ServeConfig)["restart_window_s"].within == "above 0, at most 86400"
+    said = " ".join(parser_of("scheduler").format_help().split())
+    assert "requests that may run at once (1 to 65536; default: 256)" in said
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^grace_s: .* is not allowed; allowed: 0 or more seconds$"):
+        SchedulerConfig(grace_s=value).validate()
+    for config in (SchedulerConfig(), ExecutorConfig(), GatewayConfig(model="m")):
+        for name, (least, most) in config.RANGES.items():
+            assert least <= getattr(config, name) <= most

@@ -3,14 +3,17 @@
 Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
 from headway_proto.addresses import check_link_address, check_metrics_address
+from headway_proto.ranges import check_ranges
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -97,6 +100,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "console"
     exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
 
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "block_size": (1, _MAX_BLOCK_SIZE),
+        "num_kv_blocks": (0, 1 << 30),
+        "swap_space_mib": (AUTOMATIC_SWAP_SPACE, 1 << 24),
+        "max_model_len": (0, 1 << 24),
+        "max_num_seqs": (1, 1 << 16),
+        "max_num_batched_tokens": (1, 1 << 24),
+        "num_threads": (0, 1024),
+        "seed": (0, (1 << 64) - 1),
+        "num_speculative_tokens": (1, 64),
+        "step_timeout_s": (0, math.inf),
+    }
+
     def validate(self) -> None:
         """Check what types alone cannot.
 
@@ -105,23 +121,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         check_metrics_address(self.metrics_address, self.metrics_token_file)
-        if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
+        if not _is_power_of_two(self.block_size):
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
-        for field, least, most in (
-            ("num_kv_blocks", 0, 1 << 30),
-            ("swap_space_mib", AUTOMATIC_SWAP_SPACE, 1 << 24),
-            ("max_model_len", 0, 1 << 24),
-            ("max_num_seqs", 1, 1 << 16),
-            ("max_num_batched_tokens", 1, 1 << 24),
-            ("num_threads", 0, 1024),
-            ("seed", 0, (1 << 64) - 1),
-            ("num_speculative_tokens", 1, 64),
-        ):
-            value = getattr(self, field)
-            if not least <= value <= most:
-                raise _refusal(field, value, f"{least} to {most}")
-        if not 0 <= self.step_timeout_s < float("inf"):
-            raise _refusal("step_timeout_s", self.step_timeout_s, "0 or more seconds")
+        check_ranges(self)
         if not _is_device(self.device):
             raise _refusal("device", self.device, "cpu, cuda or cuda:N")
         if self.curve_keys:

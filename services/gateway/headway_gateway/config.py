@@ -6,8 +6,9 @@ Must not know: where values come from (flags, files, environment) or what is don
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +16,10 @@ from msgspec import Meta
 from headway_gateway.credentials import GENERATE, Caller, TokenFile
 from headway_proto.addresses import check_link_address, check_metrics_address, is_loopback
 from headway_proto.installation import install_advice
+from headway_proto.ranges import check_ranges
 
 _SHOWN_VALUE_CHARS = 64
+_LEAST_RATE = 0.001
 _OTLP_ENDPOINT = re.compile(r"https?://[^/\s@]+:[0-9]{1,5}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -139,6 +142,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="share grpc_address with other processes that do the same (set for workers)")
     ] = False
 
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "workers": (1, 64),
+        "max_concurrent_streams": (1, 1_000_000),
+        "max_message_bytes": (1, 1 << 30),
+        "tokenizer_threads": (1, 64),
+        "unavailable_grace_s": (0, 86400),
+        "grace_s": (0, 86400),
+        "slow_client_s": (0.1, 86400),
+        "stall_s": (0.1, 86400),
+        "silence_timeout_s": (0.1, 86400),
+        "max_tenant_requests_per_s": (0, 1_000_000),
+        "otel_sample_ratio": (0, 1),
+    }
+
     def validate(self) -> None:
         """Check what types alone cannot.
 
@@ -146,7 +163,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
         """
         host, _ = split_address(self.grpc_address)
-        _require_positive(self)
+        _check_numbers(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
         _check_tracing(self)
@@ -211,37 +228,16 @@ def token_file(config: GatewayConfig) -> TokenFile | None:
     return TokenFile(config.auth_token_file, launcher)
 
 
-def _require_positive(config: GatewayConfig) -> None:
-    counts = (
-        ("workers", 64),
-        ("max_concurrent_streams", 1_000_000),
-        ("max_message_bytes", 1 << 30),
-        ("tokenizer_threads", 64),
-    )
-    for field, most in counts:
-        value = getattr(config, field)
-        if not 1 <= value <= most:
-            raise ValueError(_refusal(field, value, f"1 to {most}"))
-    for field, least in (
-        ("unavailable_grace_s", 0.0),
-        ("grace_s", 0.0),
-        ("slow_client_s", 0.1),
-        ("stall_s", 0.1),
-        ("silence_timeout_s", 0.1),
-    ):
-        value = getattr(config, field)
-        if not least <= value <= 86400.0:
-            raise ValueError(_refusal(field, value, f"{least:g} to 86400 seconds"))
-    rate = config.max_tenant_requests_per_s
-    if rate != 0.0 and not 0.001 <= rate <= 1e6:
-        raise ValueError(_refusal("max_tenant_requests_per_s", rate, "0, or 0.001 to 1000000"))
+def _check_numbers(config: GatewayConfig) -> None:
+    check_ranges(config)
+    if 0.0 < config.max_tenant_requests_per_s < _LEAST_RATE:
+        allowed = f"0, or {_LEAST_RATE:g} to 1000000"
+        raise ValueError(_refusal("max_tenant_requests_per_s", config.max_tenant_requests_per_s, allowed))
 
 
 def _check_tracing(config: GatewayConfig) -> None:
     if config.otel_endpoint and not _OTLP_ENDPOINT.fullmatch(config.otel_endpoint):
         raise ValueError(_refusal("otel_endpoint", config.otel_endpoint, "http://HOST:PORT or https://HOST:PORT"))
-    if not 0.0 <= config.otel_sample_ratio <= 1.0:
-        raise ValueError(_refusal("otel_sample_ratio", config.otel_sample_ratio, "0 to 1"))
 
 
 def _check_files(config: GatewayConfig) -> None:

@@ -106,7 +106,9 @@ def _help_text(setting: Setting) -> str:
     default = "required" if setting.required else f"default: {'none' if value in ('', None, {}, ()) else value}"
     if isinstance(value, bool):
         default = f"default: {'on' if value else 'off'}"
-    return f"{setting.description} ({default})".replace("%", "%%")
+    # A list of values stands before the text already, as the flag's placeholder.
+    within = f"{setting.within}; " if setting.within and metavar(setting) == "N" else ""
+    return f"{setting.description} ({within}{default})".replace("%", "%%")
 
 
 def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) -> Layer:

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from headway_proto.ranges import number_text, range_text
+
 SHOWN_VALUE_CHARS = 64
 
 
@@ -35,6 +37,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     required: bool
     default: Any
+    within: str = ""
+    """The values that are allowed, where they can be listed or lie between bounds."""
 
     @property
     def flag(self) -> str:
@@ -63,10 +67,11 @@ def settings_of(struct: type[msgspec.Struct]) -> dict[str, Setting]:
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
     types_by_name = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    return {field.name: _setting(field, types_by_name[field.name]) for field in info.fields}
+    ranges = getattr(struct, "RANGES", {})
+    return {field.name: _setting(field, types_by_name[field.name], ranges.get(field.name)) for field in info.fields}
 
 
-def _setting(field: inspect.Field, annotation: Any) -> Setting:
+def _setting(field: inspect.Field, annotation: Any, bounds: tuple[float, float] | None) -> Setting:
     shape, description = field.type, ""
     while isinstance(shape, inspect.Metadata):
         description = (shape.extra_json_schema or {}).get("description", description)
@@ -79,7 +84,23 @@ def _setting(field: inspect.Field, annotation: Any) -> Setting:
         description=description,
         required=field.required,
         default=default,
+        within=range_text(bounds) if bounds else _within(shape),
     )
+
+
+def _within(shape: inspect.Type) -> str:
+    match shape:
+        case inspect.LiteralType(values=values):
+            return ", ".join(map(str, values))
+        case (
+            inspect.IntType(gt=None, ge=int(), le=int())
+            | inspect.FloatType(gt=None, ge=int() | float(), le=int() | float())
+        ):
+            return range_text((shape.ge, shape.le))
+        case inspect.IntType() | inspect.FloatType():
+            return _bounds(shape).removeprefix(", ")
+        case _:
+            return ""
 
 
 def variable_of(section: str, name: str) -> str:
@@ -193,7 +214,7 @@ def _allowed(shape: inspect.Type) -> str:
 
 def _bounds(shape: inspect.IntType | inspect.FloatType) -> str:
     limits = (("at least", shape.ge), ("above", shape.gt), ("at most", shape.le), ("below", shape.lt))
-    return "".join(f", {words} {limit:g}" for words, limit in limits if limit is not None)
+    return "".join(f", {words} {number_text(limit)}" for words, limit in limits if limit is not None)
 
 
 def metavar(setting: Setting) -> str:

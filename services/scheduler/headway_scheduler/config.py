@@ -3,13 +3,16 @@
 Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from headway_proto.addresses import check_link_address, check_metrics_address
+from headway_proto.ranges import check_ranges
 from headway_scheduler.core.batching_policies import BATCHING_POLICIES
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.orders import ORDERS
@@ -150,35 +153,33 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "console"
     exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
 
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "max_num_batched_tokens": (1, 1 << 24),
+        "max_num_seqs": (1, 1 << 16),
+        "max_steps_in_flight": (1, 16),
+        "max_num_waiting": (1, 1 << 24),
+        "max_waiting_tokens": (0, 1 << 40),
+        "max_tenant_waiting": (0, 1 << 24),
+        "max_tenant_waiting_tokens": (0, 1 << 40),
+        "prefix_wait_tokens": (0, 1 << 24),
+        "default_ttft_slo_ms": (0, 1 << 30),
+        "default_itl_slo_ms": (0, 1 << 30),
+        "flight_log_mib": (1, 1 << 20),
+        "max_speculating_seqs": (0, 1 << 16),
+        "grace_s": (0, math.inf),
+        "aging_s": (0, math.inf),
+    }
+
     def validate(self) -> None:
         """Check what types alone cannot.
 
         Raises:
             ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
         """
-        for field, least, most in (
-            ("max_num_batched_tokens", 1, 1 << 24),
-            ("max_num_seqs", 1, 1 << 16),
-            ("max_steps_in_flight", 1, 16),
-            ("max_num_waiting", 1, 1 << 24),
-            ("max_waiting_tokens", 0, 1 << 40),
-            ("max_tenant_waiting", 0, 1 << 24),
-            ("max_tenant_waiting_tokens", 0, 1 << 40),
-            ("prefix_wait_tokens", 0, 1 << 24),
-            ("default_ttft_slo_ms", 0, 1 << 30),
-            ("default_itl_slo_ms", 0, 1 << 30),
-            ("flight_log_mib", 1, 1 << 20),
-            ("max_speculating_seqs", 0, 1 << 16),
-        ):
-            value = getattr(self, field)
-            if not least <= value <= most:
-                raise ValueError(f"{field}: {value} is not allowed; allowed: {least} to {most}")
+        check_ranges(self)
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"tenant_weights: {tenant!r:.64}={weight} is not allowed; allowed: weights above 0")
-        for field in ("grace_s", "aging_s"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ValueError(f"{field}: {getattr(self, field)} is not allowed; allowed: 0 or more seconds")
         for field in ("step_address", "ingress_address"):
             check_link_address(field, getattr(self, field), has_keys=bool(self.curve_keys), least_port=0)
         check_metrics_address(self.metrics_address, self.metrics_token_file)

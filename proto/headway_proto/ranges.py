@@ -1,0 +1,38 @@
+"""The numbers that settings may be, where a type alone cannot say: what is checked is what is documented.
+
+Owns: the check, and its words. Must not know: any setting.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Bounded(Protocol):
+    """A configuration whose numbers are bounded: by field, the least and the most that is allowed, both included."""
+
+    RANGES: Mapping[str, tuple[float, float]]
+
+
+def check_ranges(config: Bounded) -> None:
+    """Refuse what is out of its range.
+
+    Raises:
+        ValueError: one line naming the field, its value and what is allowed.
+    """
+    for field, (least, most) in config.RANGES.items():
+        value = getattr(config, field)
+        if not (least <= value <= most and math.isfinite(value)):
+            unit = " seconds" * (field.endswith("_s") and not field.endswith("per_s"))
+            raise ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {range_text((least, most))}{unit}")
+
+
+def range_text(bounds: tuple[float, float]) -> str:
+    """``0 to 64``, or ``0 or more``."""
+    least, most = bounds
+    return f"{number_text(least)} or more" if math.isinf(most) else f"{number_text(least)} to {number_text(most)}"
+
+
+def number_text(bound: float) -> str:
+    """All digits of a whole number, which people may want to copy."""
+    return f"{int(bound)}" if bound == int(bound) else f"{bound:g}"
