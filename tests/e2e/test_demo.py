@@ -13,7 +13,9 @@ def test_the_demonstration_streams_readable_answers_and_timings():
     answers = re.findall(r"^\[\d+\] (.+)\n((?: {4}.*\n|\n)+)", text, re.MULTILINE)
     assert len(answers) >= 8
     assert all(re.search(r"[a-z]{2,}", answer) for _, answer in answers)
-    assert re.search(r"^ *# +prompt tokens +output tokens +TTFT ms +mean ITL ms +tokens/s +ended$", text, re.MULTILINE)
+    assert re.search(
+        r"^ *# +prompt tokens +output tokens +TTFT ms +mean ITL ms +tokens/s +ended +request$", text, re.MULTILINE
+    )
     assert re.search(
         r"^total: \d+ requests; \d+ output tokens in [\d.]+ s, \d+ tokens/s; mean TTFT", text, re.MULTILINE
     )

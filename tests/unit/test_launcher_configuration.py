@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from headway.__main__ import parser_of
+from headway.__main__ import main, parser_of
 from headway.configuration import (
     OneLineParser,
     add_flags,
@@ -142,7 +142,7 @@ def test_bad_values_are_told_in_the_words_of_their_source(tmp_path: Path):
         (["--slotz", "1"], "headway toy: unknown flag --slotz; did you mean --slots?\n"),
         (["--slot=1"], "headway toy: unknown flag --slot; did you mean --slots?\n"),
         (["--xyzzy"], "headway toy: unknown flag --xyzzy; see --help for those that exist\n"),
-        (["stray"], "headway toy: unexpected argument 'stray'; see headway toy --help\n"),
+        (["stray"], "headway toy: unexpected argument 'stray'; did you mean --model 'stray'?\n"),
         (["--slots"], "headway toy: argument --slots: expected one argument\n"),
     ],
 )
@@ -218,3 +218,35 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
     for config in (SchedulerConfig(), ExecutorConfig(), GatewayConfig(model="m")):
         for name, (least, most) in config.RANGES.items():
             assert least <= getattr(config, name) <= most
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve --port 8000", "unknown flag --port; host and port are one flag: --grpc-address HOST:PORT"),
+        ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
+        ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
+        ("serve models/mine", "unexpected argument 'models/mine'; did you mean --model 'models/mine'?"),
+        (
+            "generate --port 1 --prompt x",
+            "unknown flag --port; host and port of the server are one flag: --address HOST:PORT",
+        ),
+        ("generate --api-key=sekret", "unknown flag --api-key; the token is read from a file"),
+        ("generate hello", "unexpected argument 'hello'; did you mean --prompt 'hello'?"),
+        ("generate hello --max-tokens 3", "unexpected argument 'hello'; did you mean --prompt 'hello'?"),
+        ("generate", "one of the arguments --prompt --file is required"),
+        ("generate --prompt a --file b", "argument --file: not allowed with argument --prompt"),
+        ("bench --host h", "unknown flag --host; host and port of the server are one flag: --address HOST:PORT"),
+        ("top --api-key sekret", "unknown flag --api-key; the token is read from a file"),
+    ],
+)
+def test_what_other_programs_call_it_gets_an_answer_that_helps(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"headway {words.split(maxsplit=1)[0]}: {message}")
+    assert said.count("\n") == 1
+    assert "sekret" not in said

@@ -11,7 +11,7 @@ from headway.demo import demo_jobs
 from headway.generate import add_generate_flags, jobs_of, run
 from headway.reporting import Screen, block, prompt_table, table
 from headway.settings import ConfigurationError
-from headway.streaming import Answer, Job
+from headway.streaming import Answer, Job, texts_of
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -126,7 +126,13 @@ def test_a_wrong_command_line_is_one_line(words, capsys):
 
 ANSWERS = [
     Answer(
-        text="\n\nfirst\n\n  second", prompt_tokens=3, output_tokens=11, ttft_s=0.02, mean_itl_s=0.004, duration_s=0.1
+        request_id="a-request",
+        text="\n\nfirst\n\n  second",
+        prompt_tokens=3,
+        output_tokens=11,
+        ttft_s=0.02,
+        mean_itl_s=0.004,
+        duration_s=0.1,
     ),
     Answer(error="UNAVAILABLE: gone"),
 ]
@@ -141,8 +147,8 @@ def test_an_answer_stands_whole_and_indented_under_its_prompt():
 
 def test_the_table_has_a_line_per_answer_and_a_total():
     lines = table(ANSWERS, wall_s=0.5).splitlines()
-    assert lines[1].split() == ["1", "3", "11", "20.0", "4.00", "110.0"]
-    assert lines[2].split()[-1] == "failed"
+    assert lines[1].split() == ["1", "3", "11", "20.0", "4.00", "110.0", "a-request"]
+    assert lines[2].split()[-2:] == ["failed", "-"]
     assert lines[-1] == (
         "total: 2 requests, 1 succeeded; 11 output tokens in 0.50 s, 22 tokens/s; mean TTFT 20 ms, mean ITL 4.0 ms"
     )
@@ -177,12 +183,29 @@ def test_flags_about_the_prompt_and_the_choice():
 
 def test_a_prompt_is_shown_token_by_token_and_before_its_answer():
     entries = [TokenLogprob(965, -7.5, ((20, -2.25), (3, -2.5))), TokenLogprob(6, -0.5, ())]
-    shown = prompt_table(PromptTokens("", [1, 965, 6], entries))
+    texts = {965: " dictionary", 20: "\n", 3: "'", 6: ""}
+    shown = prompt_table(PromptTokens("", [1, 965, 6], entries), texts)
     assert shown == (
-        "token  logprob  alternatives\n"
-        "  965   -7.500  20 -2.250  3 -2.500\n"
-        "    6   -0.500\n"
+        "token  text           logprob  alternatives\n"
+        "  965  ' dictionary'   -7.500  20 '\\n' -2.250  3 \"'\" -2.500\n"
+        "    6  ''              -0.500\n"
         "sum -8.000, perplexity 54.60\n"
     )
     told = Answer(text=" there", prompt=PromptTokens(text="hi"))
     assert block(0, Job(title="hi", prompt="hi", options={}), told) == "[1] hi\n    hi there\n\n"
+
+
+async def test_each_token_that_is_named_is_asked_for_once():
+    class Detokenizer:
+        def __init__(self) -> None:
+            self.asked: list[list[int]] = []
+
+        async def detokenize(self, token_ids: list[int]) -> str:
+            self.asked.append(token_ids)
+            return f"<{token_ids[0]}>"
+
+    client = Detokenizer()
+    entries = [TokenLogprob(100 + n, -1.0, ((7, -2.0), (100 + n, -1.0))) for n in range(70)]
+    texts = await texts_of(client, PromptTokens("", [1], entries))
+    assert client.asked == [[token_id] for token_id in (7, *range(100, 170))]
+    assert texts == {token_id: f"<{token_id}>" for token_id in (7, *range(100, 170))}

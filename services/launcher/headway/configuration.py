@@ -50,6 +50,20 @@ Layer = Mapping[str, Given]
 """What one source gives, by field name."""
 
 
+_POSITIONAL = ("--prompt", "--model")
+"""What other programs take without a flag, where a command has one of these."""
+_ADDRESSES = (
+    ("--grpc-address", "host and port are one flag: --grpc-address HOST:PORT, such as --grpc-address 127.0.0.1:50051"),
+    ("--address", "host and port of the server are one flag: --address HOST:PORT, such as --address 127.0.0.1:50051"),
+)
+_TOKENS = (
+    ("--auth-token-file", "tokens are in a file: --auth-token-file FILE, see Security in the README"),
+    ("--token-file", "the token is read from a file, since others see command lines: --token-file FILE"),
+)
+_ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, "--token": _TOKENS}
+"""What other programs call it, and what it is here, by a flag that the command has."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, exit 2, and name the nearest flag for an unknown one."""
 
@@ -59,16 +73,29 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse; refuse the first unknown argument by name."""
+        required = [group for group in self._mutually_exclusive_groups if group.required]
+        for group in required:  # What is unknown may be just what is missed.
+            group.required = False
         parsed, unknown = self.parse_known_args(words)
         if unknown:
-            self.error(self._unknown(unknown[0]))
+            self.error(self._unknown(unknown))
+        if required:
+            for group in required:
+                group.required = True
+            parsed = self.parse_args(words)
         return parsed
 
-    def _unknown(self, argument: str) -> str:
-        if not argument.startswith("-"):
-            return f"unexpected argument {shown(argument)}; see {self.prog} --help"
-        flag = argument.partition("=")[0]
-        return f"unknown flag {shown(flag)[1:-1]}{suggestion(flag, self._option_string_actions)}"
+    def _unknown(self, words: Sequence[str]) -> str:
+        known = self._option_string_actions
+        if not words[0].startswith("-"):
+            flag = next((flag for flag in _POSITIONAL if flag in known), "")
+            hint = f"did you mean {flag} {shown(words[0])}?" if flag else f"see {self.prog} --help"
+            return f"unexpected argument {shown(words[0])}; {hint}"
+        flag = words[0].partition("=")[0]
+        for instead, hint in _ELSEWHERE.get(flag, ()):
+            if instead in known:
+                return f"unknown flag {flag}; {hint}"
+        return f"unknown flag {shown(flag)[1:-1]}{suggestion(flag, known)}"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from headway.client import (
 from headway.connection import add_connection_flags, client_of
 from headway.reporting import Screen, prompt_table, table
 from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
-from headway.streaming import Job, answer, answer_all
+from headway.streaming import Job, answer, answer_all, texts_of
 
 INTERRUPTED_EXIT_CODE = 130
 FAILED_EXIT_CODE = 1
@@ -246,7 +246,7 @@ async def _stream_one(client: AsyncClient, job: Job) -> int:
         sys.stderr.write(f"headway generate: {' '.join(finished.error.split())}\n")
         return FAILED_EXIT_CODE
     if finished.prompt.logprobs:
-        sys.stderr.write("\n" + prompt_table(finished.prompt))
+        sys.stderr.write("\n" + prompt_table(finished.prompt, await texts_of(client, finished.prompt)))
     sys.stderr.write("\n" + table([finished], finished.duration_s))
     return 0
 

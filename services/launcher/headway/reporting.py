@@ -6,13 +6,13 @@ Must not know: where the answers came from.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from headway.client import PromptTokens
 from headway.streaming import Answer, Job
 
-_COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "tokens/s", "ended")
+_COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "tokens/s", "ended", "request")
 
 
 class Screen:
@@ -60,17 +60,20 @@ def block(number: int, job: Job, answer: Answer) -> str:
     return f"[{number + 1}] {job.title}\n{indented}\n\n"
 
 
-def prompt_table(prompt: PromptTokens) -> str:
-    """Return a line per token of a prompt from the second on: id, log probability, and the alternatives' (id log probability).
+def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
+    """Return a line per token of a prompt from the second on: id, text, log probability, and the same of the alternatives.
 
-    A last line tells the sum and the perplexity.
+    A last line tells the sum and the perplexity. ``texts`` are by token id.
     """
-    lines = [("token", "logprob", "alternatives")]
+    lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:
-        alternatives = "  ".join(f"{token_id} {logprob:.3f}" for token_id, logprob in entry.top)
-        lines.append((str(entry.token_id), f"{entry.logprob:.3f}", alternatives))
-    widths = [max(len(line[column]) for line in lines) for column in range(2)]
-    told = ["  ".join((line[0].rjust(widths[0]), line[1].rjust(widths[1]), line[2])).rstrip() for line in lines]
+        alternatives = "  ".join(f"{token_id} {texts[token_id]!r} {logprob:.3f}" for token_id, logprob in entry.top)
+        lines.append((str(entry.token_id), repr(texts[entry.token_id]), f"{entry.logprob:.3f}", alternatives))
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    told = [
+        "  ".join((line[0].rjust(widths[0]), line[1].ljust(widths[1]), line[2].rjust(widths[2]), line[3])).rstrip()
+        for line in lines
+    ]
     total_logprob = sum(entry.logprob for entry in prompt.logprobs)
     perplexity = math.exp(-total_logprob / len(prompt.logprobs)) if prompt.logprobs else math.nan
     return "\n".join((*told, f"sum {total_logprob:.3f}, perplexity {perplexity:.2f}", ""))
@@ -109,4 +112,5 @@ def _row(number: int, answer: Answer) -> tuple[str, ...]:
         f"{1000 * answer.mean_itl_s:.2f}",
         f"{answer.tokens_per_s:.1f}",
         "failed" if answer.error else answer.finish_reason,
+        answer.request_id or "-",
     )

@@ -12,6 +12,8 @@ import msgspec
 
 from headway.client import AsyncClient, ChatMessage, GenerateOptions, HeadwayError, PromptTokens
 
+_TEXTS_AT_ONCE = 64
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. ``title`` is the prompt as people know it."""
@@ -29,6 +31,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     of the prompt, if it was to be.
     """
 
+    request_id: str = ""
+    """What ``headway explain`` asks for; empty where the request was not accepted."""
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -53,9 +57,11 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
     sent = time.perf_counter()
     first = last = 0.0
     output_tokens = 0
+    request_id = ""
     try:
         async with client.generate(job.prompt, **job.options) as stream:
             async for delta in stream:
+                request_id = stream.request_id
                 if not first and stream.prompt.text:
                     on_text(stream.prompt.text, 0)
                 last = time.perf_counter()
@@ -64,9 +70,12 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
                 on_text(delta.text, len(delta.token_ids))
             result = await stream.result()
     except HeadwayError as error:
-        return Answer(error=str(error), output_tokens=output_tokens, duration_s=time.perf_counter() - sent)
+        return Answer(
+            request_id=request_id, error=str(error), output_tokens=output_tokens, duration_s=time.perf_counter() - sent
+        )
     completion = result.completions[0]
     return Answer(
+        request_id=result.request_id,
         text=completion.text,
         prompt_tokens=result.prompt_tokens,
         output_tokens=output_tokens,
@@ -77,6 +86,20 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
         error=completion.error,
         prompt=result.prompt,
     )
+
+
+async def texts_of(client: AsyncClient, told: PromptTokens) -> dict[int, str]:
+    """The text of each token that log probabilities of a prompt name.
+
+    Raises:
+        HeadwayError: the server did not tell.
+    """
+    token_ids = sorted({one for entry in told.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))})
+    texts: list[str] = []
+    for first in range(0, len(token_ids), _TEXTS_AT_ONCE):
+        some = token_ids[first : first + _TEXTS_AT_ONCE]
+        texts += await asyncio.gather(*(client.detokenize([token_id]) for token_id in some))
+    return dict(zip(token_ids, texts, strict=True))
 
 
 async def answer_all(
