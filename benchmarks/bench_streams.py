@@ -12,6 +12,7 @@ import asyncio
 import json
 from pathlib import Path
 
+from counts import count, counts
 from headway.bench.options import BenchOptions
 from headway.bench.session import BenchResult, bench
 from provenance import provenance
@@ -51,12 +52,12 @@ def row_of(result: BenchResult) -> dict[str, float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--users", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=80, help="of each answer")
+    parser.add_argument("--users", type=count, default=2000)
+    parser.add_argument("--tokens", type=count, default=80, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--ramp-s", type=float, default=5.0)
-    parser.add_argument("--processes", default="1,2", help="of the client: a row each")
-    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--processes", type=counts, default="1,2", help="of the client: a row each")
+    parser.add_argument("--connections", type=count, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
     )
     rows = []
     with served(*flags) as address:
-        for processes in map(int, arguments.processes.split(",")):
+        for processes in arguments.processes:
             options = BenchOptions(
                 address=address,
                 users=arguments.users,

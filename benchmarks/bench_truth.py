@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from counts import count
 from headway.bench.options import BenchOptions
 from headway.bench.report import warnings
 from headway.bench.session import BenchResult, bench
@@ -92,10 +93,10 @@ def options_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-ms", type=float, default=100.0)
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--requests", type=count, default=100)
+    parser.add_argument("--tokens", type=count, default=24, help="of each answer")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second, which the server can serve")
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--processes", type=count, default=1, help="of the client")
     parser.add_argument("--within", type=float, default=0.02, help="how far each ratio may be from 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result as JSON")

@@ -36,6 +36,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from counts import count
 from headway.bench.options import BenchOptions
 from headway.bench.report import warnings
 from headway.bench.session import BenchResult, bench
@@ -210,15 +211,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-model", default="", help="the model to ask the peer for; empty: the first that it lists"
     )
-    parser.add_argument("--users", type=int, default=SETTINGS["users"])
-    parser.add_argument("--num-requests", type=int, default=SETTINGS["num_requests"])
+    parser.add_argument("--users", type=count, default=SETTINGS["users"])
+    parser.add_argument("--num-requests", type=count, default=SETTINGS["num_requests"])
     parser.add_argument("--warmup-requests", type=int, default=SETTINGS["warmup_requests"])
     parser.add_argument("--prompt-tokens", default=SETTINGS["prompt_tokens"])
     parser.add_argument("--output-tokens", default=SETTINGS["output_tokens"])
-    parser.add_argument("--num-kv-blocks", type=int, default=4096)
-    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
+    parser.add_argument("--num-kv-blocks", type=count, default=4096)
+    parser.add_argument("--max-model-len", type=count, default=MAX_MODEL_LEN)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: as it chooses")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result as JSON")
     parser.add_argument("--png", type=Path, help="draw it")

@@ -30,6 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
+from counts import count
 from provenance import provenance
 from random_tokenizer import random_tokenizer
 
@@ -306,7 +307,7 @@ def hostile(name: str, label: str, patience_s: float) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--masks", type=int, default=300, help="of each schema")
+    parser.add_argument("--masks", type=count, default=300, help="of each schema")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds for a hostile input, beside 10 to start")
     parser.add_argument("--libraries", default=",".join(LIBRARIES))
     parser.add_argument("--vocabularies", nargs="*", help="names of those to measure; default: all")

@@ -27,6 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
+from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -275,10 +276,10 @@ def cost(model: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--outputs", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--outputs", type=count, default=500)
+    parser.add_argument("--batch", type=count, default=64)
+    parser.add_argument("--steps", type=count, default=64, help="decode steps of a round")
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--models", default="demo,135m")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

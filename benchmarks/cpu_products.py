@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from counts import count, counts
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 from provenance import provenance
 
@@ -89,10 +90,10 @@ def measure(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forms", default="float32,bfloat16,int8", help="how weights are held")
-    parser.add_argument("--rows", default="1,8,32,128,256")
+    parser.add_argument("--rows", type=counts, default="1,8,32,128,256")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--repetitions", type=count, default=5)
     parser.add_argument("--bytes-of-weights", type=float, default=BYTES_OF_WEIGHTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result here")
@@ -104,7 +105,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     chosen = variants(arguments.threads)
     shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
-    all_rows = [int(rows) for rows in arguments.rows.split(",")]
+    all_rows = arguments.rows
     print("billions of operations per second\n    form  product  rows" + "".join(f"{name:>9}" for name in chosen))
     results = [
         record

@@ -39,6 +39,7 @@ import psutil
 from matplotlib.figure import Figure
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
+from counts import count
 from headway import openai_front
 from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
@@ -461,19 +462,19 @@ def draw(path: Path, rows: Sequence[dict[str, object]]) -> None:
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     results = Path(__file__).parent / "results"
-    parser.add_argument("--replicas", type=int, default=3, help="complete Headways (default: 3)")
-    parser.add_argument("--num-kv-blocks", type=int, default=768, help="blocks of 16 tokens of each (default: 768)")
+    parser.add_argument("--replicas", type=count, default=3, help="complete Headways (default: 3)")
+    parser.add_argument("--num-kv-blocks", type=count, default=768, help="blocks of 16 tokens of each (default: 768)")
     parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step (default: 8)")
     parser.add_argument("--token-us", type=float, default=100.0, help="and for each of its tokens (default: 100)")
-    parser.add_argument("--groups", type=int, default=24, help="groups of prompts (default: 24)")
-    parser.add_argument("--shared-tokens", type=int, default=768, help="tokens that a group shares (default: 768)")
-    parser.add_argument("--own-tokens", type=int, default=64, help="tokens of its own of each prompt (default: 64)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer (default: 48)")
-    parser.add_argument("--requests", type=int, default=240, help="of each round (default: 240)")
+    parser.add_argument("--groups", type=count, default=24, help="groups of prompts (default: 24)")
+    parser.add_argument("--shared-tokens", type=count, default=768, help="tokens that a group shares (default: 768)")
+    parser.add_argument("--own-tokens", type=count, default=64, help="tokens of its own of each prompt (default: 64)")
+    parser.add_argument("--tokens", type=count, default=48, help="tokens of each answer (default: 48)")
+    parser.add_argument("--requests", type=count, default=240, help="of each round (default: 240)")
     parser.add_argument("--rate", type=float, default=12.0, help="requests per second (default: 12)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each policy (default: 3)")
+    parser.add_argument("--rounds", type=count, default=3, help="of each policy (default: 3)")
     parser.add_argument("--no-kills", action="store_true", help="compare the routing only")
-    parser.add_argument("--users", type=int, default=18, help="clients while a replica is killed (default: 18)")
+    parser.add_argument("--users", type=count, default=18, help="clients while a replica is killed (default: 18)")
     parser.add_argument("--before-s", type=float, default=8.0, help="seconds of load before a kill (default: 8)")
     parser.add_argument("--after-s", type=float, default=20.0, help="and after it (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and times (default: 0)")

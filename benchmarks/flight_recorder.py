@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from counts import count
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLog, FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
@@ -82,7 +83,7 @@ class RecordedBench(DrawingBench):
 
 def lower_quartile(times: list[float]) -> float:
     """What a step takes while nobody else wants the processor."""
-    return statistics.quantiles(times, n=4)[0]
+    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
 
 
 def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[str, float]:
@@ -178,9 +179,9 @@ def report(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--running", type=count, default=256)
+    parser.add_argument("--steps", type=count, default=2000)
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from counts import count
 from headway.client import AsyncClient, HeadwayError
 from headway.flight.replay_command import replayed
 from headway.flight.source import Flight
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--requests", type=count, default=5000)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

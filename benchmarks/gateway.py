@@ -29,6 +29,7 @@ from pathlib import Path
 import grpc
 
 import headway
+from counts import count
 from headway.client import AsyncClient
 from headway_gateway.ingress_link import LiveSequence
 from headway_gateway.scheduler_client import SchedulerClient
@@ -234,10 +235,10 @@ def print_tables(result: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=900)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=300, help="requests for the latency table")
+    parser.add_argument("--streams", type=count, default=256)
+    parser.add_argument("--tokens", type=count, default=900)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--requests", type=count, default=300, help="requests for the latency table")
     parser.add_argument("--gap-ms", type=float, default=10.0)
     parser.add_argument("--grpc-address", default="127.0.0.1:50971")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gateway.json")

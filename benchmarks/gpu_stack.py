@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 import headway
+from counts import count
 from gpu_steps import SHAPES, Shape, say
 from headway.client import AsyncClient
 from provenance import provenance
@@ -207,10 +208,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The whole stack on a GPU, beside transformers.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--concurrency", type=count, default=64)
+    parser.add_argument("--requests", type=count, default=256)
+    parser.add_argument("--prompt", type=count, default=512)
+    parser.add_argument("--output", type=count, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grpc-address", default="127.0.0.1:50931")
     parser.add_argument("--no-peer", action="store_true")

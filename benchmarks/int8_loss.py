@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import headway
+from counts import count
 from headway_executor.models.compiled import load_compiled
 from headway_executor.models.families import read_model_config
 from headway_executor.weights import Checkpoint
@@ -63,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
-    parser.add_argument("--window", type=int, default=256, help="tokens per window")
+    parser.add_argument("--window", type=count, default=256, help="tokens per window")
     parser.add_argument("--tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
     arguments = parser.parse_args()
     token_ids = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode(arguments.text.read_text()).ids

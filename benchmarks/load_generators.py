@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from counts import count
 from headway import openai_front
 from headway.flight.recording import Recording
 from headway.flight.source import Flight
@@ -278,10 +279,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--guidellm", default="", help="guidellm's command; empty: leave it out")
     parser.add_argument("--vllm-python", default="", help="Python that has vllm; empty: leave it out")
-    parser.add_argument("--requests", type=int, default=120, help="of each generator (default: 120)")
+    parser.add_argument("--requests", type=count, default=120, help="of each generator (default: 120)")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default: 4)")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt (default: 64)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument("--prompt", type=count, default=64, help="tokens of each prompt (default: 64)")
+    parser.add_argument("--tokens", type=count, default=64, help="tokens of each answer (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--serve-flags",

@@ -24,6 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from counts import count, counts
 from headway_gateway.statistics import GatewayStatistics
 from headway_proto.metrics_endpoint import MetricsEndpoint
 from headway_proto.snapshots import Snapshots
@@ -211,9 +212,9 @@ def gateway_note_us() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--running", default="32,256,1024", help="numbers of running requests")
-    parser.add_argument("--steps", type=int, default=50, help="steps per turn; all turns together at most 1900")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each kind")
+    parser.add_argument("--running", type=counts, default="32,256,1024", help="numbers of running requests")
+    parser.add_argument("--steps", type=count, default=50, help="steps per turn; all turns together at most 1900")
+    parser.add_argument("--turns", type=count, default=8, help="turns of each kind")
     parser.add_argument("--pace-ms", type=float, default=3.0, help="pause before each step, as for an executor")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
@@ -223,7 +224,7 @@ def main() -> None:
     )
     rows = []
     for has_churn in (False, True):
-        for size in map(int, arguments.running.split(",")):
+        for size in arguments.running:
             row = measured(size, arguments, has_churn=has_churn)
             load = "churn" if has_churn else "decode"
             rows.append({"load": load, "running": size, **row})

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from counts import count, counts
 from headway.simulate.cases import Case
 from headway.simulate.hardware import ACCELERATORS
 from headway.simulate.model_shapes import MODEL_SHAPES
@@ -415,11 +416,13 @@ def main() -> None:
     parser.add_argument("--contexts", default=";".join(CONTEXTS), help="of the sweep of preemption, by semicolons")
     parser.add_argument("--bandwidths", default="1,2,5,10,25,50,100", help="to the host, GB/s")
     parser.add_argument("--workloads", default=";".join(RESERVATION_WORKLOADS), help="of reservations, by semicolons")
-    parser.add_argument("--running", default="256,4096", help="numbers of running requests whose step is timed")
-    parser.add_argument("--periods", type=int, default=20, help=f"of {CostBench.PERIOD} steps, for the timing")
+    parser.add_argument(
+        "--running", type=counts, default="256,4096", help="numbers of running requests whose step is timed"
+    )
+    parser.add_argument("--periods", type=count, default=20, help=f"of {CostBench.PERIOD} steps, for the timing")
     parser.add_argument("--share", type=float, default=1.0, help="of each workload's requests")
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
-    parser.add_argument("--seeds", type=int, default=2, help="how many")
+    parser.add_argument("--seeds", type=count, default=2, help="how many")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     given = parser.parse_args()
     seeds = list(range(given.seed, given.seed + given.seeds))
@@ -433,7 +436,7 @@ def main() -> None:
         "preemption": shown(
             preemption_rows(given.models.split(","), given.contexts.split(";"), bandwidths, given.share, seeds)
         ),
-        "cost": shown(cost_rows([int(size) for size in given.running.split(",")], given.periods, given.seed)),
+        "cost": shown(cost_rows(given.running, given.periods, given.seed)),
     }
     if given.output:
         given.output.write_text(json.dumps(record, indent=1) + "\n")

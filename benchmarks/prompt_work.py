@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -155,10 +156,10 @@ def measure(model: Path, load: argparse.Namespace) -> dict[str, dict[str, float]
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens of the prompt (default: 1000)")
-    parser.add_argument("--requests", type=int, default=8, help="how many at once (default: 8)")
-    parser.add_argument("--budget", type=int, default=2048, help="max_num_batched_tokens (default: 2048)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=count, default=1000, help="tokens of the prompt (default: 1000)")
+    parser.add_argument("--requests", type=count, default=8, help="how many at once (default: 8)")
+    parser.add_argument("--budget", type=count, default=2048, help="max_num_batched_tokens (default: 2048)")
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all that pay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the random one of 40M parameters")

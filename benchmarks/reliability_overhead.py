@@ -34,6 +34,7 @@ from unittest import mock
 
 import grpc.aio
 
+from counts import count
 from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
@@ -404,13 +405,13 @@ def main() -> None:
         with without(*PARTS):
             sys.exit(headway_main(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=256, help="requests that decode")
-    parser.add_argument("--steps", type=int, default=1000, help="steps per round")
-    parser.add_argument("--round-trips", type=int, default=3000, help="steps over a link per round")
-    parser.add_argument("--streams", type=int, default=64, help="streams through the chain")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of each")
+    parser.add_argument("--running", type=count, default=256, help="requests that decode")
+    parser.add_argument("--steps", type=count, default=1000, help="steps per round")
+    parser.add_argument("--round-trips", type=count, default=3000, help="steps over a link per round")
+    parser.add_argument("--streams", type=count, default=64, help="streams through the chain")
+    parser.add_argument("--tokens", type=count, default=400, help="tokens of each")
     parser.add_argument("--step-us", type=float, nargs="*", default=[0.0, 5000.0], help="step times for the chain")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()

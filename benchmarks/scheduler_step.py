@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from counts import count, count_or_none, counts
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
@@ -243,8 +244,10 @@ def churn(
     return figures(times)
 
 
-def waiting(order: str, num_running: int, num_waiting: int, depth: int, seed: int) -> dict[str, dict[str, float]]:
-    """What single events cost with ``num_waiting`` requests in the queue."""
+def waiting(
+    order: str, num_running: int, num_waiting: int, depth: int, seed: int
+) -> dict[str, dict[str, float] | None]:
+    """What single events cost with ``num_waiting`` requests in the queue; None where there is nobody to cancel."""
     bench = Bench(num_running, depth, seed, policies={**POLICIES["everything"], "order": order})
     bench.settle()
     running = [request.new.origin for request in bench.core.requests()]
@@ -257,7 +260,11 @@ def waiting(order: str, num_running: int, num_waiting: int, depth: int, seed: in
     cancelling = [timed(lambda place=place: bench.core.abort(arrivals[place].origin)) for place in chosen.tolist()]
     ending = [timed(lambda origin=origin: bench.core.abort(origin)) for origin in running]
     gc.unfreeze()
-    return {"arrival": figures(arriving), "cancelled": figures(cancelling), "end": figures(ending)}
+    return {
+        "arrival": figures(arriving),
+        "cancelled": figures(cancelling) if cancelling else None,
+        "end": figures(ending),
+    }
 
 
 def profiled(num_running: int, steps: int, depth: int, seed: int) -> str:
@@ -337,18 +344,20 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--running", default="32,128,256,1024,4096", help="numbers of running requests")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each row is measured; the quickest counts")
-    parser.add_argument("--depth", type=int, default=2, help="steps in flight")
+    parser.add_argument("--running", type=counts, default="32,128,256,1024,4096", help="numbers of running requests")
+    parser.add_argument("--steps", type=count, default=400)
+    parser.add_argument("--rounds", type=count, default=3, help="how often each row is measured; the quickest counts")
+    parser.add_argument("--depth", type=count, default=2, help="steps in flight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aligned", action="store_true", help="all block boundaries in the same step")
-    parser.add_argument("--waiting", type=int, default=NUM_WAITING, help="requests in the queue while events are timed")
+    parser.add_argument(
+        "--waiting", type=count_or_none, default=NUM_WAITING, help="requests in the queue while events are timed"
+    )
     parser.add_argument("--peer", default="", help="command that measures a peer's scheduler")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     parser.add_argument("--profile", type=Path, help="write where the time of steps with every policy goes, as text")
     arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.running.split(",")]
+    sizes = arguments.running
     measured_here = provenance(arguments.seed)
     core = "compiled" if runs_compiled() else "as written"
     print(f"core: {core}")
@@ -366,7 +375,10 @@ def main() -> None:
     )
     for order in ORDERS:
         queues[order] = waiting(order, min(256, max(sizes)), arguments.waiting, arguments.depth, arguments.seed)
-        cells = "".join(f" {part['median_us']:>9} {part['p99_us']:>8}" for part in queues[order].values())
+        cells = "".join(
+            f" {part['median_us']:>9} {part['p99_us']:>8}" if part else f" {'-':>9} {'-':>8}"
+            for part in queues[order].values()
+        )
         print(f"{order:<20}{cells}")
     if arguments.profile:
         arguments.profile.write_text(profiled(min(256, max(sizes)), arguments.steps, arguments.depth, arguments.seed))

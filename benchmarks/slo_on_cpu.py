@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -203,16 +204,16 @@ def figures(runs: list[Run], load: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--objective-ms", type=int, default=50)
-    parser.add_argument("--budget", type=int, default=2048, help="max_num_batched_tokens of both")
-    parser.add_argument("--chats", type=int, default=4, help="users who chat")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a chat's prompt")
-    parser.add_argument("--output", type=int, default=128, help="tokens of a chat's answer")
+    parser.add_argument("--objective-ms", type=count, default=50)
+    parser.add_argument("--budget", type=count, default=2048, help="max_num_batched_tokens of both")
+    parser.add_argument("--chats", type=count, default=4, help="users who chat")
+    parser.add_argument("--prompt", type=count, default=32, help="tokens of a chat's prompt")
+    parser.add_argument("--output", type=count, default=128, help="tokens of a chat's answer")
     parser.add_argument("--long-prompts", type=int, default=2, help="users who send long prompts")
-    parser.add_argument("--long", type=int, default=2000, help="tokens of a long prompt")
+    parser.add_argument("--long", type=count, default=2000, help="tokens of a long prompt")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds that do not count")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the random one")

@@ -28,6 +28,7 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from counts import count
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway import openai_front
 from headway.replicas import free_ports
@@ -206,11 +207,11 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--streams", type=int, default=64, help="streams at a time (default: 64)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each (default: 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds after the first, which warms up (default: 3)")
-    parser.add_argument("--requests", type=int, default=40, help="streams measured one at a time (default: 40)")
-    parser.add_argument("--latency-tokens", type=int, default=32, help="tokens of each of those (default: 32)")
+    parser.add_argument("--streams", type=count, default=64, help="streams at a time (default: 64)")
+    parser.add_argument("--tokens", type=count, default=128, help="tokens of each (default: 128)")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds after the first, which warms up (default: 3)")
+    parser.add_argument("--requests", type=count, default=40, help="streams measured one at a time (default: 40)")
+    parser.add_argument("--latency-tokens", type=count, default=32, help="tokens of each of those (default: 32)")
     parser.add_argument("--gap-ms", type=float, default=5.0, help="time of a step for those (default: 5)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "smg_overhead.json")
     arguments = parser.parse_args(words)

@@ -24,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
+from counts import count
 from headway_executor.backend import BackendConfig
 from headway_proto.sampling import SamplingParams
 from provenance import provenance
@@ -158,12 +159,12 @@ def config_of(model: Path, speculation: str, draft: Path | None = None) -> Backe
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=200, help="whose answers are compared token for token")
-    parser.add_argument("--output", type=int, default=400, help="tokens of each answer of the demo model")
-    parser.add_argument("--output-135m", type=int, default=64, help="tokens of each answer of the random model")
-    parser.add_argument("--exact-output", type=int, default=64, help="tokens of the answers that are compared")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--alone", type=int, default=8, help="prompts that are answered one after another in a round")
+    parser.add_argument("--prompts", type=count, default=200, help="whose answers are compared token for token")
+    parser.add_argument("--output", type=count, default=400, help="tokens of each answer of the demo model")
+    parser.add_argument("--output-135m", type=count, default=64, help="tokens of each answer of the random model")
+    parser.add_argument("--exact-output", type=count, default=64, help="tokens of the answers that are compared")
+    parser.add_argument("--rounds", type=count, default=7)
+    parser.add_argument("--alone", type=count, default=8, help="prompts that are answered one after another in a round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip-135m", action="store_true", help="leave out the random model of 135M parameters")
     parser.add_argument("--json", type=Path, help="write the result here")

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from counts import count
 from headway.simulate.device import VirtualDevice
 from headway.simulate.hardware import Accelerator
 from headway.simulate.loop import Simulation
@@ -343,8 +344,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decodes", default="1,2,4,8,16,32", help="decoding rows")
     parser.add_argument("--contexts", default="32,256,1024", help="tokens before a decode or a chunk")
     parser.add_argument("--chunks", default="16,64,128,256,512", help="prompt tokens of a step")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--repetitions", type=int, default=4, help="runs of a step per round, after one to warm up")
+    parser.add_argument("--rounds", type=count, default=6)
+    parser.add_argument("--repetitions", type=count, default=4, help="runs of a step per round, after one to warm up")
     parser.add_argument("--run", default="16,256,64", help="the whole run: requests, prompt tokens, output tokens")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
     parser.add_argument("--seed", type=int, default=0)

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from counts import count, counts
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -298,12 +299,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it a random one of 135M parameters")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", default="none", help="none, int8 or both, with a comma between")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
-    parser.add_argument("--output", type=int, default=64, help="output tokens per request")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2, help="how often ours and the peer alternate")
-    parser.add_argument("--num-kv-blocks", type=int, default=1024)
+    parser.add_argument("--concurrency", type=counts, default="1,8,32")
+    parser.add_argument("--prompt", type=count, default=128, help="tokens per prompt")
+    parser.add_argument("--output", type=count, default=64, help="output tokens per request")
+    parser.add_argument("--repetitions", type=count, default=3)
+    parser.add_argument("--rounds", type=count, default=2, help="how often ours and the peer alternate")
+    parser.add_argument("--num-kv-blocks", type=count, default=1024)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", default="", help="command that measures a peer on the same model and load")
@@ -316,7 +317,7 @@ def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, objec
     """Measure everything and return the record that is stored."""
     model = read_model_config(model_directory)
     quantizations = arguments.quantization.split(",")
-    sizes = [int(size) for size in arguments.concurrency.split(",")]
+    sizes = arguments.concurrency
     startup = {name: round(startup_seconds(model_directory, name), 1) for name in quantizations}
     widths = {name: weight_bytes(model_directory, name) for name in quantizations}
     limits = machine_limits()

@@ -23,6 +23,8 @@ from statistics import median
 import numpy as np
 import torch
 
+from counts import count
+
 os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: without a device, they cannot be compiled
 
 from gpu_steps import TINY
@@ -147,14 +149,14 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     """Microseconds of a step."""
     host = HostStep(num_rows)
     host.admit()
-    times = [host.seconds(host.message(step)) for step in range(1, num_steps + NUM_WARM_UPS)][NUM_WARM_UPS:]
+    times = [host.seconds(host.message(step)) for step in range(1, 1 + num_steps + NUM_WARM_UPS)][NUM_WARM_UPS:]
     return {"rows": num_rows, "median_us": median(times) * 1e6, "best_us": min(times) * 1e6}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Host time of a step of the triton backend.")
     parser.add_argument("--rows", default="32,256,1024")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=count, default=1000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     lines = []

@@ -1,5 +1,6 @@
 """A client in another language, which knows the API only by reflection, streams from a running server."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from e2e.running_server import command
 
+ROOT = Path(__file__).parents[2]
 NODE_CLIENT = Path(__file__).parent / "node"
 
 
@@ -27,15 +29,12 @@ def node_client(tmp_path_factory):
     return directory
 
 
+def node(node_client: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["node", *words], cwd=node_client, capture_output=True, text=True, check=False, timeout=60)
+
+
 def stream(node_client: Path, address: str, prompt: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["node", "stream.mjs", address, prompt, "8"],
-        cwd=node_client,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return node(node_client, "stream.mjs", address, prompt, "8")
 
 
 def test_node_streams_by_reflection(node_client):
@@ -52,3 +51,19 @@ def test_node_streams_by_reflection(node_client):
         refused = stream(node_client, address, "")
         assert refused.returncode == 1
         assert refused.stderr.startswith("INVALID_ARGUMENT: ")
+
+
+def test_the_readme_s_client_runs_as_it_stands_there(node_client):
+    (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with command("serve", "--backend", "simulated", "--grpc-address", "127.0.0.1:0") as server:
+        address = server.wait_for_ready()
+        assert example.count("127.0.0.1:50051") == 1
+        (node_client / "client.mjs").write_text(example.replace("127.0.0.1:50051", address))
+        run = node(node_client, "client.mjs")
+        assert (run.returncode, run.stderr) == (0, "")
+        assert len(run.stdout.strip()) > 16
+
+
+def test_without_arguments_it_tells_how_it_is_called(node_client):
+    run = node(node_client, "stream.mjs")
+    assert (run.returncode, run.stderr) == (2, "usage: node stream.mjs HOST:PORT PROMPT [MAX_TOKENS]\n")

@@ -113,6 +113,33 @@ def test_scheduler_step(tmp_path):
         assert str(row["decode"]["median_us"]) in printed
 
 
+@pytest.mark.parametrize(("num_waiting", "cancelled"), [("0", None), ("1", dict)])
+def test_scheduler_step_with_next_to_nothing(tmp_path, num_waiting, cancelled):
+    result = tmp_path / "result.json"
+    load = ("--running", "1", "--steps", "1", "--rounds", "1", "--waiting", num_waiting, "--output", str(result))
+    run("scheduler_step.py", *load, cwd=tmp_path)
+    for figures in json.loads(result.read_text())["waiting"]["orders"].values():
+        assert figures["arrival"]["median_us"] > 0
+        assert figures["cancelled"] is None if cancelled is None else figures["cancelled"]["median_us"] > 0
+
+
+@pytest.mark.parametrize(("name", "load"), [("flight_recorder.py", ("--running", "1", "--rounds", "1"))])
+def test_a_single_step_is_enough(tmp_path, name, load):
+    run(name, *load, "--steps", "1", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("scheduler_step.py", ("--running", "4,0")), ("gateway.py", ("--rounds", "0"))]
+)
+def test_nothing_at_all_is_refused_in_words(tmp_path, name, flags):
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *flags], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last == f"{name}: error: argument {flags[0]}: '0' is not allowed; allowed: a whole number, 1 or more"
+
+
 def test_step_time_fit_writes_a_device_that_can_be_simulated(tmp_path):
     result = tmp_path / "result.json"
     grid = ("--decodes", "1,4,8", "--contexts", "16,64", "--chunks", "16,64", "--rounds", "1", "--repetitions", "2")
@@ -331,7 +358,7 @@ def test_gpu_steps_and_host_cost_without_a_gpu(tmp_path):
     assert [line["name"].split(",")[0] for line in record["lines"]] == ["decode", "decode", "mixed", *["attention"] * 2]
     for line in record["lines"]:
         assert 0 < line["floor_ms"] < line["measured_ms"] or "torch's" in line["name"]
-    run("triton_host_cost.py", "--rows", "16", "--steps", "30", "--json", str(host), cwd=tmp_path)
+    run("triton_host_cost.py", "--rows", "16", "--steps", "1", "--json", str(host), cwd=tmp_path)
     (line,) = json.loads(host.read_text())["lines"]
     assert 0 < line["best_us"] <= line["median_us"]
 

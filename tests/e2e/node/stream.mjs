@@ -1,11 +1,16 @@
 // Streams one answer from a Headway server, knowing nothing of it but its address: the API comes by reflection.
 //
+//   npm ci
 //   node stream.mjs 127.0.0.1:50051 "A dictionary is" 32
 
 import grpc from "@grpc/grpc-js";
 import { GrpcReflection } from "grpc-js-reflection-client";
 
-const [address, prompt, maxTokens] = process.argv.slice(2);
+const [address, prompt, maxTokens = "32"] = process.argv.slice(2);
+if (address === undefined || prompt === undefined) {
+  console.error("usage: node stream.mjs HOST:PORT PROMPT [MAX_TOKENS]");
+  process.exit(2);
+}
 const credentials = grpc.credentials.createInsecure();
 
 const reflection = new GrpcReflection(address, credentials);
