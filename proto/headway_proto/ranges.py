@@ -5,13 +5,13 @@ Owns: the check, and its words. Must not know: any setting.
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class Bounded(Protocol):
     """A configuration whose numbers are bounded: by field, the least and the most that is allowed, both included."""
 
-    RANGES: Mapping[str, tuple[float, float]]
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]]
 
 
 def check_ranges(config: Bounded) -> None:

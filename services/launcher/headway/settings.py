@@ -92,12 +92,9 @@ def _within(shape: inspect.Type) -> str:
     match shape:
         case inspect.LiteralType(values=values):
             return ", ".join(map(str, values))
-        case (
-            inspect.IntType(gt=None, ge=int(), le=int())
-            | inspect.FloatType(gt=None, ge=int() | float(), le=int() | float())
-        ):
-            return range_text((shape.ge, shape.le))
         case inspect.IntType() | inspect.FloatType():
+            if shape.ge is not None and shape.le is not None:
+                return range_text((shape.ge, shape.le))
             return _bounds(shape).removeprefix(", ")
         case _:
             return ""
