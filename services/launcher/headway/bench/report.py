@@ -18,7 +18,7 @@ from headway.tables import aligned
 from headway.workload.load import Load
 from headway.workload.percentiles import Percentiles
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 _OUTPUTS = frozenset({"json", "csv", "png"})
 _TOGETHER_TOLD_FROM = 1.02
 _LEAST_AT_WORK = 0.5

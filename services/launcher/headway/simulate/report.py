@@ -28,7 +28,7 @@ _COLUMNS = (
     "preempted",
     "prefix hits",
     "mean batch",
-    "achieved/asked req/s",
+    "answered/asked req/s",
     "x real time",
 )
 _GOODPUT_COLUMN = _COLUMNS.index("goodput req/s")
