@@ -121,7 +121,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         check_metrics_address(self.metrics_address, self.metrics_token_file)
-        if not _is_power_of_two(self.block_size):
+        if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)
         if not _is_device(self.device):
