@@ -7,15 +7,19 @@ Must not know: columns, due ticks, or any other means by which the core avoids l
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from headway_scheduler.core.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
-from headway_scheduler.core.output_lengths import OutputLengths
-from headway_scheduler.core.request import may_speculate
-from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from specification_of_learning import (
+    EVERYBODY,
+    Curve,
+    SpecifiedForecast,
+    SpecifiedLengths,
+    SpecifiedRecord,
+    SpecifiedSpeculation,
+    SpecifiedStepTimes,
+    Step,
+    specified_horizons,
+)
 
 DEAD = -1
 """The version of a block behind one that was evicted: it cannot be reached and is not cached."""
@@ -63,7 +67,7 @@ class SpecRequest:
     """Cache versions of the leading blocks that the cache knows."""
     prompt_end: int = 0
     """Tokens known when it took its row: all of them are prefilled before it decodes."""
-    curve: int = 0
+    curve: Curve = EVERYBODY
     served_time: float = 0.0
     """When part of its prompt was last scheduled."""
     work: int = 0
@@ -76,7 +80,7 @@ class SpecRequest:
     wants_prompt_logprobs: bool = False
     told: int = 0
     """Prompt tokens, from the second on, whose log probabilities are known."""
-    speculation: SpeculationRecord = field(default_factory=SpeculationRecord)
+    speculation: SpecifiedRecord = field(default_factory=SpecifiedRecord)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -303,10 +307,10 @@ class Specification:
         self.refused: SpecRequest | None = None
         """The first in the queue when one was foreseen not to fit; nobody is asked again before ``ask_again_at``, a step."""
         self.ask_again_at = 0
-        self.policy = SpeculationPolicy(capacity.max_speculative_tokens, StepTimeModel())
-        """For whom speculation pays; what this answers is tested elsewhere."""
-        self.lengths = OutputLengths()
-        """What is to be expected of an output; what this answers is tested elsewhere."""
+        self.policy = SpecifiedSpeculation(capacity.max_speculative_tokens, SpecifiedStepTimes())
+        """For whom speculation pays. Steps have no duration here."""
+        self.lengths = SpecifiedLengths()
+        """What is to be expected of an output."""
 
     # -- requests
 
@@ -333,7 +337,8 @@ class Specification:
         request.objective_s = objective_ms / 1e3
         request.wants_prompt_logprobs = new.sampling.prompt_logprobs >= 0
         request.told = new.num_prompt_logprobs
-        request.speculation = SpeculationRecord(may_speculate=may_speculate(new))
+        # What a constraint allows behind a proposal is not known before that has been drawn.
+        request.speculation = SpecifiedRecord(may_speculate=new.max_tokens > 1 and new.sampling.constraint is None)
         if self.predicts:
             request.curve = self.lengths.curve_of(new.tenant, new.num_prompt_tokens)
         self.arrivals += 1
@@ -552,12 +557,12 @@ class Specification:
         """Decoding requests may run tokens that the executor proposes, with what nobody else has use for."""
         decoding = [r for r in self.running if r.row in self.tokens and r.computed >= r.prompt_end]
         is_minding_losses = self.alone is not None or bool(self.unproven)
-        if not self.policy.max_tokens or is_minding_losses or not 0 < len(decoding) <= self.limits.max_speculating_seqs:
+        if not self.policy.most or is_minding_losses or not 0 < len(decoding) <= self.limits.max_speculating_seqs:
             return
         ready = sorted((r for r in decoding if r.computed >= r.speculation.resumes_at), key=lambda r: r.row)
         if not ready:
             return
-        shape = StepShape(len(decoding), len(decoding), sum(r.computed for r in decoding), 0)
+        shape = Step(len(decoding), len(decoding), sum(r.computed for r in decoding))
         counts = self.policy.choose([(r.speculation, r.computed) for r in ready], shape, self.step, None)
         size = self.capacity.block_size
         for request, most in zip(ready, counts, strict=True):
@@ -811,7 +816,7 @@ class Specification:
         if chunk <= 0:
             return False
         if self.reserve == "predicted":
-            self.forecast.add(len(request.tokens), self._chances([request])[0])
+            self.forecast.add(len(request.tokens), self._chances(request))
         self._take_row(request, shared, chain, start, chunk)
         return True
 
@@ -821,7 +826,7 @@ class Specification:
         if self.reserve == "predicted":
             peak = 0  # beside nobody, everything fits that was accepted
             if self.running:
-                peak = self.forecast.peak_with(len(request.tokens), self._chances([request])[0])
+                peak = self.forecast.peak_with(len(request.tokens), self._chances(request))
             return max(peak - self.num_usable, -(-chunk_end // size) - unshared) - num_shared
         wanted = {
             "none": chunk_end,
@@ -844,19 +849,18 @@ class Specification:
     def _look_ahead(self) -> None:
         """Foresee what those that run will come to hold."""
         size = self.capacity.block_size
-        self.horizons = horizons(size, self.capacity.max_model_len)
-        self.forecast = MemoryForecast(size, self.horizons)
+        self.horizons = specified_horizons(size, self.capacity.max_model_len)
+        self.forecast = SpecifiedForecast(size, self.horizons)
         for r in self.running:
-            self.forecast.add(len(r.tokens), self._chances([r])[0])
+            self.forecast.add(len(r.tokens), self._chances(r))
         num_used = sum(count > 0 for count in self.pool.references)
         num_counted_again = sum(len(r.blocks) for r in self.running) - num_used
         self.num_usable = len(self.pool.references) + max(num_counted_again, 0)
 
-    def _chances(self, requests: list[SpecRequest]) -> np.ndarray:
-        curves = np.array([r.curve for r in requests], dtype=np.int64)
-        ages = np.array([len(r.tokens) - r.num_prompt_tokens for r in requests])
-        limits = np.array([r.limit - r.num_prompt_tokens for r in requests])
-        return self.lengths.chances_to_go_on(curves, ages, limits, self.horizons)
+    def _chances(self, request: SpecRequest) -> list[float]:
+        age = len(request.tokens) - request.num_prompt_tokens
+        limit = request.limit - request.num_prompt_tokens
+        return self.lengths.chances_to_go_on(request.curve, age, limit, self.horizons)
 
     def _expected_work(self, request: SpecRequest) -> int:
         """Tokens still to be computed, those of the output counted eightfold, when it takes its place in the queue."""
@@ -1021,9 +1025,9 @@ class Specification:
         self.policy.learn(
             request.speculation,
             request.computed,
-            num_allowed=num_allowed,
-            num_proposed=num_proposed,
-            num_accepted=len(tokens),
+            allowed=num_allowed,
+            proposed=num_proposed,
+            accepted=len(tokens),
         )
         for token in tokens:
             request.confirmed += 1  # the token before this one

@@ -30,12 +30,13 @@ from headway_kernels.cpu import build
 from headway_kernels.cpu import library as library_module
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 TESTS = Path(__file__).resolve().parents[1]
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 BY_NAME = {path.stem.rpartition(".")[2]: path for path in VARIANTS}
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here"),
+]
 
 OUTPUTS = (1, 2, 8, 16, 31, 32, 33, 63, 64, 70, 130)
 INPUTS = (1, 2, 3, 4, 5, 15, 16, 17, 64, 97)

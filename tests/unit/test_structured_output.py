@@ -116,7 +116,9 @@ def test_an_output_depends_on_nothing_but_its_request(limits, settings) -> None:
         core.add(PROMPT, 200, sampling(place))
     core.run()
     core.close()
-    for place, text in texts_of(core).items():
+    texts = texts_of(core)
+    assert sorted(texts) == list(range(10))
+    for place, text in texts.items():
         check(text, place)
     if "options" not in settings:  # other operators round otherwise
         assert core.tokens == expected
