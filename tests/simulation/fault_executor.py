@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulation.fault_world import FaultWorld
 
 
-class _Silent:
+class Silent:
     """A log that nobody reads."""
 
     def info(self, *arguments: object, **named: object) -> None: ...
@@ -72,15 +72,17 @@ class ExecutorProcess(Process):
     def __init__(self, world: "FaultWorld", life: int, slot: int, shrunk: int = 0) -> None:
         super().__init__(world, life)
         self.slot = slot
-        info = backend_info(world.schedule.settings, shrunk)
+        self.info = info = backend_info(world.schedule.settings, shrunk)
         self.link = StepLink(incarnation=incarnation_of(self.name), info=info)
         self.model = ModelOfBlocks(info, self._on_wrong_block)
         self.state = WatchedState(info, self)
-        self.cycle = StepCycle(link=self.link, state=self.state, backend=self, log=_Silent(), wake=lambda: None)
+        self.cycle = StepCycle(link=self.link, state=self.state, backend=self, log=Silent(), wake=lambda: None)
         self.is_flipped = False
         self.num_failing = 0
         self.memory_tokens = 0
         self._num_memory_errors = 0
+        self._has_failed = False
+        """Whether a step failed before the model had heard of it, and of the rows that ended with it."""
         self._busy_until = 0.0
 
     @property
@@ -122,9 +124,12 @@ class ExecutorProcess(Process):
                 num_requests = len(self.world.schedule.requests)
                 invariants.memory_respected(self._num_memory_errors, self.memory_tokens, num_requests)
         if error is not None and total % 2:
+            self._has_failed = True
             raise error
         with self.world.watching():
             result = self.model.run(batch)
+            if not self._has_failed:
+                invariants.mirror("rows", self.state.live_rows.tolist(), self.model.rows)
         step_s = self.world.schedule.settings.step_s
         if not step_s and error is None:
             return result

@@ -65,6 +65,7 @@ class GatewayProcess(Process):
             client = self.clients.get(sequence.handle)
             if client is not None:
                 client.on_news(sequence)
+        link.take_admin_replies()
         self.flush()
         self.wake_at(now + GATEWAY_TICK_S)
 
@@ -117,6 +118,7 @@ class Client:
             tenant=plan.tenant,
             ttft_slo_ms=plan.ttft_slo_ms,
             itl_slo_ms=plan.itl_slo_ms,
+            traceparent=f"00-{plan.number:032x}-{1:016x}-01",
         )
         self.sequence = LiveSequence(submission, self.delivered, lambda: None)
         self.gateway = gateway

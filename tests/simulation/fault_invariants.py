@@ -8,9 +8,9 @@ whether it is right. A function raises ``Violation`` or returns.
 
 from collections.abc import Collection, Sequence
 
-from headway_proto.ingress import Finished
+from headway_proto.ingress import Finished, Submit
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.brake import MAX_LOSSES
+from headway_scheduler.brake import MAX_LOSSES, Name
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
@@ -33,9 +33,15 @@ NAMES = (
     "BOUNDED",
     "CANCEL-BOUND",
     "ISOLATION",
+    "TENANT-ISOLATION",
+    "AS-ASKED",
+    "OWED-AN-END",
     "QUIESCENT-ZERO",
     "LIVENESS",
 )
+_OF_PROGRESS = frozenset({"token_ids", "has_run", "num_prompt_logprobs"})
+"""What differs where a request has come further."""
+
 MOST_UNSERVED_STEPS = 250
 """Steps that may be sent while somebody who could run gets nothing; no schedule needs half as many."""
 
@@ -191,8 +197,11 @@ def bounded(engine: SchedulerEngine) -> None:
     limits, core = engine.limits, engine.core
     require(len(engine._unjudged) <= limits.max_num_waiting, "BOUNDED", f"{len(engine._unjudged)} unjudged")
     require(len(engine._origin_of) == len(engine._names), "BOUNDED", "names and origins differ in number")
+    num_bytes = sum(len(submit.token_ids) for submit in engine._unjudged.values())
+    require(engine._num_unjudged_bytes == num_bytes, "BOUNDED", f"{engine._num_unjudged_bytes} bytes, not {num_bytes}")
     if core is None:
         return
+    waiting_counted(core)
     require(core.num_in_flight <= limits.max_steps_in_flight, "BOUNDED", f"{core.num_in_flight} steps in flight")
     # Those that ran may have to wait again, beside a full queue.
     most = limits.max_num_waiting + limits.max_num_seqs * limits.max_steps_in_flight
@@ -252,18 +261,49 @@ def failed_not_cached(cached_before: Collection[int], cached_after: Collection[i
     require(not new, "ISOLATION", f"blocks {sorted(new)} of a failed row are in the prefix cache")
 
 
-def quiescent_zero(engine: SchedulerEngine) -> None:
-    """When nothing runs, nothing is held."""
-    core = engine.core
-    require(not engine._names and not engine._origin_of and not engine._unjudged, "QUIESCENT-ZERO", "names are left")
-    if core is None:
-        return
-    require(not core._requests and not core.num_in_flight, "QUIESCENT-ZERO", "requests or steps are left")
-    require(core.pool.num_free == core.pool.num_blocks, "QUIESCENT-ZERO", f"{core.pool.num_free} blocks are free")
-    swapping = core.swapping
-    require(swapping.num_free_host_blocks == swapping.num_host_blocks, "QUIESCENT-ZERO", "host blocks are held")
-    leftovers = core._prefilling or core._stalled or core._idle or core.num_waiting or core.num_running
-    require(not leftovers, "QUIESCENT-ZERO", "rows or queues are not empty")
+def waiting_counted(core: Scheduler) -> None:
+    """What the waiting room counts, of all and of each tenant, is what waits."""
+    room = core._room
+    waiting = [request for request in core._requests.values() if request.row < 0]
+    tenants: dict[str, list[int]] = {}
+    for request in waiting:
+        counts = tenants.setdefault(request.new.tenant, [0, 0])
+        counts[0] += 1
+        counts[1] += request.num_queued_tokens
+    require(room._tenants == tenants, "BOUNDED", f"{room._tenants} are counted as waiting, {tenants} wait")
+    whole = [room.num_requests, room.num_tokens]
+    require(whole == [len(waiting), sum(counts[1] for counts in tenants.values())], "BOUNDED", f"{whole} are counted")
+
+
+def nobody_gone_is_suspected(engine: SchedulerEngine, without_a_gateway: Collection[Name]) -> None:
+    """The brake knows of everybody who has ended; who has only lost its gateway may come back."""
+    for name in engine.brake._suspicions:
+        require(
+            name in engine._origin_of or name in without_a_gateway,
+            "NO-ORPHAN",
+            f"{name.request_id} has ended, and is suspected",
+        )
+
+
+def tenant_isolation(tenant: str, holders: Collection[str]) -> None:
+    """Where each tenant has a cache of its own, nobody starts with what was computed for another."""
+    others = [holder for holder in holders if holder != tenant]
+    require(not others, "TENANT-ISOLATION", f"a request of tenant {tenant!r} starts with blocks of {others}")
+
+
+def as_asked(submit: Submit, asked: Submit) -> None:
+    """What is submitted, for the first time or again, is what the client asked for, whatever has come of it."""
+    differing = [
+        name
+        for name in Submit.__struct_fields__
+        if name not in _OF_PROGRESS and getattr(submit, name) != getattr(asked, name)
+    ]
+    require(not differing, "AS-ASKED", f"{asked.request_id} is submitted with another {', '.join(differing)}")
+
+
+def owed_an_end(has_been_told: bool, who: str) -> None:
+    """Who has been told that it runs is not refused for being late."""
+    require(not has_been_told, "OWED-AN-END", f"{who} has run, and would be refused for being late")
 
 
 # ------------------------------------------------------------------------------------------------------ of the client

@@ -141,6 +141,11 @@ class ModelOfBlocks:
         self._host = [[0] * info.block_size for _ in range(info.num_host_blocks)]
         self._rows: dict[int, _Row] = {}
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows that it knows, ascending."""
+        return sorted(self._rows)
+
     def move(self, copies: list[list[int]], swap_out: list[list[int]], swap_in: list[list[int]]) -> None:
         for block, host in zip(*swap_out, strict=True):
             self._host[host] = list(self._blocks[block])

@@ -21,6 +21,8 @@ UP, DOWN, BOTH = 0, 1, 2
 VOCABULARY = 40
 END_TOKEN = 1
 MAX_MODEL_LEN = 48
+TENANTS = ("customers/a", "customers/b")
+"""Alike for as long as a careless comparison may look."""
 
 MOST_REQUESTS = 10
 FLOOD_SHARE = 0.04
@@ -69,6 +71,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     digest_every: int
     prefix_wait_tokens: int = 128
     max_speculative_tokens: int = 0
+    executor_after_s: float = 0.0
+    """When the first executor starts."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -139,7 +143,8 @@ def draw(seed: int) -> Schedule:
     settings = _draw_settings(rng)
     # From another stream: schedules of seeds that were drawn before there was speculation stay what they were.
     most = random.Random(f"speculation {seed}").choice((0, 0, 1, 3, 6))
-    settings = msgspec.structs.replace(settings, max_speculative_tokens=most)
+    after_s = random.Random(f"executor {seed}").choice((0.0, 0.0, 0.0, 0.03, 0.2))
+    settings = msgspec.structs.replace(settings, max_speculative_tokens=most, executor_after_s=after_s)
     requests = _draw_requests(rng, settings)
     if rng.random() < FLOOD_SHARE:
         settings, requests = _flooded(rng, settings, requests)
@@ -240,7 +245,7 @@ def _draw_requests(rng: random.Random, settings: Settings) -> tuple[RequestPlan,
                 stop=(rng.randrange(VOCABULARY),) if rng.random() < 0.2 else (),
                 wants_logprobs=rng.random() < 0.15,
                 priority=rng.randint(1, 4),
-                tenant=rng.choice(("", "", "a", "b")),
+                tenant=rng.choice(("", "", *TENANTS)),
                 ttft_slo_ms=rng.choice((0, 20, 5000)) if objectives else 0,
                 itl_slo_ms=rng.choice((0, 10)) if objectives else 0,
                 fails_at=rng.randrange(6) if rng.random() < 0.08 else -1,

@@ -6,23 +6,27 @@ Must not know: what goes wrong, or why.
 
 from typing import TYPE_CHECKING, Any
 
-from headway_proto.columns import decode_columns
+from headway_proto.columns import decode_column, decode_columns
 from headway_proto.ingress import (
     Submit,
     Tokens,
     gateway_frame_reader,
 )
 from headway_proto.step import SchedulerOutput
+from headway_scheduler.brake import Name
 from headway_scheduler.core.arrival import Origin
+from headway_scheduler.core.events import FinishedEvent
 from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.ingress_link import GatewayGone
 from headway_scheduler.step_link import TAKEOVER_SILENCE_S, StepAnswered
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation
 from simulation.fault_process import START_S, Process
+from simulation.fault_schedule import TENANTS
 
 TOKENS_KIND = 50
 
@@ -44,11 +48,35 @@ class WatchedEngine(SchedulerEngine):
         self._send_step(output)
 
     def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
-        origin = Origin(owner, submit.handle)
+        origin, name = Origin(owner, submit.handle), Name(submit.request_id, submit.index)
         invariants.taken_once(origin in self._names or origin in self._unjudged, f"handle {submit.handle}")
         num_held = len(submit.token_ids) // 4 - submit.num_prompt_tokens
         self._process.next_index.setdefault((owner, submit.handle), num_held)
+        sequence = self._process.world.client_of(submit.request_id).sequence
+        if sequence is not None and sequence.handle == submit.handle:
+            invariants.as_asked(submit, sequence.submission)
         super()._on_submit(owner, submit, now)
+        if origin in self._names:
+            self._process.without_a_gateway.discard(name)
+            request = None if self.core is None else self.core.find(origin)
+            if request is not None and request.latest_start is not None:
+                invariants.owed_an_end(self._has_been_told(name, submit.handle), submit.request_id)
+
+    def _has_been_told(self, name: Name, handle: int) -> bool:
+        """Whether the client knows that its request runs, or has run, by what it holds of it."""
+        sequence = self._process.world.client_of(name.request_id).sequence
+        if sequence is None or sequence.handle != handle:
+            return False
+        return sequence.num_cached_tokens is not None or len(sequence.tokens) > sequence.num_held
+
+    def _shed(self, end: FinishedEvent) -> None:
+        name = self._names[end.origin]
+        invariants.owed_an_end(self._has_been_told(name, end.origin.handle), name.request_id)
+        super()._shed(end)
+
+    def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
+        self._process.without_a_gateway |= {name for origin, name in self._names.items() if origin.owner == event.owner}
+        super()._on_gateway_gone(event, now)
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
         process, core, output = self._process, self.core, event.output
@@ -76,13 +104,18 @@ class SchedulerProcess(Process):
         settings = world.schedule.settings
         limits = SchedulerLimits(
             **{name: getattr(settings, name) for name in SchedulerLimits.__struct_fields__ if hasattr(settings, name)},
-            tenant_weights={"a": 3.0},
+            tenant_weights={TENANTS[0]: 3.0},
         )
         self.engine = WatchedEngine(
             self, limits, incarnation=(world.schedule.seed * 0x9E3779B1 + life * 7919) % (1 << 61)
         )
         self.next_index: dict[tuple[int, int], int] = {}
         self.next_position: dict[tuple[int, int], int] = {}
+        self.without_a_gateway: set[Name] = set()
+        """Sequences that lost their link and may be submitted again."""
+        self._holds: dict[int, str] = {}
+        """By block: the tenant of whom its content is."""
+        self._holds_on_host: dict[int, str] = {}
         self.written: dict[int, dict[int, Request]] = {}
         """By step in flight: the blocks that it writes, and for whom."""
         self.peer = b""
@@ -98,6 +131,7 @@ class SchedulerProcess(Process):
         self._checked: tuple[int, ...] | None = None
         self._blocks_checked: tuple[int, ...] | None = None
         self._reader = gateway_frame_reader()
+        self._watches_tenants = limits.enable_prefix_caching and limits.prefix_cache_scope == "tenant"
         self._watches_fcfs = limits.order in {"fcfs", "priority"} and not limits.prefix_aware
 
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
@@ -190,6 +224,8 @@ class SchedulerProcess(Process):
         if core.epoch != self._epoch:
             self._epoch = core.epoch
             self.written.clear()
+            self._holds.clear()
+            self._holds_on_host.clear()
             self._served.clear()
             self._had_rows = set()
             self._overtaken.clear()
@@ -197,6 +233,8 @@ class SchedulerProcess(Process):
         self.world.digests[self.engine.incarnation, core.epoch, output.step] = core._digest()
         running = self._running(core, output)
         invariants.budget(core, self.engine.limits, running, output)
+        if self._watches_tenants:
+            self._follow_tenants(core, output)
         written = self._writes(core, running)
         unreturned = {step.step for step in core._in_flight}
         self.written = {step: blocks for step, blocks in self.written.items() if step in unreturned}
@@ -219,6 +257,22 @@ class SchedulerProcess(Process):
         self.check_blocks(core)
         self._blocks_checked = _state_of(core)
         self.world.num_steps += 1
+
+    def _follow_tenants(self, core: Scheduler, output: SchedulerOutput) -> None:
+        """Note whose content blocks get, wherever it is copied, and see whose content a request starts with."""
+        holds = self._holds
+        for block, host in decode_columns(output.swap_out, 2).T.tolist():
+            self._holds_on_host[host] = holds[block]
+        for host, block in decode_columns(output.swap_in, 2).T.tolist():
+            holds[block] = self._holds_on_host[host]
+        for row, block in decode_columns(output.new_blocks, 2).T.tolist():
+            holds[block] = self.world.client_of(core.rows.request_in(row).new.request_id).plan.tenant
+        for new in output.scheduled_new_reqs:
+            tenant = self.world.client_of(core.rows.request_in(new.row).new.request_id).plan.tenant
+            blocks = decode_column(new.block_ids).tolist()
+            num_computed = -(-new.num_computed_tokens // core.rows.block_size)
+            invariants.tenant_isolation(tenant, [holds[block] for block in blocks[:num_computed]])
+            holds |= dict.fromkeys(blocks[num_computed:], tenant)
 
     def _count_overtaking(self, core: Scheduler, output: SchedulerOutput) -> None:
         now, aging_s = self.world.now, self.engine.limits.aging_s
@@ -275,8 +329,7 @@ class SchedulerProcess(Process):
         for request in core._requests.values():
             if self.world.num_to_cancel and request.status is RequestStatus.PREEMPTED:
                 self.world.num_to_cancel -= 1
-                client = self.world.clients[int(request.new.request_id.rpartition("-")[2])]
-                self.world.at(self.world.now, client.cancel)
+                self.world.at(self.world.now, self.world.client_of(request.new.request_id).cancel)
 
     def check(self) -> None:
         """After each beat, if anything may have changed."""
@@ -290,6 +343,7 @@ class SchedulerProcess(Process):
                 self._cancel_preempted(core)
         if core is None or seen != self._checked:
             invariants.bounded(self.engine)
+            invariants.nobody_gone_is_suspected(self.engine, self.without_a_gateway)
             self._checked = seen
 
 

@@ -20,16 +20,22 @@ import msgspec
 import numpy as np
 
 from headway_executor.batch_state import BatchState
+from headway_executor.statistics import ExecutorStatistics
 from headway_gateway.ingress_link import IngressLink, LiveSequence
 from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
 from headway_scheduler import compiled_core, ingress_link
+from headway_scheduler.administration import Administration
 from headway_scheduler.core.block_pool import BlockPool
+from headway_scheduler.core.fair_queue import FairQueue
+from headway_scheduler.core.objectives import TightestObjective
 from headway_scheduler.core.prefix_cache import PrefixCache
 from headway_scheduler.core.request import FinishReason, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.start_window import StartWindow
+from headway_scheduler.core.stop_tokens import StopTokens
 from headway_scheduler.core.swapping import Swapping
 from headway_scheduler.core.waiting_queue import KeyedQueue, Lane
 from headway_scheduler.core.waiting_room import WaitingRoom
@@ -80,6 +86,9 @@ def _mutant(mistake: str, *places: tuple[Any, str]) -> Callable[..., Any]:
         return make
 
     return register
+
+
+_SCOPED = ((PrefixCache, "find"), (PrefixCache, "register"))
 
 
 @contextmanager
@@ -600,6 +609,193 @@ def _prompts_told_again(original):
         original(self, request, reason)
 
     return keep_tokens
+
+
+# ------------------------------------------------------------------------------- what is to be given back or forgotten
+
+
+@_mutant("a tenant's waiting tokens are never given back", (WaitingRoom, "leave"))
+def tenant_tokens_kept(original):
+    def leave(self, request):
+        original(self, request)
+        if request.new.tenant in self._tenants:
+            self._tenants[request.new.tenant][1] += request.num_queued_tokens
+
+    return leave
+
+
+@_mutant("a tenant's cache is told by the first eight characters of its name", *_SCOPED)
+def _cache_scope_cut_short(original):
+    def scoped(self, *arguments):
+        *others, scope = arguments
+        return original(self, *others, scope[:8])
+
+    return scoped
+
+
+@_mutant("what was told of traces is never forgotten", (SchedulerEngine, "_forget"))
+def traceparents_kept(original):
+    def forget(self, origin):
+        before = self._traceparents.get(origin)
+        original(self, origin)
+        if before is not None:
+            self._traceparents[origin] = before
+
+    return forget
+
+
+@_mutant("what is submitted again does not say that it has run", (LiveSequence, "to_submit"))
+def has_run_not_told(original):
+    return lambda self: msgspec.structs.replace(original(self), has_run=False)
+
+
+@_mutant("that a request has run is not passed on to the core", (SchedulerEngine, "_new_request"))
+def has_run_not_passed_on(original):
+    return lambda self, owner, submit: msgspec.structs.replace(original(self, owner, submit), has_run=False)
+
+
+@_mutant("what is held for a gateway is counted for ever", (GatewayLink, "flush"))
+def held_tokens_counted_for_ever(original):
+    def flush(self):
+        num_held = self._num_held
+        frame = original(self)
+        self._num_held = num_held
+        return frame
+
+    return flush
+
+
+@_mutant("an abort before an executor has joined is ignored", (SchedulerEngine, "_on_abort"))
+def abort_before_the_executor_ignored(original):
+    return lambda self, owner, abort, now: None if self.core is None else original(self, owner, abort, now)
+
+
+@_mutant("tokens of who gave up before an executor joined count as waiting", (SchedulerEngine, "_forget_unjudged"))
+def unjudged_bytes_kept(original):
+    del original
+    return lambda self, origin: self._unjudged.pop(origin, None)
+
+
+@_mutant("ids of what has ended are remembered for ever", (Administration, "remember_ended"))
+def ended_ids_kept(original):
+    del original
+    return lambda self, request_id: self._ended.update({request_id: None})
+
+
+@_mutant("the brake is not told of a client's abort", (SchedulerEngine, "_on_abort"))
+def brake_not_told_of_an_abort(original):
+    def on_abort(self, owner, abort, now):
+        forget, self.brake.forget = self.brake.forget, lambda name: None
+        try:
+            original(self, owner, abort, now)
+        finally:
+            self.brake.forget = forget
+
+    return on_abort
+
+
+@_mutant("the brake is not told of an end", (SchedulerEngine, "_deliver_end"))
+def brake_not_told_of_an_end(original):
+    def deliver_end(self, end, now):
+        forget, self.brake.forget = self.brake.forget, lambda name: None
+        try:
+            original(self, end, now)
+        finally:
+            self.brake.forget = forget
+
+    return deliver_end
+
+
+@_mutant("an objective is counted for ever", (TightestObjective, "change"))
+def objectives_kept(original):
+    return lambda self, objective_ms, by: original(self, objective_ms, max(by, 0)) if by > 0 else None
+
+
+@_mutant("the stop tokens of who has ended are kept", (StopTokens, "remove"))
+def stop_tokens_kept(original):
+    del original
+    return lambda self, token_ids: None
+
+
+@_mutant("tenants that have gone stay in the books", (FairQueue, "_drop"))
+def idle_tenants_kept(original):
+    del original
+    return lambda self, name: None
+
+
+@_mutant("who was refused for want of memory is held when it has ended", (Scheduler, "_finish"))
+def refused_kept(original):
+    def finish(self, request, reason, **named):
+        before = self._refused
+        end = original(self, request, reason, **named)
+        self._refused = before
+        return end
+
+    return finish
+
+
+@_mutant("holes of a queue are never filled", (KeyedQueue, "remove"))
+def holes_kept(original):
+    del original
+
+    def remove(self, request):
+        del self._members[request.arrival]
+
+    return remove
+
+
+@_mutant("a gateway's address is kept when its link is dropped", (IngressLinks, "_drop"))
+def addresses_kept(original):
+    def drop(self, link, reason):
+        events = original(self, link, reason)
+        self._owner_of_peer[link.peer] = link.owner
+        return events
+
+    return drop
+
+
+@_mutant("an operator's call is sent again after it was answered", (IngressLink, "_take_in"))
+def answered_calls_kept(original):
+    def take_in(self, body, now):
+        calls = dict(self._admin_calls)
+        original(self, body, now)
+        self._admin_calls |= calls
+
+    return take_in
+
+
+@_mutant("a prompt that is submitted again loses its tenant", (LiveSequence, "to_submit"))
+def tenant_lost_on_the_way(original):
+    def to_submit(self):
+        submit = original(self)
+        return submit if submit is self.submission else msgspec.structs.replace(submit, tenant="")
+
+    return to_submit
+
+
+@_mutant("who ended while few might start keeps its place", (StartWindow, "forget"))
+def place_in_the_window_kept(original):
+    del original
+    return lambda self, request: None
+
+
+@_mutant("rows of an epoch that is over are never told to the backend", (BatchState, "begin_epoch"))
+def rows_of_earlier_epochs_kept(original):
+    def begin_epoch(self):
+        self._rows_given_out = self._rows_given_out[:0]
+        original(self)
+
+    return begin_epoch
+
+
+@_mutant("an executor's steps of an epoch that is over are counted as pending", (ExecutorStatistics, "note_epoch"))
+def pending_steps_kept(original):
+    def note_epoch(self):
+        num_pending = self.num_pending
+        original(self)
+        self.num_pending = num_pending
+
+    return note_epoch
 
 
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:

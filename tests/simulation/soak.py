@@ -5,6 +5,7 @@ Must not know: what is in a schedule, or what an invariant means.
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -80,6 +81,7 @@ def report_of(schedule: Schedule, shrink_within_s: float = 20.0) -> str | None:
 def soak(seeds: Iterable[int], seconds: float, say: bool = True) -> tuple[Totals, list[str]]:
     """Run ``seeds`` for so long; what was done, and a report of each failure."""
     totals, reports = Totals(), []
+    gc.freeze()  # what is imported stays: looking through it again and again costs a schedule in thirty
     start, cpu_start = time.monotonic(), time.process_time()
     told_at = start
     for seed in seeds:

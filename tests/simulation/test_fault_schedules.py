@@ -30,6 +30,12 @@ QUICK_MUTANTS = (
     "end-told-twice",
     "cancel-not-propagated",
     "delivered-again-after-restart",
+    "tenant-tokens-kept",
+    "traceparents-kept",
+    "held-tokens-counted-for-ever",
+    "abort-before-the-executor-ignored",
+    "ended-ids-kept",
+    "brake-not-told-of-an-abort",
 )
 
 

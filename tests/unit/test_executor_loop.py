@@ -27,6 +27,7 @@ from headway_executor.batch_state import BatchState
 from headway_executor.channel import SchedulerChannel
 from headway_executor.config import ExecutorConfig
 from headway_executor.loop import StepCycle, serve
+from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column, encode_column, encode_columns
@@ -285,6 +286,15 @@ def test_a_backend_that_answers_too_few_tokens_is_caught():
     cycle = make_cycle(MiscountingBackend())
     (_, request) = feed(cycle, scheduler, scheduler.new_epoch(3), scheduler.admit(0, [5, 6], range(10)))
     assert "the backend answered 0 tokens, not 1" in request.reason
+
+
+def test_a_step_that_failed_is_not_pending_any_more():
+    statistics = ExecutorStatistics()
+    statistics.note_step(8, 2, 1.0)
+    statistics.note_step(8, 2, 1.1)
+    statistics.note_failure("RuntimeError")
+    statistics.note_result(500, 0, 1.2)
+    assert statistics.num_pending == 0
 
 
 def test_rows_are_forgotten_at_the_backend_after_a_new_epoch():

@@ -43,6 +43,17 @@ def run_all(world: World, sequences: list[LiveSequence]) -> None:
     world.run_until(lambda: all(sequence.end is not None for sequence in sequences), 20)
 
 
+def test_who_ends_with_the_first_token_has_no_gap_that_another_could_be_given():
+    """The next request that decodes, half a second later, has its own gap and not the half second."""
+    world = ready_world()
+    run_all(world, [submit(world, f"short {n}", 1) for n in range(6)])
+    world.now += 0.5
+    run_all(world, [submit(world, "long", 5)])
+    gaps = world.engine.statistics.gap_s.snapshot()
+    assert gaps.num_values == 4
+    assert gaps.total < 0.4
+
+
 def test_every_token_is_a_first_one_or_has_one_gap():
     world = ready_world()
     sequences = [submit(world, str(n), 7 + n) for n in range(9)]

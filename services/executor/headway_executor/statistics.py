@@ -62,8 +62,9 @@ class ExecutorStatistics:
         self.num_accepted_tokens += num_accepted
 
     def note_failure(self, kind: str) -> None:
-        """A step failed as a whole; ``kind`` is the name of its error."""
+        """A step that was given to the backend failed as a whole; ``kind`` is the name of its error."""
         self.failures[kind] += 1
+        self.num_pending -= 1
 
     def note_epoch(self) -> None:
         """An epoch has begun: what was to be done is not waited for any more."""

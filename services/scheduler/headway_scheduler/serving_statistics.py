@@ -26,6 +26,9 @@ RATE_MARKS = 2
 MAX_TENANTS = 64
 """How many tenants are told apart; the one not heard of for longest is forgotten for a new one."""
 
+_MAX_STARTERS = 256
+"""Answers in which rows started, since some decoded, that are told apart."""
+
 # Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -114,7 +117,7 @@ class ServingStatistics:
         self.tenants: OrderedDict[str, TenantTokens] = OrderedDict()
         """Those that requests named, the one heard of last at the end."""
         self._decoded_at = 0.0
-        self._starters: list[tuple[float, int]] = []
+        self._starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
         """When how many rows got a token without decoding, since the last answer in which some decoded."""
         self.next_mark_at = 0.0
         """When ``keep_time`` has something to do."""
@@ -145,6 +148,8 @@ class ServingStatistics:
         """A request has ended, however it did."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
+        if num_new_tokens == 1 and self._starters:
+            self._forget_starter(end.first_token_time)
         if end.tenant:
             self._tokens_of(end.tenant).num_output_tokens += num_new_tokens
         if end.reason not in {FinishReason.STOP, FinishReason.LENGTH}:
@@ -180,6 +185,8 @@ class ServingStatistics:
         if now < self.next_mark_at:
             return
         self.next_mark_at = now + MARK_INTERVAL_S
+        if core is None or not core.num_running:
+            self._starters.clear()  # who started has ended, or will start anew
         for histogram in self._with_recent:
             histogram.mark()
         self._totals.append(_Totals(now, 0, 0) if core is None else _totals(core, now))
@@ -233,6 +240,15 @@ class ServingStatistics:
         for gap_s in events.resumed_gaps_s:
             self.gap_s.observe(gap_s)
         self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
+
+    def _forget_starter(self, since: float | None) -> None:
+        """Who had its first token then, and has ended, will not decode."""
+        for place, (time, count) in enumerate(self._starters):
+            if time == since:
+                self._starters[place] = time, count - 1
+                if count == 1:
+                    del self._starters[place]
+                return
 
     def _note_admissions(self, events: StepEvents) -> None:
         for admitted in events.admitted:

@@ -21,16 +21,22 @@ class TightestObjective:
 
     def change(self, objective_ms: int, by: int) -> None:
         """So many more requests have this objective, or fewer."""
-        if objective_ms not in self._counts:
-            self._counts[objective_ms] = 0
-            heapq.heappush(self._heap, objective_ms)
-        self._counts[objective_ms] += by
+        count = self._counts.get(objective_ms, 0) + by
+        if count:
+            if objective_ms not in self._counts:
+                heapq.heappush(self._heap, objective_ms)
+            self._counts[objective_ms] = count
+        else:
+            # Whether or not anybody asks for the least: each request may bring another objective.
+            del self._counts[objective_ms]
+            if len(self._heap) > 2 * len(self._counts):
+                self._heap = sorted(self._counts)
 
     @property
     def tightest_ms(self) -> int | None:
         """The least of all, None if there is none."""
-        while self._heap and not self._counts[self._heap[0]]:
-            del self._counts[heapq.heappop(self._heap)]
+        while self._heap and self._heap[0] not in self._counts:
+            heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
 

@@ -73,6 +73,12 @@ def _bin_edges() -> NDArray[np.int64]:
     return np.concatenate(([0], np.unique(np.rint(powers)))).astype(np.int64)
 
 
+_EDGES = _bin_edges()
+_WIDTHS = np.diff(_EDGES)
+_BIN_OF_AGE = np.repeat(np.arange(len(_EDGES), dtype=np.uint8), np.concatenate((_WIDTHS, [1])))
+"""Ages from ``_LONGEST`` on are in a bin of their own, of which nothing is known. A mebibyte, the same for all."""
+
+
 class OutputLengths:
     """At most ``max_curves`` curves (a power of two, 4 or more); the least recently used is dropped for a new one.
 
@@ -86,11 +92,8 @@ class OutputLengths:
     def __init__(self, *, max_curves: int = 1024, half_life: int = 512) -> None:
         assert max_curves >= 4
         assert max_curves & (max_curves - 1) == 0
-        self._edges = _bin_edges()
-        self._widths = np.diff(self._edges)
+        self._edges, self._widths, self._bin_of_age = _EDGES, _WIDTHS, _BIN_OF_AGE
         self._num_bins = len(self._widths)
-        # Ages from _LONGEST on are in a bin of their own, of which nothing is known.
-        self._bin_of_age = np.repeat(np.arange(self._num_bins + 1, dtype=np.uint8), np.concatenate((self._widths, [1])))
         self._growth = 2.0 ** (1 / half_life)
         self._slot_mask = max_curves - 1
 

@@ -1606,6 +1606,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         if request is self._alone:
             self._alone = None
+        if request is self._refused:
+            self._refused = None
         self._start_window.forget(request)
         if self._order.keeps_books:
             self._waiting.forget(request)

@@ -38,3 +38,5 @@ class StopTokens:
         for token_id in token_ids:
             self._sets_with[token_id] += change
             self.ends_some[token_id] = self._sets_with[token_id] > 0
+            if not self._sets_with[token_id]:
+                del self._sets_with[token_id]

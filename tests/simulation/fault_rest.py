@@ -1,0 +1,268 @@
+"""What may be left of a load when nothing is to be done any more: nothing, but for what is named here.
+
+Owns: QUIESCENT-ZERO, and the table of what may grow. Must not know: schedules, faults, or how a census is taken.
+
+A scheduler, its gateways and its executors that have had work are compared with some that never had any: each container,
+each number that can be reached from them must be as it is there. So whatever comes to be held tomorrow is looked at
+without being named. A container in the table has a bound.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from flight_logs import MemoryLog, recorder_into
+from headway_executor.batch_state import BatchState
+from headway_executor.loop import StepCycle
+from headway_executor.step_link import StepLink
+from headway_gateway.ingress_link import IngressLink
+from headway_proto.ingress import HEARTBEAT_INTERVAL_S
+from headway_proto.step import BackendInfo
+from headway_scheduler import administration, brake, serving_statistics
+from headway_scheduler.core import fair_queue, waiting_queue
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.engine import SchedulerEngine
+from simulation.census import census
+from simulation.fault_executor import Silent
+from simulation.fault_process import START_S
+
+if TYPE_CHECKING:
+    from simulation.fault_world import FaultWorld
+
+_Most = Callable[["FaultWorld"], int]
+
+
+class _MayGrow(NamedTuple):
+    """``pattern`` of paths in a census. ``most``: the bound of a container; None for numbers, which take no more memory when
+    they are larger.
+    """
+
+    pattern: str
+    most: _Most | None
+    why: str
+
+
+def _num_blocks(world: "FaultWorld") -> int:
+    return world.schedule.settings.num_blocks
+
+
+def _num_rows(world: "FaultWorld") -> int:
+    return world.schedule.settings.num_rows
+
+
+def _num_tenants(world: "FaultWorld") -> int:
+    return len({request.tenant for request in world.schedule.requests})
+
+
+def _num_lives(world: "FaultWorld") -> int:
+    return world.num_lives
+
+
+def _num_pins(world: "FaultWorld") -> int:
+    """Those that can be asked for: one for each request."""
+    return min(len(world.schedule.requests), len(_core(world).pinned_prefixes.list()))
+
+
+def _core(world: "FaultWorld") -> Scheduler:
+    core = world.scheduler.engine.core
+    assert core is not None
+    return core
+
+
+def _num_hellos(world: "FaultWorld") -> int:
+    return int((world.now - START_S) / HEARTBEAT_INTERVAL_S) + 1
+
+
+MAY_GROW = (
+    # Numbers that say which one it is, or how many there have been.
+    _MayGrow("*epoch", None, "lives of a link or of an executor are numbered"),
+    _MayGrow("*incarnation", None, "names of lives"),
+    _MayGrow("engine.step_link._executor", None, "the name of a life"),
+    _MayGrow("*.next_sequence", None, "frames are numbered"),
+    _MayGrow("*._next_sequence", None, "frames are numbered"),
+    _MayGrow("executor._link._expected_sequence", None, "frames are numbered"),
+    _MayGrow("*._acknowledged", None, "frames are numbered"),
+    _MayGrow("*next_step", None, "steps are numbered"),
+    _MayGrow("executor._link._failed_step", None, "the number of a step"),
+    _MayGrow("engine.core._ask_again_at", None, "the number of a step"),
+    _MayGrow("engine.core.*._uncounted_fence", None, "the number of a step"),
+    _MayGrow("engine.core._observer._next_*", None, "numbers of steps"),
+    _MayGrow("engine.core._num_*ed", None, "requests are numbered"),
+    _MayGrow("engine.core._num_arrivals", None, "requests are numbered"),
+    _MayGrow("engine.core.*._last_number", None, "runs of cached blocks are numbered"),
+    _MayGrow("engine.core.*._log._*_index", None, "changes of the cache are numbered"),
+    _MayGrow("engine.gateways._last_owner", None, "links are numbered"),
+    _MayGrow("engine.gateways._links[].owner", None, "links are numbered"),
+    _MayGrow("*.number", None, "links are numbered"),
+    _MayGrow("gateway._link_number", None, "links are numbered"),
+    _MayGrow("gateway._last_call_id", None, "calls are numbered"),
+    _MayGrow("gateway.*_version", None, "changes are numbered"),
+    _MayGrow("engine.recorder._[in]*", None, "records are numbered"),
+    _MayGrow("engine.num_answers", None, "a total"),
+    _MayGrow("*.num_damaged_frames", None, "a total"),
+    _MayGrow("*counters.*", None, "totals"),
+    _MayGrow("gateway.num_steps", None, "a total, as the scheduler told it"),
+    _MayGrow("gateway.num_unfinished", None, "as the scheduler told it with its last heartbeat"),
+    _MayGrow("engine.statistics.*num_*", None, "totals"),
+    _MayGrow("engine.statistics.prediction_error.*", None, "totals"),
+    _MayGrow("executor.statistics.num_[er]*", None, "totals of epochs and errors"),
+    _MayGrow("executor.statistics.num_*_tokens", None, "totals"),
+    _MayGrow("engine.brake._num_failures", None, "steps that failed since one was answered"),
+    _MayGrow("*._a[sn]*_limit", None, "the most tokens that an executor takes"),
+    # What was learned.
+    _MayGrow("engine.core._lengths._num_*", None, "what was learned of outputs, in columns of one size"),
+    _MayGrow("len(engine.core._lengths._slot_of_key)", lambda world: 1023, "a curve each, dropped for new ones"),
+    _MayGrow("len(engine.core._lengths._unpublished)", lambda world: 3 * 64, "observations that do not show yet"),
+    _MayGrow("size(engine.core._lengths._*)", lambda world: 1 << 24, "columns made when first asked for"),
+    _MayGrow("engine.core.*._step_times.*", None, "what was learned of step times: seven numbers"),
+    _MayGrow("engine.core._observer.is_wanted", None, "once somebody has asked for step times they are learned"),
+    _MayGrow("engine.core._observer._budget.*", None, "the largest step so far"),
+    _MayGrow("len(engine.core._observer._budget._tail._before)", lambda world: 4, "the newest values of one number"),
+    _MayGrow("engine.core.speculation._first_pause", None, "what was learned of proposals: one number"),
+    # What is to be told or looked at next time.
+    _MayGrow("len(engine.core._finished_rows)", _num_rows, "told to the executor with the next step"),
+    _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
+    _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
+    _MayGrow("size(engine.core._origins._num_by_tenant)", _num_tenants, "of the rows that sampled last"),
+    _MayGrow("size(engine.core._origins.*)", _num_rows, "of the rows that sampled last"),
+    _MayGrow("engine.core._origins._rows.end", None, "the highest row that was ever live"),
+    _MayGrow("engine.core._any_decoded", None, "asked again when somebody starts"),
+    _MayGrow("engine.core.budget_in_force", None, "of the newest step with prompts"),
+    _MayGrow("engine.core._num_tokens_alone", None, "of no meaning while nobody runs alone"),
+    _MayGrow("engine.core._start_window._[wn]*", None, "of no meaning while nobody needs a place"),
+    _MayGrow("engine.core._waiting._num_*starts", None, "starts since a promotion"),
+    _MayGrow("len(engine.core._waiting._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"),
+    _MayGrow("len(engine.core._waiting._arrivals)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"),
+    _MayGrow("engine.core._decoding_changed", None, "looked at when the next step is made"),
+    _MayGrow(
+        "len(engine.core._first_tokens._due)",
+        lambda world: _core(world)._first_tokens._prune_at,
+        "objectives are looked at when their time comes, or when there are many",
+    ),
+    _MayGrow("engine.core._first_tokens._prune_at", None, "how many are many: twice those that there were"),
+    # Caches, and what was asked to be kept.
+    _MayGrow("engine.core.*num_cached", None, "blocks in the prefix cache"),
+    _MayGrow("len(engine.core.*._cache._runs)", _num_blocks, "each has a block"),
+    _MayGrow("len(engine.core.*._cache._branches)", _num_blocks, "each has a block"),
+    _MayGrow("engine.core.*._evictable.num_queued", None, "cached blocks"),
+    _MayGrow("engine.core.*._plain_top", None, "cached blocks are not on the stack"),
+    _MayGrow("len(engine.core.pinned_prefixes._*)", _num_pins, "an operator's pins"),
+    _MayGrow("len(engine.core.*._pins)", _num_pins, "an operator's pins"),
+    _MayGrow("len(engine.core.*._awaited)", _num_pins, "one for each pin"),
+    # The newest of many.
+    _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
+    _MayGrow("len(engine.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway, or was shed"),
+    _MayGrow("len(engine.core._waiting._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
+    _MayGrow("len(engine.core._waiting._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
+    _MayGrow(
+        "len(engine.core._waiting._names)",
+        lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
+        "places in them",
+    ),
+    _MayGrow(
+        "len(engine.core._waiting._free_indices)",
+        lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
+        "places in them",
+    ),
+    _MayGrow("engine.core._waiting._last_to_leave", None, "the place of a tenant in the order's books"),
+    _MayGrow("len(engine.*statistics.tenants)", lambda world: serving_statistics.MAX_TENANTS, "those heard of last"),
+    # A kind each.
+    _MayGrow("len(engine.statistics.ends)", lambda world: 5, "one count for each way to end"),
+    _MayGrow("len(engine.core.*counters.*)", lambda world: 6, "one count for each reason"),
+    _MayGrow("len(executor.statistics.failures)", lambda world: 2, "one count for each kind of error"),
+    _MayGrow("len(engine.statistics._totals)", lambda world: 2, "the newest marks"),
+    _MayGrow("len(engine.statistics._with_recent[]._marks)", lambda world: 12, "the newest marks"),
+    # One for each life of a peer, or each time that one said hello.
+    _MayGrow("len(gateway._epochs_of_this_number)", _num_hellos, "epochs that answered the hellos of one link"),
+    _MayGrow("len(executor._link._former_schedulers)", _num_lives, "whose late frames are told by their names"),
+)
+
+
+_INSIDE = _MayGrow("", None, "in a container that may grow")
+
+
+@cache
+def _row_of(path: str) -> _MayGrow | None:
+    """The row for a path, or ``_INSIDE`` if it leads through a container that has one."""
+    inner = re.sub(r"^(len|size)\((.*)\)$", r"\2", path)
+    around = [inner[: match.start()] for match in re.finditer(r"\[\]", inner)]
+    if any(_row_of(f"len({outer})") for outer in around):
+        return _INSIDE
+    return next((row for row in MAY_GROW if _regular(row.pattern).fullmatch(path)), None)
+
+
+@cache
+def _regular(pattern: str) -> re.Pattern[str]:
+    """``*`` is anything, ``[abc]`` one of these letters, ``[]`` itself."""
+    parts = [re.escape(part).replace(r"\[\]", "#") for part in pattern.split("*")]
+    whole = re.sub(r"\\\[(\w+)\\\]", r"[\1]", ".*".join(parts))
+    return re.compile(whole.replace("#", r"\[\]"))
+
+
+def leftovers(world: "FaultWorld") -> list[str]:
+    """What is not as in processes that never had work, and may not be so: QUIESCENT-ZERO."""
+    fresh_engine, fresh_link = _before_any_work(world)
+    engine = census(world.scheduler.engine, "engine")
+    found = _differences(world, engine, census(fresh_engine, "engine"))
+    at_rest = census(fresh_link, "gateway")
+    for gateway in world.gateways:
+        found += _differences(world, census(gateway.link, "gateway"), at_rest)
+    for executor in world.executors:
+        if not executor.is_dead:
+            at_rest = census(_executor_of(executor.info), "executor")
+            found += _differences(world, census(executor.cycle, "executor"), at_rest)
+    return found
+
+
+def _differences(world: "FaultWorld", now: dict[str, float], at_rest: dict[str, float]) -> list[str]:
+    found = []
+    for path in now.keys() | at_rest.keys():
+        number, expected = now.get(path, 0), at_rest.get(path, 0)
+        if number == expected:
+            continue
+        row = _row_of(path)
+        if row is None or (row.most is not None and number > max(row.most(world), expected)):
+            found.append(f"{path} is {number:g}, {expected:g} at rest")
+    return sorted(found)
+
+
+def _before_any_work(world: "FaultWorld") -> tuple[SchedulerEngine, IngressLink]:
+    """A scheduler and one of its gateways, with an executor and as many gateways as there are."""
+    engine = world.scheduler.engine
+    info = world.executors[-1].info if engine.info is None else engine.info
+    recorder = None if engine.recorder is None else recorder_into(MemoryLog(), engine.limits)
+    fresh = SchedulerEngine(engine.limits, 1, recorder)
+    links = [IngressLink(incarnation=number, now=0.0) for number in range(len(world.gateways))]
+    cycle = _executor_of(info)
+    _join(fresh, cycle, links)
+    if recorder is not None:
+        recorder.flush(0.0, fresh.core)
+    for outgoing in (fresh.step_link.outgoing, fresh.gateways.outgoing, fresh.notices):
+        outgoing.clear()  # type: ignore[attr-defined]
+    return fresh, links[0]
+
+
+def _join(fresh: SchedulerEngine, cycle: StepCycle, links: list[IngressLink]) -> None:
+    """Let an executor and gateways say hello and hear the answer."""
+    now = 0.0
+    for frame in cycle.tick(now):
+        fresh.executor_frame(b"executor", frame, now)
+    for number, link in enumerate(links):
+        link.tick(now)
+        for frame in link.take_frames():
+            fresh.gateway_frame(bytes([number]), frame, now)
+    fresh.run(now)
+    for _, frame in fresh.step_link.outgoing:
+        for answer in cycle.receive(frame, now):
+            fresh.executor_frame(b"executor", answer, now)
+    for peer, frame in fresh.gateways.outgoing:
+        links[peer[0]].receive(frame, now)
+    for number, link in enumerate(links):
+        for frame in link.take_frames():
+            fresh.gateway_frame(bytes([number]), frame, now)
+
+
+def _executor_of(info: BackendInfo) -> StepCycle:
+    link = StepLink(incarnation=1, info=info)
+    return StepCycle(link=link, state=BatchState(info), backend=None, log=Silent(), wake=lambda: None)  # type: ignore[arg-type]
