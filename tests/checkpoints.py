@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every supported family, made with transformers, each with a tokenizer.
 
-``make_checkpoint(directory, name)`` writes one; ``FAMILIES`` lists the names. Weights are drawn with a large standard
+``make_checkpoint(directory, name)`` writes one; ``FAMILIES`` lists the names; ``change_head`` makes a tied one's head odd. Weights are drawn with a large standard
 deviation, so that the two best logits are rarely close and greedy tokens can be compared exactly.
 """
 
@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -124,6 +125,16 @@ def make_checkpoint(directory: Path, name: str, *, seed: int = 0, max_shard_size
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tokenizer().save_pretrained(directory)
     return model
+
+
+def change_head(directory: Path, kind: str) -> None:
+    """Store a head in a tied checkpoint: "other" than the embedding, the "same", or "alone", without an embedding."""
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0) if kind == "other" else embedding.clone()
+    if kind == "alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @cache

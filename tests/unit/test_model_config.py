@@ -70,6 +70,21 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("in_config", "in_generation", "file"),
+    [
+        (999, None, "config.json"),
+        ([2, 999], {}, "config.json"),
+        (999, {"temperature": 0.6}, "config.json"),
+        (2, {"eos_token_id": 999}, "generation_config.json"),
+        (999, {"eos_token_id": [1, 999]}, "generation_config.json"),
+    ],
+)
+def test_an_end_of_sequence_id_that_is_too_large_is_blamed_on_its_file(tmp_path, in_config, in_generation, file):
+    with pytest.raises(ModelFilesError, match=rf"^{file}: eos_token_id 999 is not below vocab_size 320$"):
+        read(tmp_path, LLAMA | {"eos_token_id": in_config}, in_generation)
+
+
+@pytest.mark.parametrize(
     ("rope", "context"),
     [
         ({"rope_type": "linear", "factor": 4.0}, 512),

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from headway_executor import kv_pool
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
@@ -86,6 +86,54 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budge
             assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
             assert list(entry.top_token_ids) == best.indices.tolist()
             assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["other", "same", "alone"])
+def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind):
+    make_checkpoint(tmp_path, "qwen3-bias")
+    change_head(tmp_path, kind)
+    reread = AutoModelForCausalLM.from_pretrained(tmp_path)
+    reread.generation_config.eos_token_id = None
+    asked = prompts((5, 17))
+    expected = [reference(reread, prompt, 12)[0] for prompt in asked]
+    for settings in ({"kernels": "compiled"}, {"kernels": "eager"}):
+        warnings = []
+        opened = open_backend(tmp_path, options=settings, warn=warnings.append)
+        assert [run(opened, prompt, 12).output for prompt in asked] == expected
+        assert len(warnings) == (kind == "other")
+        assert all(
+            text.startswith("tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight;")
+            for text in warnings
+        )
+
+
+def test_a_tied_head_that_differs_is_the_one_that_is_quantised(tmp_path):
+    tied, untied = tmp_path / "tied", tmp_path / "untied"
+    make_checkpoint(tied, "llama-tied")
+    change_head(tied, "other")
+    AutoModelForCausalLM.from_pretrained(tied, tie_word_embeddings=False).save_pretrained(untied)
+    outputs = [run(open_backend(at, quantization="int8"), prompts((9,))[0], 12).output for at in (tied, untied)]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_draft_models_odd_head_is_told_as_well(tmp_path):
+    make_checkpoint(tmp_path, "llama-tied")
+    change_head(tmp_path, "other")
+    warnings = []
+    open_backend(tmp_path, speculation="draft", draft_model=str(tmp_path), warn=warnings.append)
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize(("max_model_len", "told"), [(80, []), (0, ["max_model_len 240 is beyond"]), (81, ["81 is"])])
+def test_dynamic_rope_beyond_the_models_own_context_is_told(tmp_path, max_model_len, told):
+    make_checkpoint(tmp_path, "llama-dynamic")
+    warnings = []
+    open_backend(tmp_path, max_model_len=max_model_len, warn=warnings.append)
+    assert len(warnings) == len(told)
+    for text, words in zip(warnings, told, strict=True):
+        assert text.startswith("rope_type dynamic: ")
+        assert words in text
+        assert "context, 80;" in text
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, VOCAB_SIZE, make_checkpoint
+from checkpoints import CONTEXT, VOCAB_SIZE, change_head, make_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
@@ -228,6 +229,18 @@ def test_opening_tells_how_far_it_is(llama):
         ("loading layers", 1, 3),
         ("loading layers", 2, 3),
     ]
+
+
+@pytest.mark.parametrize("kind", ["other", "alone"])
+def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind):
+    make_checkpoint(tmp_path, "llama-tied")
+    change_head(tmp_path, kind)
+    warnings = []
+    opened = open_backend(tmp_path, warn=warnings.append)
+    request = Request(prompt(9), 4)
+    BackendDriver(*opened).run([request], budget=20)
+    assert request.output == expected(AutoModelForCausalLM.from_pretrained(tmp_path), request.prompt, 4)[0]
+    assert len(warnings) == (kind == "other")
 
 
 def test_constrained_rows_draw_what_they_draw_on_the_torch_backend(llama):

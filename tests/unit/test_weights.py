@@ -1,17 +1,22 @@
 """Reading safetensors: exactly the tensors a model needs, or one clear line."""
 
+import errno
 import json
 import pickle
+import re
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.models.families import read_model_config
 from headway_executor.weights import Checkpoint
 
 FILE = "model.safetensors"
@@ -122,6 +127,62 @@ def test_refuses_missing_extra_misshapen_and_odd_tensors(single):
         (single / FILE).write_bytes(intact)
         rewrite(single, change)
         refused(single, match)
+
+
+def test_refuses_a_head_of_another_shape_than_the_embedding_it_is_tied_to(tmp_path):
+    make_checkpoint(tmp_path, "llama-tied")
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.ones(321, 48)}))
+    refused(tmp_path, r"tensor lm_head.weight has shape \[321, 48\]; config.json asks for \[320, 48\]")
+    rewrite(tmp_path, lambda t: [t.pop("lm_head.weight"), t.pop("model.embed_tokens.weight")])
+    refused(tmp_path, "tensor model.embed_tokens.weight is missing")
+
+
+def test_one_file_wins_over_an_index_as_in_transformers(originals, sharded):
+    shutil.copy(originals[0] / FILE, sharded / FILE)
+    rewrite(sharded, lambda tensors: tensors["model.norm.weight"].add_(1.0))
+    theirs = AutoModelForCausalLM.from_pretrained(sharded)
+    with Checkpoint(sharded) as checkpoint:
+        assert torch.equal(checkpoint.read("model.norm.weight"), theirs.model.norm.weight)
+
+
+@pytest.mark.parametrize("name", [FILE, INDEX, "config.json", "generation_config.json"])
+def test_a_directory_in_the_place_of_a_file_is_called_one(single, name):
+    if name == INDEX:
+        (single / FILE).unlink()
+    (single / name).unlink(missing_ok=True)
+    (single / name).mkdir()
+    refused(single, rf"{re.escape(name)}: [Ii]s a directory")
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(single, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors: Permission denied$"):
+        Checkpoint(single)
+
+
+def test_a_model_directory_that_cannot_be_looked_into_is_not_called_missing(single, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ModelFilesError, match=r"model: Permission denied$"):
+        read_model_config(single)
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model": {}}'])
+def test_of_two_tokenizer_files_the_one_that_cannot_be_read_is_named(single, tmp_path, content):
+    draft = shutil.copytree(single, tmp_path / "draft")
+    (draft / "tokenizer.json").unlink()
+    if content is None:
+        (draft / "tokenizer.json").symlink_to("/proc/self/mem")
+    else:
+        (draft / "tokenizer.json").write_text(content)
+    config = BackendConfig(model=str(single), speculation="draft", draft_model=str(draft))
+    with pytest.raises(ModelFilesError, match=rf"^{re.escape(str(draft / 'tokenizer.json'))}: "):
+        TorchBackend().open(config)
 
 
 def test_refuses_a_missing_shard(sharded):

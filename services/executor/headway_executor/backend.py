@@ -31,6 +31,10 @@ def _nobody_listens(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
+def _nobody_is_warned(what: str) -> None:
+    del what
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend is opened with.
 
@@ -39,7 +43,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
     ``quantization`` is "none", "int8" or "fp8". ``speculation`` is "off", or who proposes tokens: "ngram", or "draft" for the
     checkpoint ``draft_model``; at most ``num_speculative_tokens`` for a row in one step. ``options`` are the backend's own, as text. ``progress`` hears how far a
-    long opening has come: what is being done, how much of it is done, and of how much.
+    long opening has come: what is being done, how much of it is done, and of how much. ``warn`` hears, in one line each, what
+    an operator should know of a model that is served nevertheless.
     """
 
     model: str
@@ -56,6 +61,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     options: dict[str, str] = {}
     progress: Callable[[str, int, int], None] = _nobody_listens
+    warn: Callable[[str], None] = _nobody_is_warned
     speculation: str = "off"
     draft_model: str = ""
     num_speculative_tokens: int = 8

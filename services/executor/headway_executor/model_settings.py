@@ -5,7 +5,6 @@ Owns: the checks and the choices that "auto" and 0 leave to a backend. Must not 
 Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
 """
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
-from headway_executor.models.config import ModelConfig
+from headway_executor.models.config import ModelConfig, read_json_object
 from headway_executor.models.families import read_model_config
 
 
@@ -41,6 +40,12 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
     max_model_len = _max_model_len_of(config, model_config)
     _check_block_size(config.block_size)
     _check_max_num_seqs(config.max_num_seqs)
+    rope = model_config.rope
+    if rope.kind == "dynamic" and max_model_len > rope.original_context:
+        config.warn(
+            f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, {rope.original_context}; "
+            "a longer prompt gets other tokens than from transformers (see README.md, What it serves)"
+        )
     return ModelSettings(model_config, dtype, max_model_len)
 
 
@@ -113,19 +118,15 @@ def _have_same_tokens(model: str, draft_model: str) -> bool:
     files = [Path(directory) / "tokenizer.json" for directory in (model, draft_model)]
     if not all(file.is_file() for file in files):
         return True
-    tokens, draft_tokens = (file.read_bytes() for file in files)
-    if tokens == draft_tokens:
-        return True
-    try:
-        return bool(_vocabulary(tokens) == _vocabulary(draft_tokens))
-    except (ValueError, LookupError, TypeError) as error:
-        raise ModelFilesError(
-            f"tokenizer.json of {model!r:.64} or {draft_model!r:.64} cannot be read: {error}"
-        ) from error
+    vocabulary, draft_vocabulary = (_vocabulary(file) for file in files)
+    return bool(vocabulary == draft_vocabulary)
 
 
-def _vocabulary(tokenizer: bytes) -> object:
-    return json.loads(tokenizer)["model"]["vocab"]
+def _vocabulary(file: Path) -> object:
+    model = read_json_object(file).values.get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise ModelFilesError(f"{file}: names no vocabulary; allowed: a Hugging Face tokenizer file")
+    return model["vocab"]
 
 
 def check_options(config: BackendConfig, allowed: Collection[str]) -> None:

@@ -66,7 +66,8 @@ def run(config: ExecutorConfig) -> int:
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
         progress = _OpeningProgress(log)
-        info = backend.open(msgspec.structs.replace(config.backend_config(), progress=progress.report))
+        heard = {"progress": progress.report, "warn": log.warning}
+        info = backend.open(msgspec.structs.replace(config.backend_config(), **heard))
         channel = SchedulerChannel(config.step_address, config.curve_keys)
     except ModelFilesError as error:
         return _refuse(error, EXIT_BAD_MODEL_FILES)

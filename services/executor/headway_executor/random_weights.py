@@ -43,6 +43,9 @@ class RandomCheckpoint:
         """Numbers in all tensors."""
         return sum(math.prod(shape) for shape in self._shapes.values())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
     def read(self, name: str) -> Tensor:
         """The tensor ``name``."""
         shape = self._shapes[name]

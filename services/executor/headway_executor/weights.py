@@ -63,6 +63,9 @@ class Checkpoint:
     ) -> None:
         self._files.clear()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.headers
+
     @property
     def num_parameters(self) -> int:
         """Numbers in all tensors."""
@@ -130,6 +133,8 @@ class Checkpoint:
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """The index's tensor-to-file map, or None for a checkpoint in a single file."""
+    if (directory / _SINGLE_FILE).exists():  # It wins over an index, as in transformers.
+        return None
     if (directory / _INDEX_FILE).exists():
         fields = read_json_object(directory / _INDEX_FILE)
         weight_map = fields.values.get("weight_map")
@@ -138,8 +143,6 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
         for file in weight_map.values():
             _check_file_name(file)
         return weight_map
-    if (directory / _SINGLE_FILE).exists():
-        return None
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise ModelFilesError(
@@ -156,8 +159,14 @@ def _check_file_name(file: object) -> None:
 
 def _open(path: Path) -> Any:
     """Map one file; the library checks that the header is sane and that tensors neither overlap nor overrun."""
+    if path.is_dir():
+        raise ModelFilesError(f"{path}: is a directory; allowed: a file")
     if not path.is_file():
         raise ModelFilesError(f"{path}: no such file, though the index names it")
+    try:
+        path.open("rb").close()
+    except OSError as error:  # To the library, what it cannot open is damaged.
+        raise ModelFilesError(f"{path}: {error.strerror or error}") from None
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -37,7 +37,7 @@ from headway_executor.models.compiled import CompiledModel, library_for, load_co
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
-from headway_executor.models.loading import expected_tensors, ignored_tensors
+from headway_executor.models.loading import as_stored, expected_tensors, ignored_tensors
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import SampledTokens, Sampler
@@ -74,7 +74,7 @@ class TorchBackend:
         draft = draft_settings_of(config, model_config, max_model_len) if config.speculation == "draft" else None
         block_bytes_beside = 0 if draft is None else block_bytes_of(draft.model_config, config.block_size, dtype)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
-            checkpoint.check(expected_tensors(model_config), ignored_tensors(model_config))
+            model_config = _checked(checkpoint, model_config, config)
             forward = _load(config, model_config, checkpoint, max_model_len, dtype, device, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
             constraints = ConstrainedRows(
@@ -337,8 +337,14 @@ def _load_draft(
     """The draft model, with a pool of as many blocks as ``pool`` and none on the host."""
     own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
     with Checkpoint(Path(config.draft_model)) as checkpoint:
-        checkpoint.check(expected_tensors(draft.model_config), ignored_tensors(draft.model_config))
-        return _load(own, draft.model_config, checkpoint, draft.max_model_len, dtype, device)
+        model_config = _checked(checkpoint, draft.model_config, own)
+        return _load(own, model_config, checkpoint, draft.max_model_len, dtype, device)
+
+
+def _checked(checkpoint: Checkpoint, model_config: ModelConfig, config: BackendConfig) -> ModelConfig:
+    """Check that the tensors are those of ``model_config``; returns it as they have it."""
+    checkpoint.check(expected_tensors(model_config, checkpoint), ignored_tensors(model_config))
+    return as_stored(model_config, checkpoint, config.warn)
 
 
 def _kernels(

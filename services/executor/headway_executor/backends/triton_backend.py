@@ -53,7 +53,7 @@ from headway_executor.model_settings import (
     settings_of,
 )
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.loading import TensorSource, expected_tensors, ignored_tensors
+from headway_executor.models.loading import TensorSource, as_stored, expected_tensors, ignored_tensors
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.refusals import Refusals, with_refusals
@@ -100,6 +100,7 @@ class TritonBackend:
                     Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
                 )
             )
+            model_config = as_stored(model_config, weights, config.warn)
             self._model = _OpenModel(config, model_config, weights, runtime, dtype, max_model_len, constraints)
             fingerprint = weights.fingerprint()
             self._model.prepare(record_graphs=graphs and runtime.is_cuda)
@@ -433,9 +434,8 @@ def _open_weights(
         raise BackendConfigError(
             f"backend_options weights {asked!r:.64} is not allowed; allowed: {', '.join(_WEIGHTS)}"
         )
-    expected = expected_tensors(model_config)
     if asked == "random":
-        return RandomCheckpoint(expected, seed=config.seed, dtype=dtype, device=device)
+        return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))
-    checkpoint.check(expected, ignored_tensors(model_config))
+    checkpoint.check(expected_tensors(model_config, checkpoint), ignored_tensors(model_config))
     return checkpoint

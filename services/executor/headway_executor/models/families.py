@@ -9,6 +9,7 @@ transformers 4 (``torch_dtype``, ``rope_theta``, ``rope_scaling``) and 5 (``dtyp
 An absent field means what transformers takes it to mean.
 """
 
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,8 +39,13 @@ def read_model_config(directory: Path) -> ModelConfig:
         ModelFilesError: the directory or file is missing, damaged, of an unknown architecture, asks for remote code, or
             holds a value that cannot be served.
     """
-    if not directory.is_dir():
-        raise ModelFilesError(f"{directory}: no such model directory")
+    try:
+        if not stat.S_ISDIR(directory.stat().st_mode):
+            raise ModelFilesError(f"{directory}: not a model directory")
+    except FileNotFoundError:
+        raise ModelFilesError(f"{directory}: no such model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
     fields = read_json_object(directory / CONFIG_FILE)
     if fields.values.get("auto_map") is not None:
         raise ModelFilesError(f"{fields.source}: auto_map asks for code from the checkpoint, which is never run")
@@ -59,11 +65,12 @@ def _architecture(fields: ConfigFields) -> str:
 
 def _with_generation_config(config: ModelConfig, path: Path) -> ModelConfig:
     """The end-of-sequence ids of generation_config.json, where it exists and names any, win over config.json's."""
-    token_ids = read_json_object(path).token_ids("eos_token_id") if path.exists() else ()
-    token_ids = token_ids or config.eos_token_ids
+    named = read_json_object(path).token_ids("eos_token_id") if path.exists() else ()
+    token_ids = named or config.eos_token_ids
     wide = [token_id for token_id in token_ids if token_id >= config.vocab_size]
     if wide:
-        raise ModelFilesError(f"{path.name}: eos_token_id {wide[0]} is not below vocab_size {config.vocab_size}")
+        file = path.name if named else CONFIG_FILE
+        raise ModelFilesError(f"{file}: eos_token_id {wide[0]} is not below vocab_size {config.vocab_size}")
     return _replace(config, eos_token_ids=token_ids)
 
 

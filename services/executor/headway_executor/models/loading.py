@@ -1,12 +1,13 @@
 """The tensors of a checkpoint as the model wants them.
 
-Owns: the tensor names of the supported families, and which tensors are fused.
+Owns: the tensor names of the supported families, which of them are one tensor, and which tensors are fused.
 Must not know: files, where weights go, or how the model runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,14 +18,14 @@ _FINAL_NORM = "model.norm.weight"
 _HEAD = "lm_head.weight"
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this configuration holds."""
-    expected: dict[str, tuple[int, ...]] = {
-        _EMBEDDING: (config.vocab_size, config.hidden_size),
-        _FINAL_NORM: (config.hidden_size,),
-    }
-    if not config.tie_word_embeddings:
-        expected[_HEAD] = (config.vocab_size, config.hidden_size)
+def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this configuration holds.
+
+    Where embedding and head are tied, it may hold either or both: those that are ``stored``, else the embedding.
+    """
+    words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
+    expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
+    expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
     for index in range(config.num_layers):
         prefix = _layer_prefix(index)
         expected |= {prefix + name: shape for name, shape in _layer_tensors(config)}
@@ -32,12 +33,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that a checkpoint may hold and a model does not need.
-
-    Old Llama checkpoints store the rope frequencies; some tied ones store the embedding a second time.
-    """
-    buffers = {f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
-    return frozenset(buffers | {_HEAD})
+    """Tensors that a checkpoint may hold and a model does not need: old Llama ones store the rope frequencies."""
+    return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
 
 
 def _layer_prefix(index: int) -> str:
@@ -70,9 +67,31 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 class TensorSource(Protocol):
     """Where the tensors of a model come from."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """The tensor ``name``, in its own dtype."""
         ...
+
+
+def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
+    """``config``, untied where it says that embedding and head are one and the two tensors of the checkpoint differ.
+
+    So does transformers, which says it as well: each is used for what it is named after.
+    """
+    if not (config.tie_word_embeddings and _EMBEDDING in source and _HEAD in source):
+        return config
+    embedding, head = source.read(_EMBEDDING), source.read(_HEAD)
+    wide = torch.promote_types(embedding.dtype, head.dtype)
+    if torch.equal(embedding.to(wide), head.to(wide)):
+        return config
+    warn(
+        f"tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; each is used as it is stored, "
+        "as transformers does"
+    )
+    return msgspec.structs.replace(config, tie_word_embeddings=False)
 
 
 class ModelTensors:
@@ -97,11 +116,11 @@ class ModelTensors:
 
     def embedding(self) -> Tensor:
         """Shape ``[vocab, hidden]``."""
-        return self._read_named(_EMBEDDING)
+        return self._read_named(_EMBEDDING if _EMBEDDING in self._checkpoint else _HEAD)
 
     def head(self) -> Tensor:
         """Shape ``[vocab, hidden]``; the embedding where the two are tied."""
-        return self._read_named(_EMBEDDING if self._config.tie_word_embeddings else _HEAD)
+        return self.embedding() if self._config.tie_word_embeddings else self._read_named(_HEAD)
 
     def final_norm(self) -> Tensor:
         """Shape ``[hidden]``."""
