@@ -24,6 +24,16 @@ def truncate_weights(model: Path) -> None:
     (model / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
+def wide_end(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+    change_config(model, eos_token_id=99999)
+
+
+def directory_for_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").mkdir()
+
+
 def only_pickle(model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(pickle.dumps({}))
@@ -45,10 +55,6 @@ def narrow_logits(model: Path) -> None:
     change_config(model, vocab_size=100)
 
 
-def template_that_does_not_compile(model: Path) -> None:
-    (model / "chat_template.jinja").write_text("{% for %}")
-
-
 DEFECTS: list[tuple[str, Callable[[Path], None], str]] = [
     ("executor", lambda model: (model / "config.json").unlink(), "config.json: No such file"),
     ("executor", lambda model: (model / "config.json").write_text("{"), "not valid JSON"),
@@ -58,7 +64,8 @@ DEFECTS: list[tuple[str, Callable[[Path], None], str]] = [
     ("executor", only_pickle, "pytorch_model.bin is a pickle checkpoint, which is never loaded"),
     ("gateway", no_tokenizer, "tokenizer.json: cannot be read"),
     ("gateway", narrow_logits, "token ids; allowed: as many as config.json has logits, 100"),
-    ("gateway", template_that_does_not_compile, "chat template: "),
+    ("executor", wide_end, "config.json: eos_token_id 99999 is not below"),
+    ("executor", directory_for_weights, "model.safetensors: is a directory; allowed: a file"),
 ]
 
 

@@ -18,7 +18,7 @@ import zmq.auth
 
 import headway
 from fake_scheduler import FakeScheduler
-from headway.client import AsyncClient, StreamCancelledError, UnavailableError
+from headway.client import AsyncClient, InvalidRequestError, StreamCancelledError, UnavailableError
 from headway_gateway.config import GatewayConfig
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -122,6 +122,31 @@ async def test_a_broken_tokenizer_file_exits_with_one_line(start, ingress, tmp_p
     assert error.startswith("headway gateway: ")
     assert "not a usable tokenizer" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_chat_template_that_cannot_be_used_is_one_warning_and_takes_only_chats_with_it(
+    start, ingress, tmp_path, workers
+):
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% nope %}")
+    async with FakeScheduler(ingress):
+        gateway = start(ingress_address=ingress, model=str(model), workers=workers)
+        async with AsyncClient(gateway.address) as client:
+            await client.wait_ready(20)
+            assert not (await client.model()).has_chat_template
+            for prompt in ("x", [1, 2]):
+                assert (await client.generate(prompt, max_tokens=3).result()).token_ids
+            with pytest.raises(
+                InvalidRequestError, match=r"chat: this model's chat template cannot be used \(chat_temp"
+            ):
+                await client.generate([{"role": "user", "content": "x"}], max_tokens=3).result()
+        gateway.process.send_signal(signal.SIGTERM)
+        code, error = await gateway.ended()
+    assert code == 0
+    (warning,) = [line for line in error.splitlines() if "chat template" in line]
+    assert '"level": "warning"' in warning
+    assert "chat_template.jinja: it cannot be compiled: Encountered unknown tag 'nope'" in warning
 
 
 @pytest.mark.parametrize("workers", [1, 2])

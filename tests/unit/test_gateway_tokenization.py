@@ -15,6 +15,7 @@ import pytest
 
 import headway
 from fake_scheduler import MODEL
+from headway_gateway import bounded_process
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.statuses import CallRefusedError
@@ -173,9 +174,43 @@ def test_a_template_that_takes_too_long_is_told_as_a_failure_of_this_time_and_no
     assert asyncio.run(encoder.encode_chat(chat, MODEL))
 
 
-def test_an_unknown_filter_is_told_when_the_model_is_loaded(directory):
-    with pytest.raises(TokenizerFilesError, match=r"chat template: it refuses these messages: No filter named 'nope'"):
-        with_template(directory, "{{ 1 | nope }}")
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("tokenizer_config.json", '{"chat_template": 3}', "tokenizer_config.json: chat_template is a int; allowed: a "),
+        ("tokenizer_config.json", '{"chat_template": "{{ 1 | nope }}"}', "tokenizer_config.json: it cannot be compiled: No fi"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": [], "template": "x"}, 2]}', "none is called default"),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}', "it cannot render a lone surrogate"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read (not UTF-8)"),
+        ("chat_template.jinja", "{% nope %}", "chat_template.jinja: it cannot be compiled: Encountered unknown tag"),
+        ("chat_template.jinja", "{{ " + "(" * 5000, "chat_template.jinja: it cannot be compiled: "),
+        ("chat_template.jinja", None, "chat_template.jinja: cannot be read (Is a directory)"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_be_used_takes_only_chats_with_it(directory, name, content, fault):
+    if content is None:
+        (directory / name).mkdir()
+    else:
+        (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    model = load_text_model(directory)
+    assert fault in model.template_fault
+    assert "\n" not in model.template_fault
+    assert not model.has_chat_template
+    assert model.encode("texts need none")
+    for encode in (model.encode_chat, model.encode_chat_prefix):
+        with pytest.raises(
+            PromptError, match=r"^this model's chat template cannot be used \(.*\); send text or token_"
+        ):
+            encode([("user", "x")], max_tokens=10)
+
+
+def test_a_template_that_is_slow_to_start_once_is_used_by_the_next_chat(monkeypatch):
+    with monkeypatch.context() as slow:
+        slow.setattr(bounded_process, "_MOST_START_S", 0.0)
+        template = ChatTemplate("{{ messages[0].content }}", {})
+        with pytest.raises(TemplateError, match="takes too long"):
+            template.render((("user", "x"),))
+    assert template.render((("user", "x"),)) == "x"
 
 
 def test_without_a_template_chats_are_refused(directory):
@@ -193,8 +228,8 @@ def test_without_a_template_chats_are_refused(directory):
         ("tokenizer.json", '{"model": {"type": "Unheard"}}', "not a usable tokenizer"),
         ("tokenizer_config.json", "[1]", "holds a list; allowed: a JSON object"),
         ("tokenizer_config.json", "{", "not readable JSON"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int; allowed: a string"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template: "),
+        ("tokenizer_config.json", "", "not readable JSON"),
+        ("special_tokens_map.json", "[", "special_tokens_map.json: not readable JSON"),
     ],
 )
 def test_bad_files_are_told_in_one_line(directory, name, content, message):
@@ -206,6 +241,14 @@ def test_bad_files_are_told_in_one_line(directory, name, content, message):
         load_text_model(directory)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_directory_in_the_place_of_a_file_is_called_one(directory, name):
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).mkdir()
+    with pytest.raises(TokenizerFilesError, match=rf"{name}: cannot be read \(Is a directory\)"):
+        load_text_model(directory)
 
 
 def test_a_missing_directory(tmp_path):

@@ -7,15 +7,22 @@ A template comes with a checkpoint, so it is a program of somebody else's, run o
 keeps it from what it must not touch; it does not keep it from looping for ever or from filling the memory. So it runs here:
 ``template_process`` starts this module as a process, talks to it over its pipes, and ends it when it takes too long.
 
+The dialect is that of transformers' ``apply_chat_template``: what a template gives there it gives here, errors included.
+
 Frames hold JSON. The first is a ``TemplateSource``, each later one ``Messages``; each is answered with a ``Rendering``.
 """
 
 import datetime as dt
 import json
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 import msgspec
 
 from headway_gateway.bounded_process import limit_this_process, serve
@@ -47,14 +54,53 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written in: trimmed blocks, loop controls, and three helpers."""
+    """The dialect that chat templates are written in: trimmed blocks, loop controls, generation blocks, and helpers."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], autoescape=False
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
     )
     made.globals["raise_exception"] = _raise_template_error
     made.globals["strftime_now"] = _strftime_now
+    made.globals["namespace"] = _Namespace
     made.filters["tojson"] = _to_json
     return made
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """``{% generation %}`` marks what an assistant said, for those who train; whoever renders gets what is in it.
+
+    Its body is that of a call, as in transformers: what it sets does not outlive it.
+    """
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja2's, without names that begin with an underscore, which reach into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
+        own = dict(*args[1:], **kwargs)
+        for name in own:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(args[0], own)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name[:64]!r}; allowed: names that do not begin with an underscore"
+        )
 
 
 class Renderer:
@@ -69,11 +115,13 @@ class Renderer:
         """The text of a chat, with the opening of the assistant's answer at its end."""
         parts = []
         num_characters = 0
-        for part in self._template.generate(
-            messages=[{"role": role, "content": content} for role, content in chat.messages],
-            add_generation_prompt=True,
-            **self._special,
-        ):
+        variables = self._special | {
+            "messages": [{"role": role, "content": content} for role, content in chat.messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        for part in self._template.generate(variables):
             num_characters += len(part)
             if num_characters > MAX_OUTPUT_CHARACTERS:
                 raise OverflowError
@@ -105,13 +153,19 @@ def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(layout: str) -> str:
-    return dt.datetime.now().astimezone().strftime(layout)
+def _strftime_now(format: str) -> str:  # noqa: A002  # Templates name it.
+    return dt.datetime.now().astimezone().replace(tzinfo=None).strftime(format)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # By position as well.
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes for HTML, which would put \u003c into prompts.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _one_line(error: BaseException) -> str:

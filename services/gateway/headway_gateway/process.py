@@ -20,7 +20,7 @@ import structlog
 
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
-from headway_gateway.tokenization import TokenizerFilesError, load_text_model
+from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import configure
@@ -75,6 +75,8 @@ async def _run(config: GatewayConfig) -> int:
 
 async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
+    if not config.reuse_port:  # Of a worker, the group has told it.
+        _tell_template_fault(text_model)
     stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_tokens)
@@ -94,11 +96,16 @@ async def _run_server(config: GatewayConfig) -> int:
 
 
 async def _run_workers(config: GatewayConfig) -> int:
-    load_text_model(Path(config.model))  # Fails here, once, rather than in every worker.
+    _tell_template_fault(load_text_model(Path(config.model)))  # Fails here, once, rather than in every worker.
     stop, stop_now = _events_of_signals(config)
     group = WorkerGroup(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
     return await group.run(stop, stop_now)
+
+
+def _tell_template_fault(text_model: TextModel) -> None:
+    if text_model.template_fault:
+        _log.warning("chats are refused: the chat template cannot be used", reason=text_model.template_fault)
 
 
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:

@@ -4,6 +4,7 @@ Owns: when that process runs, the time a rendering may take, and what a failure 
 Must not know: jinja2, tokenizers, how a process is asked.
 """
 
+import contextlib
 import threading
 
 import msgspec
@@ -31,12 +32,11 @@ class ChatTemplate:
 
         Raises:
             TemplateError: it cannot be compiled.
-            TemplateUnavailableError: its process could not be started, or took too long.
         """
         self._most_render_s = most_render_s
         self._lock = threading.Lock()
         self._renderer = BoundedProcess(_PROGRAM, _encoded(TemplateSource(source, dict(special))))
-        with self._lock:
+        with self._lock, contextlib.suppress(TemplateUnavailableError):  # The first chat tries again.
             self._start()
 
     def render(self, messages: tuple[tuple[str, str], ...]) -> str:
@@ -69,19 +69,25 @@ class ChatTemplate:
         try:
             answer = self._renderer.start()
         except NoAnswerError as error:
-            raise _no_rendering(error) from None
-        self._rendered(answer)
+            raise _no_rendering(error, "cannot be compiled") from None
+        try:
+            self._rendered(answer, "cannot be compiled", "cannot be compiled")
+        except TemplateError:
+            self._renderer.stop()
+            raise
 
-    def _rendered(self, encoded: bytes) -> Rendering:
+    def _rendered(
+        self, encoded: bytes, refuses: str = "refuses these messages", fails: str = "fails on these messages"
+    ) -> Rendering:
         try:
             answer = msgspec.json.decode(encoded, type=Rendering)
         except ValueError as error:
             self._renderer.stop()
-            raise TemplateError(f"fails on these messages: {type(error).__name__}") from None
+            raise TemplateError(f"{fails}: {type(error).__name__}") from None
         if answer.refusal:
-            raise TemplateError(f"refuses these messages: {answer.refusal[:MAX_MESSAGE_CHARACTERS]}")
+            raise TemplateError(f"{refuses}: {answer.refusal[:MAX_MESSAGE_CHARACTERS]}")
         if answer.failure:
-            raise TemplateError(f"fails on these messages: {answer.failure[:MAX_MESSAGE_CHARACTERS]}")
+            raise TemplateError(f"{fails}: {answer.failure[:MAX_MESSAGE_CHARACTERS]}")
         return answer
 
 
@@ -92,9 +98,9 @@ def _encoded(question: msgspec.Struct) -> bytes:
         raise TemplateError("cannot render a lone surrogate; allowed: valid Unicode") from None
 
 
-def _no_rendering(error: NoAnswerError) -> TemplateError:
+def _no_rendering(error: NoAnswerError, fails: str = "fails on these messages") -> TemplateError:
     if isinstance(error, OutOfTimeError):
         return TemplateUnavailableError(f"takes too long this time: {error}")
     if error.is_its_own_fault:
-        return TemplateError(f"fails on these messages: {error}")
+        return TemplateError(f"{fails}: {error}")
     return TemplateUnavailableError(f"gives no text this time: {error}")

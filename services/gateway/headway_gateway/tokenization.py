@@ -21,7 +21,11 @@ _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TEMPLATE_DIRECTORY = "additional_chat_templates"
+_DEFAULT_TEMPLATE = "default"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_SPECIAL_SUFFIX = "_token"
+_NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
 
 
@@ -40,11 +44,13 @@ class PromptUnavailableError(Exception):
 class TextModel:
     """A loaded tokenizer with its chat template. Thread-safe; encoding releases the interpreter lock."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, template_fault: str = "") -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self.template_fault = template_fault
+        """Why the checkpoint's chat template cannot be used, in one line; empty where it can, or where there is none."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -83,7 +89,7 @@ class TextModel:
         """Render (role, content) messages with the chat template, ready for an answer, and tokenise the result.
 
         Raises:
-            PromptError: there is no template, it refuses these messages, or the result cannot fit ``max_tokens``.
+            PromptError: there is no usable template, it refuses these messages, or the result cannot fit ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
         text = self.render_chat(messages)
@@ -110,9 +116,13 @@ class TextModel:
         """The text of a chat, with the opening of the assistant's answer at its end.
 
         Raises:
-            PromptError: there is no template, or it refuses these messages.
+            PromptError: there is no usable template, or it refuses these messages.
             PromptUnavailableError: the template took too long this time.
         """
+        if self.template_fault:
+            raise PromptError(
+                f"this model's chat template cannot be used ({self.template_fault}); send text or token_ids"
+            )
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
@@ -139,20 +149,21 @@ class TextModel:
 def load_text_model(directory: Path) -> TextModel:
     """Load the tokenizer and chat template of a Hugging Face model directory.
 
+    A template that cannot be used is no error but a ``template_fault``: texts need none.
+
     Raises:
         TokenizerFilesError: a file is missing or cannot be used.
     """
     path = directory / _TOKENIZER_FILE
-    if not directory.is_dir():
-        raise TokenizerFilesError(
-            f"model: {str(directory)[:64]!r} is not a directory; allowed: one with {_TOKENIZER_FILE}"
-        )
     try:
+        if not directory.is_dir():
+            raise TokenizerFilesError(
+                f"model: {str(directory)[:64]!r} is not a directory; allowed: one with {_TOKENIZER_FILE}"
+            )
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise TokenizerFilesError(
-            f"{path}: cannot be read ({reason}); allowed: a Hugging Face tokenizer file"
+            f"{path}: cannot be read ({_reason(error)}); allowed: a Hugging Face tokenizer file"
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content)
@@ -160,7 +171,12 @@ def load_text_model(directory: Path) -> TextModel:
         raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
     _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
-    return TextModel(tokenizer, _load_template(directory, config))
+    special = _special_tokens(directory, config)
+    try:
+        source = _template_source(directory, config)
+        return TextModel(tokenizer, None if source is None else _compiled(*source, special))
+    except _TemplateFaultError as error:
+        return TextModel(tokenizer, None, template_fault=str(error))
 
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
@@ -178,50 +194,76 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise TokenizerFilesError(f"{path}: cannot be read ({_reason(error)})") from error
+    except (ValueError, RecursionError) as error:
         raise TokenizerFilesError(f"{path}: not readable JSON ({_one_line(error)})") from error
     if not isinstance(config, dict):
         raise TokenizerFilesError(f"{path}: holds a {type(config).__name__}; allowed: a JSON object")
     return config
 
 
-def _load_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    path = directory / _TEMPLATE_FILE
-    if path.exists():
-        try:
-            source: object = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerFilesError(f"{path}: cannot be read as UTF-8 text") from error
-    else:
-        path = directory / _CONFIG_FILE
-        source = _default_template(config.get("chat_template"))
-    if source is None:
+class _TemplateFaultError(Exception):
+    """A chat template cannot be used; the message is one line."""
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
+    """The template for plain chats, behind its file's name.
+
+    As in transformers, files win over the entry of the configuration, and of several templates the default is meant.
+    """
+    named = directory / _TEMPLATE_DIRECTORY
+    for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
+        if path.exists():
+            try:
+                return path.name, path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
+    if named.is_dir() and any(named.glob("*.jinja")):
+        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: none is called {_DEFAULT_TEMPLATE}")
+    entry: object = config.get("chat_template")
+    if isinstance(entry, list):
+        entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
+    if isinstance(entry, dict):
+        if _DEFAULT_TEMPLATE not in entry:
+            raise _TemplateFaultError(f"{_CONFIG_FILE}: of its chat templates none is called {_DEFAULT_TEMPLATE}")
+        entry = entry[_DEFAULT_TEMPLATE]
+    if entry is None:
         return None
-    if not isinstance(source, str):
-        raise TokenizerFilesError(f"{path}: chat_template is a {type(source).__name__}; allowed: a string")
+    if not isinstance(entry, str):
+        raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(entry).__name__}; allowed: a string")
+    return _CONFIG_FILE, entry
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str)
+
+
+def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
     try:
-        return ChatTemplate(source, _special_tokens(config))
+        return ChatTemplate(source, special)
     except TemplateError as error:
-        raise TokenizerFilesError(f"{path}: chat template: it {_one_line(error)}") from error
+        raise _TemplateFaultError(f"{file}: it {_one_line(error)}") from None
 
 
-def _default_template(entry: object) -> object:
-    """Some checkpoints ship several named templates; the one called default is meant for plain chats."""
-    if not isinstance(entry, list):
-        return entry
-    named = [item.get("template") for item in entry if isinstance(item, dict) and item.get("name") == "default"]
-    return named[-1] if named else None
+def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """What templates may refer to as ``bos_token`` and so on; absent ones render as nothing.
+
+    As in transformers: the usual names, whatever else ends in ``_token``, and named extra ones. The file of older
+    checkpoints wins over the configuration, unless that lists its added tokens.
+    """
+    entries = dict(config)
+    if "added_tokens_decoder" not in config:
+        entries |= _read_config(directory / _SPECIAL_TOKENS_FILE)
+    named = {name: entry for name, entry in entries.items() if name.endswith(_SPECIAL_SUFFIX)}
+    for more in map(entries.get, _NAMED_SPECIAL_TOKENS):
+        named |= more if isinstance(more, dict) else {}
+    contents = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """What templates may refer to as ``bos_token`` and so on; absent ones render as nothing."""
-    found = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        entry = config.get(name)
-        content = entry.get("content") if isinstance(entry, dict) else entry
-        if isinstance(content, str):
-            found[name] = content
-    return found
+def _reason(error: Exception) -> str:
+    return (error.strerror or _one_line(error)) if isinstance(error, OSError) else "not UTF-8"
 
 
 def _one_line(error: BaseException) -> str:
