@@ -23,7 +23,7 @@ BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels core demo test chaos soak lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels core demo test chaos sanitize soak lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ test: lint kernels core  ## all checks and all tests
 chaos: kernels core  ## the table of promises against real processes (some 15 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'
 	@CHAOS_RESULTS=tests/chaos/RESULTS.md $(BIN)/python -m pytest tests/chaos -q -m 'not chaos_quick' --timeout=900 $(ARGS)
+
+sanitize: kernels  ## the C kernels under sanitizers of addresses, undefined behaviour and threads (minutes)
+	$(say) 'sanitizers'
+	@$(BIN)/python tools/sanitize.py $(ARGS)
 
 soak: $(READY) core  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
 	@PYTHONPATH=tests $(BIN)/python -m simulation.soak $(ARGS)

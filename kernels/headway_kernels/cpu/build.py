@@ -157,7 +157,7 @@ def compile_library(
     (code / "stamp.c").write_text(_STAMP_SOURCE.format(stamp))
     units = [name for name in sources if name.endswith(".c")]
     # -P: the working directory, with files of any name, must not come before the standard library.
-    command = [sys.executable, "-P", "-m", COMPILER, "cc", *variant.options, *_OPTIONS]
+    command = [sys.executable, "-P", "-m", COMPILER, "cc", *_OPTIONS, *variant.options]
     command += ["-o", variant.library, *units, "stamp.c", "-lm"]
     caches = {name: str(workplace / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     done = subprocess.run(

@@ -393,7 +393,10 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     return team_run(with, run_step, &start, the_decoder->shape.num_layers * PHASES_PER_LAYER + OTHER_PHASES);
 }
 
-static void run_alone(void *work, member *self) { run_product(self, work, NULL); }
+static void run_alone(void *work, member *self) {
+    product own = *(const product *)work; /* running a product writes to it, so each member has a copy, as in a step */
+    run_product(self, &own, NULL);
+}
 
 int headway_linear_run(const linear *the_linear, team *with, const float *inputs, int64_t num_rows,
                        const float *norm_weight, float norm_eps, int64_t gated, float *out, int64_t stride) {

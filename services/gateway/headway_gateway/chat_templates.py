@@ -15,7 +15,7 @@ Frames hold JSON. The first is a ``TemplateSource``, each later one ``Messages``
 import datetime as dt
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -71,9 +71,9 @@ class _GenerationBlocks(jinja2.ext.Extension):
     Its body is that of a call, as in transformers: what it sets does not outlive it.
     """
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # So does jinja2 declare it.
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
