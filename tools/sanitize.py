@@ -18,6 +18,7 @@ import ctypes.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -93,7 +94,14 @@ THREADS = Sanitizer(
     runtime="tsan",
     package="libtsan2",
     # Tests start processes. That the first report ends nothing shows all of them; the exit code tells.
-    settings={"TSAN_OPTIONS": "exitcode=66:halt_on_error=0:die_after_fork=0"},
+    # Threads of libraries that are not compiled for it would be reported too: there is only the kernels' team.
+    settings={
+        "TSAN_OPTIONS": "exitcode=66:halt_on_error=0:die_after_fork=0",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    },
     finds={"threads": "ThreadSanitizer: data race"},
 )
 # What the compiler's code asks of the runtime and gcc's has by other names.
@@ -197,10 +205,10 @@ def short_serve(library: Sanitized) -> None:
     Raises:
         SanitizeError: a prompt gets no answer, or the executor does not end well.
     """
-    from headway.client import Client
+    from headway.client import Client, HeadwayError
 
     with tempfile.TemporaryDirectory(prefix="headway-") as place:
-        step, ingress, grpc = f"ipc://{place}/step", f"ipc://{place}/ingress", f"unix:{place}/grpc"
+        step, ingress, grpc = f"ipc://{place}/step", f"ipc://{place}/ingress", f"127.0.0.1:{_free_port()}"
         model = ("--model", str(MODEL))
         commands = {
             "scheduler": ("--step-address", step, "--ingress-address", ingress),
@@ -221,6 +229,9 @@ def short_serve(library: Sanitized) -> None:
                 client.wait_ready(300)
                 streams = [client.generate(f"What is {n}?", max_tokens=20 + 3 * n) for n in range(SERVED_PROMPTS)]
                 num_tokens = sum(len(stream.result().token_ids) for stream in streams)
+        except HeadwayError as error:
+            said = " ".join(log.read_text(errors="replace")[-300:] for log in logs.values())
+            raise SanitizeError(f"no answer: {error}: {said!r}") from None
         finally:
             for process in processes.values():
                 process.send_signal(signal.SIGTERM)
@@ -230,6 +241,12 @@ def short_serve(library: Sanitized) -> None:
         if not num_tokens or "compiled" not in said:
             raise SanitizeError(f"the executor served {num_tokens} tokens: {said[-300:]!r}")
         say(f"  {SERVED_PROMPTS} prompts at once: {num_tokens} tokens, the executor ended with 0 and reported nothing")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _require_silence(what: str, code: int, said: str) -> None:
