@@ -3,7 +3,9 @@
 #
 #   PYTHON=python3.12      which interpreter makes the virtual environment
 #   VENV=.venv             where it goes
-#   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware
+#   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware. On Linux the torch
+#                          that pip finds by itself brings CUDA along, some gigabytes; for the CPU's:
+#                          PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   ARGS=...               more arguments for demo, pytest, soak, bench or gpu-check
 
 PYTHON ?= python3
@@ -13,7 +15,14 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Of what demo needs, where there is not the whole: to serve on a CPU, and what is compiled.
+LEAN := $(VENV)/.serves
+COMPILED := $(VENV)/.compiled
+COMPILERS := $(VENV)/compilers
+PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
+CORE_SOURCES := $(wildcard services/scheduler/headway_scheduler/core/*.py)
+BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_scheduler/compile_core.py
 # A run of pytest that finds nothing to do for ARGS ends with 5.
 PYTEST := $(BIN)/python -m pytest
 ALONE := tests/chaos tests/e2e
@@ -28,20 +37,40 @@ say = @printf '\n== %s\n'
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) kernels core  ## virtual environment, pinned dependencies, compiled kernels and core only
+setup: $(READY) kernels core  ## virtual environment with all for development, compiled kernels and core
 	@echo 'ready: $(VENV)'
 
-# Without what the two targets below compile: pip would keep their progress to itself.
-$(READY): pyproject.toml requirements/dev.lock
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "headway needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(BIN)/pip || { \
-	  printf '\n== making a virtual environment in $(VENV)\n'; \
-	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-	    echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }; }
-	$(say) 'installing the pinned dependencies of requirements/dev.lock (minutes the first time: torch is large)'
-	@$(BIN)/pip install -qq --disable-pip-version-check $(PIP_FLAGS) -r requirements/dev.lock
-	@HEADWAY_BUILD_CPU_KERNELS=0 HEADWAY_BUILD_CORE=0 $(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	  { echo "headway needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11 $(or $(GOAL),$(MAKECMDGOALS))" >&2; exit 1; }
+	@printf '\n== making a virtual environment in $(VENV)\n'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
+
+# pip compiles no bytecode: Python does, of what is ever imported. Nor what has targets of its own: pip would keep its progress
+# to itself.
+define install
+@$(PIP_INSTALL) --no-compile $(PIP_FLAGS) -r $<
+@HEADWAY_BUILD_CPU_KERNELS=0 HEADWAY_BUILD_CORE=0 $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+@touch $@
+endef
+
+$(READY): requirements/dev.lock pyproject.toml | $(BIN)/pip
+	$(say) 'installing what development takes, $< (some minutes the first time: 0.9 GB to fetch, 3 GB on disk)'
+	$(install)
+
+$(LEAN): requirements/serve.lock pyproject.toml | $(BIN)/pip
+	$(say) 'installing what serving on a CPU takes, $< (a minute the first time: 0.2 GB to fetch with a PyTorch for CPUs, 0.9 GB on disk)'
+	$(install)
+
+# Beside that, and with nothing of it: compilers for the occasion, in the versions of dev.lock, and what they look at.
+$(COMPILED): $(C_SOURCES) $(CORE_SOURCES) $(BUILDERS) requirements/dev.lock | $(BIN)/pip
+	$(say) 'compiling the CPU kernels and the core (a minute: 0.1 GB of compilers to fetch, 0.5 GB until they are removed)'
+	@set -e; rm -rf $(COMPILERS); trap 'rm -rf $(COMPILERS)' EXIT; trap 'exit 1' HUP INT TERM; \
+	  $(PIP_INSTALL) --no-compile $(PIP_FLAGS) --target $(COMPILERS) --constraint requirements/dev.lock \
+	    msgspec mypy numpy setuptools ziglang; \
+	  export PYTHONPATH=$(abspath $(COMPILERS)):$(abspath services/scheduler); \
+	  $(BIN)/python -P $(firstword $(BUILDERS)); $(BIN)/python -P -m headway_scheduler.compile_core
 	@touch $@
 
 # Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
@@ -53,7 +82,10 @@ kernels: $(READY)  ## compile the CPU kernels whose C sources have changed
 core: $(READY)  ## compile the scheduler's core if its sources have changed
 	@$(BIN)/python -P -m headway_scheduler.compile_core
 
-demo: $(READY) kernels core  ## serve the demo model, stream a dozen prompts at once, print the timings
+# With the whole environment, if there is one. Without it the two parts come side by side, since one fetches while the other
+# computes.
+demo: $(if $(wildcard $(READY)),$(READY) kernels core)  ## serve the demo model, stream a dozen prompts at once, print the timings
+	@test -e $(READY) || $(MAKE) --no-print-directory -j2 GOAL=$@ $(LEAN) $(COMPILED)
 	$(say) 'headway demo'
 	@$(BIN)/headway demo $(ARGS)
 

@@ -1,7 +1,7 @@
 """Writes the pinned requirement files in ``requirements/`` from the environment that runs it.
 
 Owns: which installed distributions each lock holds. ``dev.lock`` is everything that is installed; the others are the
-closure of what one service's host needs, so a version is pinned in one place and cut to size everywhere else.
+closure of what one service's host needs (``serve.lock``: all three on a CPU), so a version is pinned in one place and cut to size everywhere else.
 Must not know: how the locks are installed (the Makefile and the Dockerfiles do).
 
     python tools/pin_requirements.py           # after upgrading something in the virtual environment
@@ -24,6 +24,7 @@ SERVICE_EXTRAS = {
     "gateway": ("gateway", "vllm-engine", "metrics", "traces"),
     "executor": ("executor", "metrics"),
     "executor-cuda": ("executor", "cuda", "metrics"),
+    "serve": ("gateway", "executor", "metrics", "top"),
 }
 # The field's gateway, of which nothing of ours is beside it.
 FOREIGN_LOCKS = ("smg",)

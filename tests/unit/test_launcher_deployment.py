@@ -161,11 +161,39 @@ def test_images_get_what_is_compiled_for_their_services_and_no_image_a_compiler(
 def test_locks_pin_every_version_once_and_only_the_executor_has_torch():
     development = lock("dev")
     assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.]+", line) for line in development)
-    for name in (*SERVICES, "smg"):
+    for name in (*SERVICES, "serve", "smg"):
         assert lock(name) <= development
     with_torch = [service for service in SERVICES if any(line.startswith("torch==") for line in lock(service))]
     assert with_torch == ["executor"]
     assert not any(line.startswith("grpcio") for line in lock("scheduler") | lock("executor"))
+
+
+def names_in(name: str) -> set[str]:
+    return {line.partition("==")[0] for line in lock(name)}
+
+
+def test_the_lock_of_the_demonstration_has_three_services_and_nothing_for_development():
+    assert lock("scheduler") | lock("executor") <= lock("serve")
+    assert {"grpcio", "tokenizers", "torch"} <= names_in("serve")
+    for absent in ("triton", "cupy-cuda12x", "mypy", "kubernetes-validate", "ziglang", "transformers", "smg", "pytest"):
+        assert absent in names_in("dev") - names_in("serve")
+
+
+def test_the_demonstration_installs_its_lock_and_what_is_for_development_only_where_that_is(tmp_path):
+    def steps() -> str:
+        words = ["make", "--dry-run", "-C", str(REPOSITORY), "demo", f"VENV={tmp_path}/environment"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    from_nothing = steps()
+    assert "-r requirements/serve.lock" in from_nothing
+    assert "-r requirements/dev.lock" not in from_nothing
+    (compilers,) = re.findall(r"--target (\S+)", from_nothing)
+    assert f"rm -rf {compilers}" in from_nothing
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / ".ready").touch()
+    with_everything = steps()
+    assert "serve.lock" not in with_everything
+    assert "headway_kernels/cpu/build.py" in with_everything
 
 
 def test_the_readme_has_the_settings_as_they_are():

@@ -130,7 +130,7 @@ def main() -> int:
     if is_up_to_date():
         sys.stdout.write("the scheduler's core: up to date\n")
         return 0
-    sys.stdout.write("the scheduler's core: compiling, some twenty seconds\n")
+    sys.stdout.write("the scheduler's core: compiling, some half a minute\n")
     sys.stdout.flush()
     start = time.perf_counter()
     try:
