@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +101,14 @@ def finished(*words: str, **extra_environment: str) -> Command:
     with command(*words, **extra_environment) as running:
         running.wait(60.0)
         return running
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def wait_until(condition, timeout_s: float, what: str) -> None:

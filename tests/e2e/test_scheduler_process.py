@@ -8,6 +8,12 @@ import time
 from pathlib import Path
 
 import psutil
+import yaml
+
+from e2e.running_server import command, free_port, wait_until
+from headway.keys import make_keys
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 IMPORTS_NOTHING_HEAVY = """
 import sys
@@ -77,3 +83,24 @@ def test_an_address_in_use_ends_with_one_line_and_exit_code_2() -> None:
         f"headway scheduler: step_address: {address!r} cannot be bound: Address already in use"
     )
     assert "Traceback" not in ended.stderr
+
+
+def test_the_health_check_of_several_hosts_passes_and_turns_nobody_away(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    service = yaml.safe_load((REPOSITORY / "compose.hosts.yaml").read_text())["services"]["scheduler"]
+    here = {"/keys": str(tmp_path / "scheduler"), **{port: str(free_port()) for port in ("50052", "50053", "9464")}}
+
+    def of_this_host(words: list[str]) -> list[str]:
+        for there, value in here.items():
+            words = [word.replace(there, value) for word in words]
+        return words
+
+    check = of_this_host(service["healthcheck"]["test"][1:])
+    assert check[0] == "python3"
+    with command("scheduler", *of_this_host(service["command"])) as scheduler:
+        wait_until(lambda: any("scheduler ready" in line for line in scheduler.err), 30.0, "the scheduler")
+        for _ in range(2):
+            subprocess.run([sys.executable, *check[1:]], check=True)
+        time.sleep(0.5)  # Twice what the scheduler sleeps at most before it tells of one that it has turned away.
+        assert scheduler.stop() == 0
+    assert [line for line in scheduler.err if "warning" in line or "error" in line] == []

@@ -15,18 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e.running_server import command, environment, finished, sockets_in, wait_until
+from e2e.running_server import command, environment, finished, free_port, sockets_in, wait_until
 from headway import Client
 from headway.client import UnavailableError
 
 SIMULATED = ("--backend", "simulated", "--grpc-address", "127.0.0.1:0", "--log-level", "warning")
 PROMPT = "To open a file"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tokens_of(address: str, max_tokens: int = 24) -> list[int]:

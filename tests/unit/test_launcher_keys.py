@@ -1,6 +1,8 @@
 """``headway keys``: every process gets what it needs and nothing that is another's."""
 
+import subprocess
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ def test_each_directory_holds_its_own_secret_and_the_public_keys_of_its_peers(tm
     make_keys(tmp_path / "keys")
     files = {str(path.relative_to(tmp_path / "keys")) for path in (tmp_path / "keys").rglob("*") if path.is_file()}
     assert files == {
+        *(f"{name}/.gitignore" for name in ("scheduler", "executor", "gateway")),
         "scheduler/scheduler.key",
         "scheduler/scheduler.key_secret",
         "scheduler/executors/executor.key",
@@ -44,3 +47,22 @@ def test_keygen_is_the_same_command(tmp_path, capsys):
     assert main(["keygen", str(tmp_path)]) == 0
     assert (tmp_path / "scheduler" / "scheduler.key_secret").is_file()
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_git_takes_none_of_them_wherever_they_are_made(tmp_path):
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    (tmp_path / "mine.txt").touch()
+    assert main(["keys", str(tmp_path)]) == 0
+    assert main(["keys", str(tmp_path / "deploy" / "link-keys")]) == 0
+    status = subprocess.run(
+        ["git", "-C", str(tmp_path), "status", "--porcelain", "--untracked-files=all"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert status.stdout == "?? mine.txt\n"
+
+
+def test_this_repository_and_its_images_leave_secret_keys_out_even_copies():
+    for name, line in ((".gitignore", "*.key_secret"), (".dockerignore", "**/*.key_secret")):
+        assert line in (Path(__file__).resolve().parents[2] / name).read_text().splitlines()

@@ -5,7 +5,8 @@ Must not know: how a link uses them.
 
 Each process has a CURVE pair. Executor and gateway know the scheduler's public key, so that nobody can pose as the
 scheduler; the scheduler knows theirs, each for its own link, so that nobody else gets in and a gateway cannot pose as an
-executor. More of either: their public keys, as ``*.key`` files beside the first.
+executor. More of either: their public keys, as ``*.key`` files beside the first. A directory of keys is no part of any
+repository that it is made in: it tells git so itself.
 """
 
 import argparse
@@ -63,6 +64,8 @@ def make_keys(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (SCHEDULER, *CLIENTS):
             (directory / name).mkdir()
+            # First, so that whoever adds files to a repository meanwhile adds none of these.
+            (directory / name / ".gitignore").write_text("*\n")
             zmq.auth.create_certificates(directory / name, name)
         for name, directory_name in CLIENTS.items():
             admitted = directory / SCHEDULER / directory_name
