@@ -18,6 +18,7 @@ import pytest
 from e2e.running_server import command, environment, finished, free_port, sockets_in, wait_until
 from headway import Client
 from headway.client import UnavailableError
+from headway.services import DEMO_MODEL_DIRECTORY
 
 SIMULATED = ("--backend", "simulated", "--grpc-address", "127.0.0.1:0", "--log-level", "warning")
 PROMPT = "To open a file"
@@ -181,7 +182,9 @@ def test_links_with_keys_admit_those_who_have_them_and_nobody_else(tmp_path: Pat
 
 def test_settings_come_from_file_and_environment_and_are_told_at_start(tmp_path: Path):
     file = tmp_path / "headway.toml"
-    file.write_text('[serve]\nbackend = "simulated"\ngrpc_address = "127.0.0.1:0"\n[scheduler]\nmax_num_seqs = 7\n')
+    file.write_text(
+        '[serve]\nbackend = "simulated"\ngrpc_address = "127.0.0.1:0"\nlog_level = "debug"\n[scheduler]\nmax_num_seqs = 7\n'
+    )
     with command("serve", "--config", str(file), HEADWAY_SCHEDULER_MAX_NUM_BATCHED_TOKENS="64") as server:
         with Client(server.wait_for_ready()) as client:
             status = client.status()
@@ -297,14 +300,29 @@ def test_a_mistake_is_one_line_and_an_exit_code(words, code, message):
     assert re.fullmatch(rf"headway {words.split()[0]}: ({message})\n", run.err[0])
 
 
-def test_an_address_in_use_stops_everything_with_code_2():
+def test_an_address_in_use_is_told_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         run = finished("serve", "--backend", "simulated", "--log-level", "error", "--grpc-address", address)
     assert run.process.returncode == 2
-    assert [line for line in run.err if line.startswith("headway gateway:") and address in line]
+    (line,) = run.err
+    assert line == (
+        f"headway serve: --grpc-address: cannot listen on '{address}' (Address already in use); allowed: a free address\n"
+    )
+
+
+def test_what_a_process_finds_out_later_is_the_last_line(tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL_DIRECTORY, model)
+    (model / "tokenizer.json").write_text("{}")
+    run = finished("serve", "--model", str(model), "--backend", "simulated", "--grpc-address", "127.0.0.1:0")
+    assert run.process.returncode == 3
+    assert [line for line in run.err if line.startswith("headway gateway: ")] == run.err[-1:]
+    assert "tokenizer.json" in run.err[-1]
+    assert run.out == []
+    assert max(map(len, run.err)) < 300
 
 
 def test_an_unknown_variable_is_named(tmp_path: Path):

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway_executor.backend import BackendConfigError
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
 from headway_executor.host_pool import HostPool
 from headway_executor.models.config import ModelConfig
@@ -111,25 +110,3 @@ def num_blocks_that_fit(
 def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """What a block takes for keys and values of all layers, without what a way to run may pad them with."""
     return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
-
-
-def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that one request of ``max_model_len`` tokens could not run in.
-
-    ``given`` tells whether the user named the number or the free memory did.
-
-    Raises:
-        BackendConfigError: the pool is too small.
-    """
-    needed = -(-max_model_len // block_size)
-    if num_blocks >= needed:
-        return
-    if given:
-        raise BackendConfigError(
-            f"num_kv_blocks {num_blocks} is not allowed; one request of max_model_len {max_model_len} takes {needed} "
-            f"blocks of {block_size} tokens, so allowed: {needed} or more"
-        )
-    raise BackendConfigError(
-        f"max_model_len {max_model_len} is not allowed; the free memory holds {num_blocks} blocks of {block_size} "
-        f"tokens, so allowed: up to {num_blocks * block_size}"
-    )

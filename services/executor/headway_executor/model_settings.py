@@ -1,11 +1,11 @@
 """A backend's settings against the model and the host: what a backend of real models is opened with.
 
-Owns: the checks and the choices that "auto" and 0 leave to a backend. Must not know: any backend, or how a model runs.
+Owns: the checks against model and device, and the choices that "auto" and 0 leave to a backend (``setting_checks`` has what
+needs neither). Must not know: any backend, or how a model runs.
 
 Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.models.config import ModelConfig, read_json_object
 from headway_executor.models.families import read_model_config
+from headway_executor.setting_checks import max_model_len_of
 
 
 class ModelSettings(NamedTuple):
@@ -24,8 +25,6 @@ class ModelSettings(NamedTuple):
     max_model_len: int
 
 
-SPECULATIONS = ("off", "ngram", "draft")
-MOST_SPECULATIVE_TOKENS = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +36,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
     """
     model_config = read_model_config(Path(config.model))
     dtype = _dtype_of(config, model_config, device)
-    max_model_len = _max_model_len_of(config, model_config)
+    max_model_len = max_model_len_of(config.max_model_len, model_config.context)
     _check_block_size(config.block_size)
     _check_max_num_seqs(config.max_num_seqs)
     rope = model_config.rope
@@ -61,40 +60,6 @@ def device_of(config: BackendConfig) -> torch.device:
         count = torch.cuda.device_count()
         raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
     return device
-
-
-def check_quantization(config: BackendConfig, allowed: Collection[str]) -> None:
-    """``config.quantization`` must be one of ``allowed``."""
-    if config.quantization not in allowed:
-        raise BackendConfigError(
-            f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(allowed)}"
-        )
-
-
-def check_speculation(config: BackendConfig) -> None:
-    """The settings of speculation must fit each other."""
-    if config.speculation not in SPECULATIONS:
-        raise BackendConfigError(
-            f"speculation {config.speculation!r:.64} is not allowed; allowed: {', '.join(SPECULATIONS)}"
-        )
-    if not 1 <= config.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
-        raise BackendConfigError(
-            f"num_speculative_tokens {config.num_speculative_tokens} is not allowed; "
-            f"allowed: 1 to {MOST_SPECULATIVE_TOKENS}"
-        )
-    if (config.speculation == "draft") != bool(config.draft_model):
-        raise BackendConfigError(
-            f"draft_model {config.draft_model!r:.64} is not allowed with speculation {config.speculation}; allowed: a "
-            "checkpoint directory with speculation draft, nothing with any other"
-        )
-
-
-def check_no_speculation(config: BackendConfig) -> None:
-    """This backend does not speculate."""
-    if config.speculation != "off":
-        raise BackendConfigError(
-            f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
-        )
 
 
 def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_model_len: int) -> ModelSettings:
@@ -129,15 +94,6 @@ def _vocabulary(file: Path) -> object:
     return model["vocab"]
 
 
-def check_options(config: BackendConfig, allowed: Collection[str]) -> None:
-    """The names of ``config.options`` must be among ``allowed``."""
-    unknown = sorted(config.options.keys() - set(allowed))
-    if unknown:
-        raise BackendConfigError(
-            f"backend_options {unknown[0]!r:.64} is not allowed; allowed: {', '.join(allowed) or 'none'}"
-        )
-
-
 def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
     if config.dtype == "auto":
@@ -145,16 +101,6 @@ def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.de
     if config.dtype not in _DTYPES:
         raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES[config.dtype]
-
-
-def _max_model_len_of(config: BackendConfig, model_config: ModelConfig) -> int:
-    """Tokens per request at most: what was asked for, within the model's context, or all of it."""
-    if not 0 <= config.max_model_len <= model_config.context:
-        raise BackendConfigError(
-            f"max_model_len {config.max_model_len} is not allowed; allowed: 1 to the model's context, "
-            f"{model_config.context}, or 0 for all of it"
-        )
-    return config.max_model_len or model_config.context
 
 
 def _check_max_num_seqs(max_num_seqs: int) -> None:

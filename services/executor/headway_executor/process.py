@@ -25,6 +25,7 @@ from headway_executor.metrics import ExecutorSnapshot, families_of, take_snapsho
 from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.last_words import tell_last
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import make_logger
 from headway_proto.pulse import pulse_of
@@ -190,7 +191,7 @@ def _exit_with_parent() -> None:
 
 
 def _refuse(error: Exception, code: int) -> int:
-    sys.stderr.write(f"headway executor: {' '.join(str(error).split())}\n")
+    tell_last(f"headway executor: {' '.join(str(error).split())}")
     return code
 
 

@@ -4,10 +4,12 @@ Owns: the look-up, and the advice when a backend is unknown or its Python packag
 Must not know: any backend; a third party's is loaded in the same way as a built-in one.
 """
 
+import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_proto.installation import install_advice
+from headway_executor.setting_checks import BUILT_IN
 
 ENTRY_POINT_GROUP = "headway.executor_backends"
 
@@ -25,21 +27,39 @@ def create_backend(name: str) -> ExecutorBackend:
     Raises:
         BackendConfigError: no backend has this name, or a Python package that it needs is not installed.
     """
+    backend: ExecutorBackend = _load(_find(name))()
+    return backend
+
+
+def check_installed(name: str) -> None:
+    """See that there is a backend called ``name``, with the packages of a built-in one. Imports none of them.
+
+    Raises:
+        BackendConfigError: as of ``create_backend``.
+    """
+    entry_point = _find(name)
+    for package in BUILT_IN[name].packages if name in BUILT_IN else ():
+        if importlib.util.find_spec(package) is None:
+            raise _lacking(entry_point.name, package)
+
+
+def _find(name: str) -> EntryPoint:
     found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:
         raise BackendConfigError(f"backend: {name!r:.64} is not allowed; allowed: {', '.join(backend_names())}")
-    backend: ExecutorBackend = _load(found[0])()
-    return backend
+    return found[0]
 
 
 def _load(entry_point: EntryPoint) -> type[ExecutorBackend]:
     try:
         loaded: type[ExecutorBackend] = entry_point.load()
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        extra = _EXTRA_OF_PACKAGE.get(package)
-        advice = install_advice(extra) if extra else f"install the Python package {package!r}"
-        raise BackendConfigError(
-            f"backend: {entry_point.name!r} needs {error.name!r}, which is not installed; {advice}"
-        ) from error
+        raise _lacking(entry_point.name, error.name or "") from error
     return loaded
+
+
+def _lacking(backend: str, module: str) -> BackendConfigError:
+    package = module.partition(".")[0]
+    extra = _EXTRA_OF_PACKAGE.get(package)
+    advice = install_advice(extra) if extra else f"install the Python package {package!r}"
+    return BackendConfigError(f"backend: {backend!r} needs {module!r}, which is not installed; {advice}")

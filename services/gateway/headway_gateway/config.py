@@ -105,6 +105,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher_token_digest: Annotated[
         str, Meta(description="SHA-256 in hex of the token with which headway serve asks for the model")
     ] = ""
+    launcher_health_name: Annotated[
+        str,
+        Meta(description="one more name to answer health checks under, by which headway serve knows its own gateway"),
+    ] = ""
     load_reports: Annotated[
         bool,
         Meta(

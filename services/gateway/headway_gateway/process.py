@@ -8,7 +8,6 @@ tokenizer files that cannot be used. Each failure is one line on standard error.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import signal
@@ -22,6 +21,7 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
+from headway_proto.last_words import tell_last
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import configure
 from headway_proto.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
@@ -139,5 +139,4 @@ def _end_with_parent() -> bool:
 
 
 def _tell(error: Exception) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"headway gateway: {error}\n")
+    tell_last(f"headway gateway: {error}")

@@ -32,6 +32,7 @@ from headway_gateway.interceptors import (
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
+from headway_gateway.preflight import problem_of_listening
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
@@ -103,10 +104,11 @@ class GatewayServer:
         )
         self._load = LoadMonitor(self._client.link, self._statistics)
         more_services = (VLLM_ENGINE_SERVICE,) if serves_vllm_engine(config) else ()
+        own_names = (config.launcher_health_name,) if config.launcher_health_name else ()
         health_service = health.aio.HealthServicer()
         self._health = HealthReporter(
             service=health_service,
-            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE, *more_services),
+            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE, *more_services, *own_names),
             client=self._client,
             tokenizer_width=text_model.vocab_size,
             stall_s=config.stall_s,
@@ -238,6 +240,12 @@ class GatewayServer:
 
     def _listen(self) -> int:
         address = self._config.grpc_address
+        # Looked at first, since gRPC would tell it in words and lines of its own.
+        problem = "" if self._config.reuse_port else problem_of_listening(address)
+        if problem:
+            raise AddressInUseError(
+                f"grpc_address: cannot listen on {address[:64]!r} ({problem}); allowed: a free address"
+            )
         try:
             if self._config.tls_cert_file:
                 return self._server.add_secure_port(address, CertificateFiles(self._config).credentials())

@@ -16,6 +16,7 @@ import msgspec
 from headway.configuration import OneLineParser, suggestion
 from headway.settings import ConfigurationError, shown
 from headway_proto.installation import install_advice
+from headway_proto.last_words import tell_last
 
 USAGE_EXIT_CODE = 2
 
@@ -24,11 +25,15 @@ _EXTRAS = {
     "grpc": "gateway",
     "grpc_health": "gateway",
     "google": "gateway",
+    "grpc_reflection": "gateway",
+    "grpc_status": "gateway",
+    "jinja2": "gateway",
+    "llguidance": "gateway",
     "tokenizers": "gateway",
     "torch": "executor",
+    "prometheus_client": "metrics",
+    "opentelemetry": "traces",
     "aiohttp": "bench",
-    "llguidance": "gateway",
-    "jinja2": "gateway",
     "rich": "top",
     "matplotlib": "bench",
 }
@@ -82,7 +87,7 @@ def parser_of(name: str) -> OneLineParser:
 
 
 def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int:
-    sys.stderr.write(f"{program}: {message}\n")
+    tell_last(f"{program}: {message}")
     return exit_code
 
 

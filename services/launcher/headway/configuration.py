@@ -244,11 +244,11 @@ def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], Non
     try:
         validate(config)
     except ValueError as error:
-        raise ConfigurationError(_in_the_authors_words(str(error), settings, given)) from None
+        raise ConfigurationError(in_the_authors_words(str(error), settings, given)) from None
     return config
 
 
-def _in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
+def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
     """Replace a leading field name by the flag, variable or line that gave the value."""
     field = re.match(r"\w*", message).group()  # type: ignore[union-attr]  # matches the empty string at least
     if field in given:

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import cast
 
+from headway import preflight
 from headway.client import AsyncClient, ChatMessage, GenerateOptions
 from headway.configuration import OneLineParser
 from headway.plan import make_plan, without_settings
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     with socket_directory() as directory:
         environment = without_settings(os.environ)
         plan = make_plan(serving, environment, directory)
+        preflight.check(plan)
         exit_code = asyncio.run(serve(plan, environment, stream_all))
     if exit_code:
         return exit_code

@@ -33,9 +33,14 @@ class ClientCertificate(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server to ask. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text."""
+    """A server to ask. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text.
+
+    ``health_name`` is the name whose health is asked for; empty: the server's as a whole. Another server than the one that
+    answers under a name of its own does not know it, and so counts as unreachable.
+    """
 
     address: str
+    health_name: str = ""
     certificates: bytes | None = None
     token: str = ""
     client: ClientCertificate | None = None
@@ -75,7 +80,7 @@ def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
     try:
         with _channel(target, timeout_s) as channel:
             response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
-                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=target.metadata
+                health_pb2.HealthCheckRequest(service=target.health_name), timeout=timeout_s, metadata=target.metadata
             )
     except (grpc.RpcError, OSError):
         return UNREACHABLE

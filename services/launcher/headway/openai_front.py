@@ -5,6 +5,7 @@ serves itself.
 Must not know: what smg does with a request, or when it is started again.
 """
 
+import argparse
 import asyncio
 import ctypes
 import json
@@ -14,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headway.health import SERVING, Target, health_of
 from headway.parentage import launcher_is_gone
@@ -50,17 +51,41 @@ def command(
     ]
 
 
-async def wait_until_serving(openai_address: str, num_gateways: int = 1) -> None:
-    """Return once smg has the model of so many gateways, and its tokenizer."""
-    while not await asyncio.to_thread(is_serving, openai_address, num_gateways):  # noqa: ASYNC110 (smg tells nobody)
+def check_flags(flags: Sequence[str]) -> None:
+    """Have smg's own parser look at the flags that are the user's.
+
+    Raises:
+        ValueError: it does not take them; the message is one line.
+    """
+    from smg.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    try:
+        _, unknown = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"smg_flags: {error}") from None
+    if unknown:
+        raise ValueError(
+            f"smg_flags: {unknown[0][:64]!r} is not allowed; allowed: flags of smg launch, see smg launch --help"
+        )
+
+
+async def wait_until_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> None:
+    """Return once ``is_serving``."""
+    while not await asyncio.to_thread(is_serving, openai_address, num_gateways, gateways):  # noqa: ASYNC110 (smg tells nobody)
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def is_serving(openai_address: str, num_gateways: int = 1) -> bool:
-    """Whether smg lists a model and, which comes a moment later, its tokenizer, and sends requests to so many gateways."""
+def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> bool:
+    """Whether smg lists a model and, which comes a moment later, its tokenizer, and sends requests to so many gateways.
+
+    ``gateways`` (HOST:PORT) are among them; an smg that somebody else started there has others.
+    """
     try:
         has_all = all(b'"id"' in _asked(openai_address, f"v1/{listed}") for listed in ("models", "tokenizers"))
-        return has_all and len(ready_gateways(openai_address)) >= num_gateways
+        ready = ready_gateways(openai_address) if has_all else []
+        return len(ready) >= num_gateways and set(gateways) <= set(ready)
     except (urllib.error.URLError, OSError, ValueError):
         return False
 

@@ -39,11 +39,21 @@ _ONE_WORKER = Given(1, "")
 _GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grpc-address")
 
 
+class Settled(msgspec.Struct, frozen=True):
+    """The configuration of one process: what it is given, by whom, and what that comes to."""
+
+    service: Service
+    given: Layer
+    config: msgspec.Struct
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the services. ``commands`` are by name, in the order in which they start; ``stop_stages`` (seconds from
     SIGTERM to SIGKILL by name) are those of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``targets``
-    are how this host reaches the gateways. ``openai_address`` is where smg serves, empty without it. ``environments`` and
-    ``cores`` (processor cores to keep to) are of those processes that have any of their own.
+    are how this host reaches the gateways. ``openai_address`` is where smg serves, empty without it, and ``smg_flags`` what
+    the user tells it. ``environments`` and ``cores`` (processor cores to keep to) are of those processes that have any of
+    their own. ``directory`` is private to the processes. ``settled`` are the configurations, and ``listeners`` who is told
+    to listen on which HOST:PORT, both to be looked at before anything starts.
     """
 
     commands: dict[str, list[str]]
@@ -51,7 +61,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stop_stages: list[dict[str, float]]
     hang_s: float
     targets: list[Target]
+    directory: Path
+    settled: list[Settled]
+    listeners: list[tuple[str, str]]
     openai_address: str = ""
+    smg_flags: tuple[str, ...] = ()
     environments: dict[str, dict[str, str]] = {}
     cores: dict[str, frozenset[int]] = {}
 
@@ -82,14 +96,18 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     if values_of["gateway"].get("auth_token_file", _NOTHING).value:
         digest = hashlib.sha256(probe_token.encode()).hexdigest()
         values_of["gateway"]["launcher_token_digest"] = Given(digest, "the launcher")
+    # What answers at the gateway's address may be another server; under this name only one of these gateways answers.
+    health_name = Given(secrets.token_hex(16), "the launcher")
     replicas = replicas_of(serve.replicas)
     metrics_ports = _metrics_ports(serve, values_of["gateway"])
     addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), len(replicas))
-    configs = []
+    settled = []
     for replica, address, ports in zip(replicas, addresses, metrics_ports, strict=True):
-        settled = {"grpc_address": address, **_links(replica, directory)}
-        configs.append(_configs(replica, values_of, settled, ports))
-    _check_listeners(serve, configs, metrics_ports)
+        own = {"grpc_address": address, "launcher_health_name": health_name, **_links(replica, directory)}
+        settled.append(_settled(replica, values_of, own, ports))
+    configs = [{name: each.config for name, each in of_replica.items()} for of_replica in settled]
+    listeners = _listeners(serve, configs, metrics_ports)
+    check_apart(listeners)
     gateways = [_gateway_of(of_replica) for of_replica in configs]
     return Plan(
         commands=_commands(serve, replicas, configs),
@@ -97,7 +115,11 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         hang_s=serve.hang_s,
         targets=[_target(gateway, serve, probe_token) for gateway in gateways],
         stop_stages=_stop_stages(serve, replicas, configs),
+        directory=directory,
+        settled=[each for of_replica in settled for each in of_replica.values()],
+        listeners=listeners,
         openai_address=serve.openai_address,
+        smg_flags=serve.smg_flags,
         environments=_environments(replicas),
         cores=_cores(replicas, configs),
     )
@@ -144,20 +166,20 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
     return [ports[first : first + num_own] for first in range(0, len(ports), num_own)]
 
 
-def _configs(
-    replica: Replica, values_of: Mapping[str, Layer], settled: Layer, metrics_ports: range
-) -> dict[str, msgspec.Struct]:
-    """Return the configuration of each service of a replica; ``settled`` is what the launcher gives to all that have it."""
-    configs = {}
+def _settled(
+    replica: Replica, values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
+) -> dict[str, Settled]:
+    """Return the configuration of each service of a replica; the launcher gives to all that have the setting."""
+    settled = {}
     for service in SERVICES.values():
-        own = dict(settled)
+        own = dict(from_launcher)
         if metrics_ports:
             port = metrics_ports[METRICS_ORDER.index(service.name)]
             own["metrics_address"] = _given_by_launcher(f"{LOOPBACK}:{port}")
         values = replica.of_its_own(values_of[service.name])
-        layers = (_known_to(service, own), _known_to(service, _threads(replica, values)), values)
-        configs[service.name] = service.build(merged(layers))
-    return configs
+        given = merged((_known_to(service, own), _known_to(service, _threads(replica, values)), values))
+        settled[service.name] = Settled(service, given, service.build(given))
+    return settled
 
 
 def _links(replica: Replica, directory: Path) -> Layer:
@@ -242,17 +264,13 @@ def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
     }
 
 
-def _check_listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Sequence[range]) -> None:
-    """Refuse two listeners on one port before either is started.
-
-    Raises:
-        ConfigurationError: it names both.
-    """
+def _listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Sequence[range]) -> list[tuple[str, str]]:
+    """Return who is told to listen where: pairs of a flag and HOST:PORT."""
     listeners = [("--grpc-address", _gateway_of(of_replica).grpc_address) for of_replica in configs]
     if serve.openai_address:
         listeners.append(("--openai-address", serve.openai_address))
     listeners += [("--metrics-port", f"{LOOPBACK}:{port}") for ports in metrics_ports for port in ports]
-    check_apart(listeners)
+    return listeners
 
 
 def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[str]:
@@ -295,6 +313,7 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
         )
     return Target(
         address=gateway.grpc_address,
+        health_name=gateway.launcher_health_name,
         certificates=bytes_of_file(gateway.tls_cert_file, "--tls-cert-file"),
         token=probe_token if gateway.auth_token_file else "",
         client=client_certificate(serve.probe_cert_file, serve.probe_key_file, "--probe-cert-file"),

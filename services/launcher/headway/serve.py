@@ -13,10 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from headway import openai_front
+from headway import openai_front, preflight
 from headway.health import Target
 from headway.plan import Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
@@ -24,6 +25,7 @@ from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
 from headway.readiness import wait_until_serving
 from headway.socket_directory import socket_directory
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
+from headway_proto.last_words import LAST_WORDS_VARIABLE
 from headway_proto.log_sink import LogSink
 
 
@@ -55,6 +57,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """
     with socket_directory() as directory:
         plan = make_plan(arguments, environment, directory)
+        preflight.check(plan)
         return asyncio.run(serve(plan, without_settings(environment), _print_readiness))
 
 
@@ -63,16 +66,25 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
     fleet = Fleet(plan.stop_stages, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     pulses = PulseWatch(plan.hang_s)
-    environments = {name: {**environment, **plan.environments.get(name, {})} for name in plan.commands}
+    last_words = {name: plan.directory / f"{name}.words" for name in plan.commands}
+    environments = {
+        name: {**environment, **plan.environments.get(name, {}), LAST_WORDS_VARIABLE: str(file)}
+        for name, file in last_words.items()
+    }
     children = Children(plan.commands, environments, plan.cores, events.put_nowait, pulses)
     _deliver_signals(events)
     attendant = asyncio.create_task(_attend(plan.targets, when_ready, events))
     watcher = asyncio.create_task(_watch_pulses(pulses, events))
-    announcer = asyncio.create_task(_announce_openai(plan.openai_address, len(plan.targets)))
+    announcer = asyncio.create_task(
+        _announce_openai(plan.openai_address, [each.reachable_address for each in plan.targets])
+    )
     try:
         say(f"starting {', '.join(plan.start_order)}")
         await _perform(fleet.start(plan.start_order), children)
-        return await _supervise(fleet, children, events)
+        exit_code = await _supervise(fleet, children, events)
+        if fleet.refused_by:
+            _tell_last_words(fleet.refused_by, last_words[fleet.refused_by])
+        return exit_code
     finally:
         for task in (attendant, watcher, announcer):
             task.cancel()
@@ -106,10 +118,10 @@ async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asy
             events.put_nowait(StopRequested(signal.SIGTERM))
 
 
-async def _announce_openai(address: str, num_replicas: int) -> None:
+async def _announce_openai(address: str, gateways: Sequence[str]) -> None:
     """Tell when the OpenAI API is served too, by all replicas, if it is to be."""
     if address:
-        await openai_front.wait_until_serving(address, num_replicas)
+        await openai_front.wait_until_serving(address, len(gateways), gateways)
         say(f"OpenAI API on http://{address}/v1")
 
 
@@ -161,6 +173,14 @@ async def _perform(actions: list[Action], children: Children) -> None:
                 children.kill(name)
             case Report(text):
                 say(text)
+
+
+def _tell_last_words(name: str, file: Path) -> None:
+    """Tell, below what the others had to say meanwhile, why a process could not work."""
+    try:
+        _sink().write(file.read_text(encoding="utf-8"))
+    except OSError:
+        say(f"{name} could not work as it was told to, and says why above")
 
 
 def say(text: str) -> None:

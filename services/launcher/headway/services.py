@@ -1,7 +1,7 @@
 """The three services as the launcher sees them: where their configuration is declared and how they are run.
 
 Owns: the list of services, loading the configuration of one, the name ``demo`` for the model that ships with Headway,
-and the line that tells the effective configuration at start.
+and the line that tells the effective configuration at start, at level debug.
 Must not know: what a setting means. Imports a service only when it is asked for: a scheduler's host has no torch.
 """
 
@@ -44,6 +44,7 @@ SETTLED_BY_SERVE = frozenset(
         "exit_with_parent",
         "reuse_port",
         "launcher_token_digest",
+        "launcher_health_name",
         "metrics_address",
     }
 )
@@ -172,13 +173,13 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def announce(name: str, config: msgspec.Struct) -> None:
-    """Tell the effective configuration, as one line on stderr in the configured format, from level info on."""
+    """Tell the effective configuration, as one line on stderr in the configured format, at level debug."""
     import structlog
 
     from headway_proto.logs import replica_field
 
     settings = effective(config)
-    if settings.get("log_level") in {"warning", "error"}:
+    if settings.get("log_level") != "debug":
         return
     as_json = settings.get("log_format") == "json"
     renderer = (
@@ -189,5 +190,5 @@ def announce(name: str, config: msgspec.Struct) -> None:
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
     )
-    log.info("configuration", service=name, **replica_field(os.environ), **settings)
+    log.debug("configuration", service=name, **replica_field(os.environ), **settings)
     sink.drain(_LOG_DRAIN_S)

@@ -78,6 +78,12 @@ class Fleet:
         self._asked: set[str] = set()
         self._kill_at: dict[str, float] = {}
         self._exit_code = 0
+        self._refused_by = ""
+
+    @property
+    def refused_by(self) -> str:
+        """The process that could not work as it was told to, and so ended the others; empty without one."""
+        return self._refused_by
 
     @property
     def exit_code(self) -> int | None:
@@ -106,6 +112,7 @@ class Fleet:
             self._drop_needless_restarts()
             return self._terminate_next(now)
         if returncode in USER_ERROR_EXIT_CODES:
+            self._refused_by = name
             return self._stop_all(returncode, now)
         return self._restart_or_give_up(name, returncode, now)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from headway_proto.last_words import tell_last
 from headway_proto.log_sink import LogSink, notice_of
 from headway_proto.logs import make_logger
 from headway_proto.pulse import Pulse, pulse_of
@@ -57,7 +58,7 @@ def run(config: SchedulerConfig) -> int:
         recorder = make_recorder(config)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"headway scheduler: {error}\n")
+        tell_last(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
     if config.exit_with_parent:

@@ -199,13 +199,7 @@ class SimulatedBackend:
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
-        self._options = _parse_options(config.options)
-        _check_at_least("block_size", config.block_size, 1)
-        _check_at_least("max_num_seqs", config.max_num_seqs, 1)
-        model = _describe_model(config.model, self._options)
-        max_model_len = _max_model_len(config.max_model_len, model.context_length)
-        num_blocks = _num_blocks(config, max_model_len)
-        num_host_blocks = _num_host_blocks(config, num_blocks)
+        self._options, model, max_model_len, num_blocks, num_host_blocks = _settled(config)
         self._hash = TokenHash(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
@@ -563,6 +557,27 @@ def _mix(values: Hashes) -> Hashes:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     result: Hashes = mixed ^ (mixed >> np.uint64(31))
     return result
+
+
+def check(config: BackendConfig) -> None:
+    """See that ``SimulatedBackend.open`` could take this.
+
+    Raises:
+        BackendConfigError: a setting cannot be honoured.
+        ModelFilesError: the model directory has no config.json that can be read.
+    """
+    _settled(config)
+
+
+def _settled(config: BackendConfig) -> tuple[SimulatedOptions, "_Model", int, int, int]:
+    """The options, the model, tokens per request at most, blocks of the pool, and those on the host."""
+    options = _parse_options(config.options)
+    _check_at_least("block_size", config.block_size, 1)
+    _check_at_least("max_num_seqs", config.max_num_seqs, 1)
+    model = _describe_model(config.model, options)
+    max_model_len = _max_model_len(config.max_model_len, model.context_length)
+    num_blocks = _num_blocks(config, max_model_len)
+    return options, model, max_model_len, num_blocks, _num_host_blocks(config, num_blocks)
 
 
 def _parse_options(options: dict[str, str]) -> SimulatedOptions:

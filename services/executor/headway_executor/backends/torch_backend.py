@@ -23,12 +23,9 @@ from headway_executor.backend import BackendConfig, BackendConfigError, StepBatc
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, block_bytes_of, check_pool_size, num_blocks_that_fit
+from headway_executor.kv_pool import KvPool, block_bytes_of, num_blocks_that_fit
 from headway_executor.model_settings import (
     ModelSettings,
-    check_options,
-    check_quantization,
-    check_speculation,
     device_of,
     draft_settings_of,
     settings_of,
@@ -41,6 +38,7 @@ from headway_executor.models.loading import as_stored, expected_tensors, ignored
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import SampledTokens, Sampler
+from headway_executor.setting_checks import TORCH, check_pool_size, check_settings, option_of
 from headway_executor.speculation.draft_model import DraftModel
 from headway_executor.speculation.ngram import PromptLookup
 from headway_executor.speculation.proposer import Asked, Proposer
@@ -51,8 +49,6 @@ from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
-_QUANTIZATIONS = ("none", "int8")
-_KERNELS = ("auto", "compiled", "eager")
 _PARAMETERS_PER_THREAD = 16_000_000
 
 
@@ -66,11 +62,10 @@ class TorchBackend:
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
         device = device_of(config)
-        check_quantization(config, _QUANTIZATIONS)
+        check_settings(config, TORCH)
         _check_threads(config.num_threads)
         directory = Path(config.model)
         model_config, dtype, max_model_len = settings_of(config, device)
-        check_speculation(config)
         draft = draft_settings_of(config, model_config, max_model_len) if config.speculation == "draft" else None
         block_bytes_beside = 0 if draft is None else block_bytes_of(draft.model_config, config.block_size, dtype)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
@@ -350,12 +345,7 @@ def _checked(checkpoint: Checkpoint, model_config: ModelConfig, config: BackendC
 def _kernels(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CpuLibrary | None:
-    check_options(config, ("kernels",))
-    asked = config.options.get("kernels", "auto")
-    if asked not in _KERNELS:
-        raise BackendConfigError(
-            f"backend_options kernels {asked!r:.64} is not allowed; allowed: {', '.join(_KERNELS)}"
-        )
+    asked = option_of(config, TORCH, "kernels")
     library = None if asked == "eager" else library_for(model_config, device, dtype)
     if library is None:
         missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"

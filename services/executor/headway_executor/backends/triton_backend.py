@@ -27,7 +27,6 @@ import torch
 
 from headway_executor.backend import (
     BackendConfig,
-    BackendConfigError,
     StepBatch,
     StepResult,
 )
@@ -44,19 +43,14 @@ from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
 from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
-from headway_executor.kv_pool import check_pool_size, num_blocks_that_fit
-from headway_executor.model_settings import (
-    check_no_speculation,
-    check_options,
-    check_quantization,
-    device_of,
-    settings_of,
-)
+from headway_executor.kv_pool import num_blocks_that_fit
+from headway_executor.model_settings import device_of, settings_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import TensorSource, as_stored, expected_tensors, ignored_tensors
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.refusals import Refusals, with_refusals
+from headway_executor.setting_checks import TRITON, check_pool_size, check_settings, option_of
 from headway_executor.weights import Checkpoint
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.step import BackendInfo, RowPromptLogprobs
@@ -65,9 +59,6 @@ _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int
 _ALIGNMENT = 16
 _POOL_SHARE = 0.94
 """Of what the largest step leaves of a device's memory; the rest is for the graphs."""
-
-_GRAPHS = ("auto", "off")
-_WEIGHTS = ("checkpoint", "random")
 
 
 class TritonBackend:
@@ -86,10 +77,8 @@ class TritonBackend:
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
         device = device_of(config)
-        check_quantization(config, _QUANTIZATIONS)
-        check_no_speculation(config)
-        check_options(config, ("graphs", "step_log", "weights"))
-        graphs = _graphs_asked(config)
+        check_settings(config, TRITON)
+        graphs = option_of(config, TRITON, "graphs") != "off"
         runtime = runtime_for(device)
         model_config, dtype, max_model_len = settings_of(config, device)
         # Sums of products in bfloat16 would save little and lose much.
@@ -418,23 +407,11 @@ def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) ->
     return counts
 
 
-def _graphs_asked(config: BackendConfig) -> bool:
-    asked = config.options.get("graphs", _GRAPHS[0])
-    if asked not in _GRAPHS:
-        raise BackendConfigError(f"backend_options graphs {asked!r:.64} is not allowed; allowed: {', '.join(_GRAPHS)}")
-    return asked != "off"
-
-
 def _open_weights(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint | RandomCheckpoint:
     """The checkpoint of ``config.model``, checked, or random weights of its shapes where option ``weights`` asks for them."""
-    asked = config.options.get("weights", _WEIGHTS[0])
-    if asked not in _WEIGHTS:
-        raise BackendConfigError(
-            f"backend_options weights {asked!r:.64} is not allowed; allowed: {', '.join(_WEIGHTS)}"
-        )
-    if asked == "random":
+    if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))
     checkpoint.check(expected_tensors(model_config, checkpoint), ignored_tensors(model_config))

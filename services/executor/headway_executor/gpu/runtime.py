@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.setting_checks import check_interpreted
 
 
 class Mark(Protocol):
@@ -127,11 +127,7 @@ def runtime_for(device: torch.device) -> Runtime:
     """
     if device.type == "cuda":
         return CudaRuntime(device)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        raise BackendConfigError(
-            "device 'cpu' is not allowed for backend 'triton'; allowed: cuda, cuda:N, or cpu where the environment has "
-            "TRITON_INTERPRET=1 (to try the kernels, slowly)"
-        )
+    check_interpreted(os.environ)
     return InterpretedRuntime()
 
 

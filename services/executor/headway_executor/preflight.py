@@ -1,0 +1,157 @@
+"""What is wrong with an executor's configuration, as far as that shows before it is started.
+
+Owns: the checks that take a moment: they neither import PyTorch nor wake a device in this process.
+Must not know: how a backend runs. It checks everything again when it opens.
+
+Of a backend that others wrote nothing is known but its name: it tells the rest itself.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.config import ExecutorConfig
+from headway_executor.models.config import CONFIG_FILE
+from headway_executor.models.families import read_model_config
+from headway_executor.registry import check_installed
+from headway_executor.setting_checks import (
+    BUILT_IN,
+    check_interpreted,
+    check_pool_size,
+    check_settings,
+    max_model_len_of,
+)
+
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_COUNT_S = 20.0
+# The driver's own library is asked, by a process that ends: it would keep the devices open in one that goes on.
+_COUNT_DEVICES = """
+import ctypes
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    print(0)
+else:
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    print(count.value)
+"""
+
+
+class TorchBuild(NamedTuple):
+    """What the installed PyTorch was built for; both are empty in a build for CPUs."""
+
+    version: str
+    cuda: str
+    hip: str
+
+
+def check(config: ExecutorConfig) -> None:
+    """See that the executor could start; ``config`` has passed ``validate``.
+
+    Raises:
+        BackendConfigError: a setting is not for this backend, this model or this host.
+        ModelFilesError: the checkpoint directory lacks a file, or its config.json cannot be served.
+    """
+    check_installed(config.backend)
+    if config.backend == "simulated":
+        from headway_executor.backends.simulated import check as check_simulated
+
+        check_simulated(config.backend_config())
+        return
+    takes = BUILT_IN.get(config.backend)
+    if takes is None:
+        return
+    _check_device(config)
+    check_settings(config.backend_config(), takes)
+    _check_int8(config)
+    directory = Path(config.model)
+    if config.backend_options.get("weights") != "random":
+        _check_files(directory)
+    max_model_len = max_model_len_of(config.max_model_len, read_model_config(directory).context)
+    if config.num_kv_blocks:
+        check_pool_size(
+            num_blocks=config.num_kv_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len
+        )
+    if config.draft_model:
+        read_model_config(Path(config.draft_model))
+
+
+def _check_files(directory: Path) -> None:
+    """The files that are always there. What is in them, and the shards, are looked at when the model is loaded."""
+    lacking = [] if (directory / CONFIG_FILE).exists() else [CONFIG_FILE]
+    # Weights of another kind are told of by who refuses them.
+    has_others = any(path.suffix in _OTHER_WEIGHTS for path in directory.iterdir())
+    if not has_others and not any((directory / name).exists() for name in _WEIGHT_FILES):
+        lacking.append(_WEIGHT_FILES[0])
+    if lacking:
+        raise ModelFilesError(
+            f"{directory}: no {' and no '.join(lacking)}; allowed: a Hugging Face checkpoint directory with {CONFIG_FILE}, "
+            f"tokenizer.json and {_WEIGHT_FILES[0]} or {_WEIGHT_FILES[1]}"
+        )
+
+
+def _check_int8(config: ExecutorConfig) -> None:
+    """Whether the CPU kernels are here is found out by who loads them; what they never do is known."""
+    if config.backend == "torch" and config.quantization == "int8":
+        if config.device != "cpu":
+            raise BackendConfigError(
+                f"device {config.device!r:.64} is not allowed with quantization int8; allowed: cpu"
+            )
+        if config.dtype not in {"auto", "float32"}:
+            raise BackendConfigError(
+                f"dtype {config.dtype!r:.64} is not allowed with quantization int8; allowed: auto, float32"
+            )
+
+
+def _check_device(config: ExecutorConfig) -> None:
+    kind, _, index = config.device.partition(":")
+    if kind == "cpu":
+        if config.backend == "triton":
+            check_interpreted(os.environ)
+        return
+    build = torch_build()
+    if build is None or build.hip:
+        return
+    if not build.cuda:
+        raise BackendConfigError(
+            f"device {config.device!r:.64} is not allowed; this PyTorch ({build.version}) is built without CUDA, so allowed: "
+            "cpu"
+        )
+    count = num_cuda_devices()
+    if count is not None and int(index or 0) >= count:
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
+
+
+def torch_build() -> TorchBuild | None:
+    """What PyTorch says of itself in the file that its build wrote; None where that says nothing that is understood."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    said = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *(None|'[^'\n]*')", text, re.MULTILINE))
+    if said.keys() != {"__version__", "cuda", "hip"}:
+        return None
+    version, cuda, hip = (said[name].strip("'").replace("None", "") for name in ("__version__", "cuda", "hip"))
+    return TorchBuild(version, cuda, hip)
+
+
+def num_cuda_devices() -> int | None:
+    """How many devices the driver shows to a process with this environment; None if that cannot be found out."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES], capture_output=True, timeout=_COUNT_S, check=True
+        )
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

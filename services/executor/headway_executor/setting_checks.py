@@ -1,0 +1,126 @@
+"""What the built-in backends take of the settings, and the checks that need neither PyTorch nor a device.
+
+Owns: those backends' packages, quantizations and options, and one line for a setting that they do not take. So a mistake is
+told in a moment, by whoever asks before PyTorch is imported, and by the backend itself in the same words.
+Must not know: how a backend runs, or what a host has.
+
+Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
+"""
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from headway_executor.backend import BackendConfig, BackendConfigError
+
+SPECULATIONS = ("off", "ngram", "draft")
+MOST_SPECULATIVE_TOKENS = 64
+
+
+class Takes(NamedTuple):
+    """What a built-in backend takes. ``options`` maps each to its values, the default first; to none, if it takes any text."""
+
+    packages: tuple[str, ...]
+    quantizations: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...]]
+    speculates: bool
+
+
+TORCH = Takes(
+    packages=("torch", "safetensors"),
+    quantizations=("none", "int8"),
+    options=MappingProxyType({"kernels": ("auto", "compiled", "eager")}),
+    speculates=True,
+)
+TRITON = Takes(
+    packages=("torch", "safetensors", "triton", "cupy"),
+    quantizations=("none", "int8", "fp8"),
+    options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
+    speculates=False,
+)
+BUILT_IN: Mapping[str, Takes] = MappingProxyType({"torch": TORCH, "triton": TRITON})
+"""The backends of real models, by name."""
+
+
+def check_settings(config: BackendConfig, takes: Takes) -> None:
+    """The settings must be among those that the backend takes."""
+    if config.quantization not in takes.quantizations:
+        raise BackendConfigError(
+            f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
+        )
+    _check_options(config.options, takes.options)
+    if takes.speculates:
+        _check_speculation(config)
+    elif config.speculation != "off":
+        raise BackendConfigError(
+            f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
+        )
+
+
+def check_interpreted(environment: Mapping[str, str]) -> None:
+    """Triton runs on a CPU only where it was told to interpret its kernels."""
+    if environment.get("TRITON_INTERPRET") != "1":
+        raise BackendConfigError(
+            "device 'cpu' is not allowed for backend 'triton'; allowed: cuda, cuda:N, or cpu where the environment has "
+            "TRITON_INTERPRET=1 (to try the kernels, slowly)"
+        )
+
+
+def option_of(config: BackendConfig, takes: Takes, name: str) -> str:
+    """The value of an option, as it was given or its default."""
+    return config.options.get(name, takes.options[name][0])
+
+
+def max_model_len_of(max_model_len: int, context: int) -> int:
+    """Tokens per request at most: what was asked for, within the model's context, or all of it."""
+    if not 0 <= max_model_len <= context:
+        raise BackendConfigError(
+            f"max_model_len {max_model_len} is not allowed; allowed: 1 to the model's context, {context}, or 0 for all of it"
+        )
+    return max_model_len or context
+
+
+def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
+    """Refuse a pool that one request of ``max_model_len`` tokens could not run in.
+
+    ``given`` tells whether the user named the number or the free memory did.
+    """
+    needed = -(-max_model_len // block_size)
+    if num_blocks >= needed:
+        return
+    if given:
+        raise BackendConfigError(
+            f"num_kv_blocks {num_blocks} is not allowed; one request of max_model_len {max_model_len} takes {needed} "
+            f"blocks of {block_size} tokens, so allowed: {needed} or more"
+        )
+    raise BackendConfigError(
+        f"max_model_len {max_model_len} is not allowed; the free memory holds {num_blocks} blocks of {block_size} "
+        f"tokens, so allowed: up to {num_blocks * block_size}"
+    )
+
+
+def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[str]]) -> None:
+    for name, value in sorted(options.items()):
+        if name not in allowed:
+            raise BackendConfigError(f"backend_options {name!r:.64} is not allowed; allowed: {', '.join(allowed)}")
+        if allowed[name] and value not in allowed[name]:
+            raise BackendConfigError(
+                f"backend_options {name} {value!r:.64} is not allowed; allowed: {', '.join(allowed[name])}"
+            )
+
+
+def _check_speculation(config: BackendConfig) -> None:
+    if config.speculation not in SPECULATIONS:
+        raise BackendConfigError(
+            f"speculation {config.speculation!r:.64} is not allowed; allowed: {', '.join(SPECULATIONS)}"
+        )
+    if not 1 <= config.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
+        raise BackendConfigError(
+            f"num_speculative_tokens {config.num_speculative_tokens} is not allowed; "
+            f"allowed: 1 to {MOST_SPECULATIVE_TOKENS}"
+        )
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise BackendConfigError(
+            f"draft_model {config.draft_model!r:.64} is not allowed with speculation {config.speculation}; allowed: a "
+            "checkpoint directory with speculation draft, nothing with any other"
+        )

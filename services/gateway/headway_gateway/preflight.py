@@ -1,0 +1,63 @@
+"""What is wrong with a gateway's configuration, as far as that shows before it is started.
+
+Owns: the checks that take a moment: which packages it needs, whether files are there, certificates can be used and an
+address can be listened on.
+Must not know: who asks. The gateway checks everything again when it starts.
+"""
+
+import errno
+import socket
+from pathlib import Path
+
+from headway_gateway.certificates import CertificateFiles
+from headway_gateway.config import GatewayConfig
+
+_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "jinja2", "llguidance", "tokenizers")
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+class MissingFileError(ValueError):
+    """The model directory lacks a file; the message is one line."""
+
+
+def packages_of(config: GatewayConfig) -> tuple[str, ...]:
+    """The packages beyond every process's that a gateway imports."""
+    return (*_PACKAGES, "opentelemetry") if config.otel_endpoint else _PACKAGES
+
+
+def check(config: GatewayConfig) -> None:
+    """See that the gateway could start; ``config`` has passed ``validate``, and its packages are here.
+
+    Raises:
+        MissingFileError: the model has no tokenizer.
+        ValueError: certificate and key cannot be used.
+    """
+    if not Path(config.model, _TOKENIZER_FILE).exists():
+        raise MissingFileError(
+            f"{config.model}: no {_TOKENIZER_FILE}; allowed: a directory with a Hugging Face tokenizer file"
+        )
+    if config.tls_cert_file:
+        CertificateFiles(config)
+
+
+def problem_of_listening(address: str) -> str:
+    """Why HOST:PORT cannot be listened on: somebody else does, or the host is not this machine's. Empty if it can."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or str(error)
+    problems = []
+    for family, kind, protocol, _, bound in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As servers do: connections of one that has ended do not stand in the way.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(bound)
+        except OSError as error:
+            problems.append(error)
+    # One of a name's addresses that this machine lacks does no harm; one that is taken would lead clients to somebody else.
+    taken = [error for error in problems if error.errno == errno.EADDRINUSE]
+    if not taken and len(problems) < len(found):
+        return ""
+    return (taken or problems)[0].strerror or "it is not known why"

@@ -1,0 +1,83 @@
+"""What can be told to be wrong before a process is started, beyond what the settings say by themselves.
+
+Owns: looking at this host for what a plan needs: installed packages, devices, the model's files, free ports.
+Must not know: what a setting means; the services know, and tell in a moment what they can.
+
+It looks at the host as it is now. A process looks again when it starts, and its reason is told as well.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+from headway import openai_front
+from headway.configuration import in_the_authors_words
+from headway.plan import Plan, Settled
+from headway.serve_config import ServeConfig
+from headway.settings import ConfigurationError, ModelDirectoryError, one_line, settings_of, shown
+from headway_executor import preflight as of_executor
+from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.config import ExecutorConfig
+from headway_gateway import preflight as of_gateway
+from headway_gateway.config import GatewayConfig
+from headway_scheduler import preflight as of_scheduler
+from headway_scheduler.config import SchedulerConfig
+
+
+def check(plan: Plan) -> None:
+    """See that nothing speaks against starting the processes.
+
+    Raises:
+        ConfigurationError: something does; it names the setting.
+        ModuleNotFoundError: a package is missing.
+    """
+    for settled in plan.settled:
+        config = settled.config
+        if getattr(config, "metrics_address", ""):
+            require("prometheus_client")
+        if isinstance(config, GatewayConfig):
+            for package in of_gateway.packages_of(config):
+                require(package)
+            _told(settled, functools.partial(of_gateway.check, config))
+        elif isinstance(config, SchedulerConfig):
+            _told(settled, functools.partial(of_scheduler.check, config))
+        elif isinstance(config, ExecutorConfig):
+            _told(settled, functools.partial(of_executor.check, config))
+    try:
+        if plan.smg_flags:
+            openai_front.check_flags(plan.smg_flags)
+    except ValueError as error:
+        raise ConfigurationError(in_the_authors_words(one_line(error), settings_of(ServeConfig), {})) from None
+    for who, address in plan.listeners:
+        check_free(who, address)
+
+
+def require(package: str) -> None:
+    """See that a package is installed, without importing it.
+
+    Raises:
+        ModuleNotFoundError: it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def _told(settled: Settled, look: Callable[[], None]) -> None:
+    try:
+        look()
+    except (ModelFilesError, of_gateway.MissingFileError) as error:
+        raise ModelDirectoryError(one_line(error)) from None
+    except (BackendConfigError, ValueError) as error:
+        words = in_the_authors_words(one_line(error), settled.service.settings, settled.given)
+        raise ConfigurationError(words) from None
+
+
+def check_free(who: str, address: str) -> None:
+    """See that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
+
+    Raises:
+        ConfigurationError: somebody else does, or the host is not this machine's.
+    """
+    problem = of_gateway.problem_of_listening(address)
+    if problem:
+        raise ConfigurationError(f"{who}: cannot listen on {shown(address)} ({problem}); allowed: a free address")

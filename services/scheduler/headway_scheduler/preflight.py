@@ -1,0 +1,26 @@
+"""What is wrong with a scheduler's configuration, as far as that shows before it is started.
+
+Owns: whether the flight log can be written where it is to be. Must not know: who asks, or what is logged.
+"""
+
+import os
+from pathlib import Path
+
+from headway_scheduler.config import SchedulerConfig
+
+
+def check(config: SchedulerConfig) -> None:
+    """See that the scheduler could start; ``config`` has passed ``validate``. Nothing is written.
+
+    Raises:
+        ValueError: the directory of the flight log can be neither made nor written.
+    """
+    if not config.flight_log:
+        return
+    directory = Path(config.flight_log).absolute()
+    nearest = next(place for place in (directory, *directory.parents) if place.exists())
+    problem = "" if os.access(nearest, os.W_OK | os.X_OK) else "Permission denied"
+    if not nearest.is_dir():
+        problem = f"{nearest} is no directory"
+    if problem:
+        raise ValueError(f"flight_log: {config.flight_log!r:.64} cannot be used: {problem}")
