@@ -66,11 +66,12 @@ $(LEAN): requirements/serve.lock pyproject.toml | $(BIN)/pip
 # Beside that, and with nothing of it: compilers for the occasion, in the versions of dev.lock, and what they look at.
 $(COMPILED): $(C_SOURCES) $(CORE_SOURCES) $(BUILDERS) requirements/dev.lock | $(BIN)/pip
 	$(say) 'compiling the CPU kernels and the core (a minute: 0.1 GB of compilers to fetch, 0.5 GB until they are removed)'
-	@set -e; rm -rf $(COMPILERS); trap 'rm -rf $(COMPILERS)' EXIT; trap 'exit 1' HUP INT TERM; \
+	@set -e; core=; rm -rf $(COMPILERS); trap 'kill $$core 2>/dev/null || :; rm -rf $(COMPILERS)' EXIT; trap 'exit 1' HUP INT TERM; \
 	  $(PIP_INSTALL) --no-compile $(PIP_FLAGS) --target $(COMPILERS) --constraint requirements/dev.lock \
 	    msgspec mypy numpy setuptools ziglang; \
 	  export PYTHONPATH=$(abspath $(COMPILERS)):$(abspath services/scheduler); \
-	  $(BIN)/python -P $(firstword $(BUILDERS)); $(BIN)/python -P -m headway_scheduler.compile_core
+	  $(BIN)/python -P -m headway_scheduler.compile_core & core=$$!; \
+	  $(BIN)/python -P $(firstword $(BUILDERS)); wait $$core; core=
 	@touch $@
 
 # Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
