@@ -8,8 +8,8 @@ import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
-from headway_proto.installation import install_advice
 from headway_executor.setting_checks import BUILT_IN
+from headway_proto.installation import install_advice
 
 ENTRY_POINT_GROUP = "headway.executor_backends"
 
