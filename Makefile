@@ -5,7 +5,7 @@
 #   VENV=.venv             where it goes
 #   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware. On Linux the torch
 #                          that pip finds by itself brings CUDA along, some gigabytes; for the CPU's:
-#                          PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#                          PIP_FLAGS="--extra-index-url URL", with the URL that pytorch.org gives for CPUs
 #   ARGS=...               more arguments for demo, pytest, soak, bench or gpu-check
 
 PYTHON ?= python3
