@@ -79,10 +79,13 @@ async def test_the_refusal_is_status_details_that_machines_read(tmp_path: Path) 
     error = refused.value
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     status = status_pb2.Status.FromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
-    (detail,) = status.details
-    retry = error_details_pb2.RetryInfo()
-    assert detail.Unpack(retry)
+    advice, reason = status.details
+    retry, info = error_details_pb2.RetryInfo(), error_details_pb2.ErrorInfo()
+    assert advice.Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() >= 1000
+    assert reason.Unpack(info)
+    assert info.domain == "headway"
+    assert info.reason
 
 
 async def test_of_two_continuations_the_one_that_has_begun_goes_on(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_receiver_that_is_down_changes_nothing(tmp_path: Path, unused_tcp_port
         ),
         ({"otel_endpoint": "http://a:1/v1/traces"}, "otel_endpoint: "),
         ({"otel_endpoint": "http://user:secret@a:1"}, "otel_endpoint: "),
-        ({"otel_sample_ratio": 1.5}, "otel_sample_ratio: '1.5' is not allowed; allowed: 0 to 1"),
+        ({"otel_sample_ratio": 1.5}, "otel_sample_ratio: 1.5 is not allowed; allowed: 0 to 1"),
     ],
 )
 def test_settings(setting, problem):
