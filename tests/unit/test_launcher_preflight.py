@@ -127,7 +127,7 @@ def test_a_missing_package_and_the_extra_that_brings_it(capsys, monkeypatch, pac
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
     line = refusal(capsys, *words.split())
     assert package in line
-    assert f"[{extra}]" in line
+    assert f"install the extra {extra}: " in line
 
 
 @pytest.mark.parametrize(
