@@ -3,7 +3,7 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
@@ -230,6 +230,35 @@ def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
+# A request was compared with others by a token that it had when it was shorter, and nobody waited for its prefix.
+@example(
+    (
+        SchedulerLimits(
+            max_num_batched_tokens=5,
+            max_num_seqs=4,
+            max_steps_in_flight=3,
+            preemption="swap",
+            aging_s=1e9,
+            default_ttft_slo_ms=4000,
+            prefix_aware=True,
+            prefix_cache_scope="tenant",
+            prefix_wait_tokens=3,
+            max_speculating_seqs=2,
+        ),
+        ExecutorCapacity(
+            num_blocks=17,
+            block_size=1,
+            max_model_len=15,
+            vocab_size=VOCAB_SIZE,
+            max_num_rows=4,
+            num_host_blocks=100,
+            supports_prompt_logprobs=True,
+            max_speculative_tokens=1,
+        ),
+        510511,
+        115,
+    )
+)
 def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapacity, int, int]) -> None:
     limits, capacity, seed, num_actions = workload
     rng = np.random.default_rng(seed)

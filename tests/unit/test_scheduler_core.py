@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_proto.columns import encode_column, encode_floats
+from headway_proto.columns import decode_column, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput, RowError, RowPromptLogprobs
@@ -168,3 +168,23 @@ def test_nobody_waits_for_who_makes_no_progress() -> None:
     assert core.waits_for_prefix(core.find(Origin(0, 1)))
     core.update(answer(core), now=0.0)
     assert not core.waits_for_prefix(core.find(Origin(0, 1)))
+
+
+def test_somebody_waits_for_who_has_become_longer_since_it_was_first_compared() -> None:
+    """A prompt too short to be waited for comes back with its output, which is the beginning of another's prompt."""
+    core = Scheduler(SchedulerLimits(prefix_wait_tokens=4, max_num_seqs=1), ROOMY)
+    core.add_request(
+        msgspec.structs.replace(request(0), token_ids=np.arange(2, dtype=np.int32), num_prompt_tokens=2), now=0.0
+    )
+    prompt = np.array([0, 1, *[9] * 18], dtype=np.int32)  # 9 is what every step samples
+    core.add_request(msgspec.structs.replace(request(1), token_ids=prompt), now=0.0)
+    core.schedule(now=0.0)
+    assert not core.waits_for_prefix(core.find(Origin(0, 1)))
+    core.update(answer(core), now=0.0)
+    for _ in range(2):
+        core.schedule(now=0.0)
+        core.update(answer(core), now=0.0)
+    core.begin_epoch(ROOMY, 1)
+    (new,) = core.schedule(now=0.0).scheduled_new_reqs
+    assert decode_column(new.token_ids).tolist() == [0, 1, 9, 9, 9]
+    assert core.waits_for_prefix(core.find(Origin(0, 1)))

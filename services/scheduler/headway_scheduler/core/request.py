@@ -141,7 +141,7 @@ class Request:
         self.num_prompt_logprobs = new.num_prompt_logprobs
         # Leading blocks of its table that the prefix cache knows, and the prefix-cache node of the last of them.
         self.num_cached_blocks, self.cache_node = 0, 0
-        # One of its first tokens, by which it is told from others; -1 while nobody has asked for it.
+        # One of its first tokens, by which it is told from others; -1 while nobody has asked for it, or it is too short.
         self.mark = -1
         self.speculation = SpeculationRecord(may_speculate=may_speculate(new))
 

@@ -1082,9 +1082,13 @@ class Scheduler:
         return False
 
     def _mark_of(self, request: Request) -> int:
-        """A token that is the same for all who may wait for each other: most that differ, do so in any place. Looked up once."""
-        if request.mark < 0:
-            request.mark = int(request.token_ids[min(self.limits.prefix_wait_tokens, len(request.token_ids)) - 1])
+        """A token that is the same for all who may wait for each other: most that differ, do so in any place. Looked up once.
+
+        -1 for who has too few tokens to be waited for. It may have enough when it comes back with some of its output.
+        """
+        place = self.limits.prefix_wait_tokens - 1
+        if request.mark < 0 and place < len(request.token_ids):
+            request.mark = int(request.token_ids[place])
         return request.mark
 
     def _newest_prompts(self, plan: StepPlan) -> list[Request]:
