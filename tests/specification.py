@@ -782,6 +782,8 @@ class Specification:
                 other.passed_over += 1
 
     def _is_soon_after_refusal(self) -> bool:
+        if self.alone is not None:  # The queue is not asked, and nobody in it is promoted.
+            return False
         return self.step < self.ask_again_at and bool(self.running) and self.first(self.now) is self.refused
 
     def _num_kept_rows(self, request: SpecRequest) -> int:

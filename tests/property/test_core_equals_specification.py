@@ -259,6 +259,33 @@ def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
         115,
     )
 )
+# The specification promoted somebody while another was to run alone, since it asked the queue whose turn it would be.
+@example(
+    (
+        SchedulerLimits(
+            max_num_batched_tokens=6,
+            max_num_seqs=20,
+            max_steps_in_flight=4,
+            order="shortest",
+            reserve="predicted",
+            preemption="recompute",
+            aging_s=0.0,
+            shed_late=True,
+            prefix_wait_tokens=0,
+            max_speculating_seqs=2,
+        ),
+        ExecutorCapacity(
+            num_blocks=7,
+            block_size=8,
+            max_model_len=10,
+            vocab_size=VOCAB_SIZE,
+            max_num_rows=20,
+            supports_prompt_logprobs=True,
+        ),
+        659,
+        80,
+    )
+)
 def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapacity, int, int]) -> None:
     limits, capacity, seed, num_actions = workload
     rng = np.random.default_rng(seed)
