@@ -152,6 +152,10 @@ class Sanitized:
         path = os.pathsep.join(filter(None, (str(self._directory), os.environ.get("PYTHONPATH"))))
         return os.environ | self._sanitizer.settings | {"LD_PRELOAD": self._runtime, "PYTHONPATH": path}
 
+    def is_in(self, mapped: str) -> bool:
+        """Whether a process with these memory maps (``/proc/PID/maps``) has loaded one of these libraries."""
+        return any(str(library) in mapped for library in (self._directory / "headway_kernels" / "cpu").glob("*.so"))
+
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run this interpreter with ``arguments``; everything it says is in ``stdout``."""
         return subprocess.run(
@@ -229,6 +233,7 @@ def short_serve(library: Sanitized) -> None:
                 client.wait_ready(300)
                 streams = [client.generate(f"What is {n}?", max_tokens=20 + 3 * n) for n in range(SERVED_PROMPTS)]
                 num_tokens = sum(len(stream.result().token_ids) for stream in streams)
+            mapped = Path(f"/proc/{processes['executor'].pid}/maps").read_text()
         except HeadwayError as error:
             said = " ".join(log.read_text(errors="replace")[-300:] for log in logs.values())
             raise SanitizeError(f"no answer: {error}: {said!r}") from None
@@ -238,8 +243,8 @@ def short_serve(library: Sanitized) -> None:
             codes = {name: process.wait(60) for name, process in processes.items()}
         said = logs["executor"].read_text(errors="replace")
         _require_silence("the executor", codes["executor"], said)
-        if not num_tokens or "compiled" not in said:
-            raise SanitizeError(f"the executor served {num_tokens} tokens: {said[-300:]!r}")
+        if not num_tokens or not library.is_in(mapped):
+            raise SanitizeError(f"the executor served {num_tokens} tokens without these kernels: {said[-300:]!r}")
         say(f"  {SERVED_PROMPTS} prompts at once: {num_tokens} tokens, the executor ended with 0 and reported nothing")
 
 
