@@ -100,8 +100,10 @@ async def test_a_client_reads_the_load_with_each_call_and_out_of_band(tmp_path: 
             assert dict(report.request_cost) == {"prompt_tokens": 3, "output_tokens": 9}
 
             reports = stream_reports(channel, 0.25)
-            idle = await reports.read()
-            assert idle.application_utilization == 0
+            deadline = time.monotonic() + 10
+            # The first report may still be of the call that has just ended: the gateway hears of it with the next heartbeat.
+            while (await reports.read()).application_utilization:
+                assert time.monotonic() < deadline
             # Six requests for four rows: two wait.
             busy = [
                 asyncio.ensure_future(client.generate([n], max_tokens=900, ignore_eos=True).result()) for n in range(6)

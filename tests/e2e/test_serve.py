@@ -334,6 +334,17 @@ def test_an_unknown_variable_is_named(tmp_path: Path):
     assert run.err == [f"headway scheduler: {expected}\n"]
 
 
+def test_a_scheduler_that_is_stopped_as_soon_as_it_has_a_socket_ends_well(tmp_path: Path):
+    """It makes its socket for gateways after the one for executors: a signal may come in between."""
+    step = tmp_path / "step"
+    with command(
+        "scheduler", "--step-address", f"ipc://{step}", "--ingress-address", f"ipc://{tmp_path}/ingress"
+    ) as scheduler:
+        while not step.exists():
+            assert scheduler.process.poll() is None
+        assert scheduler.stop() == 0
+
+
 def test_the_scheduler_is_up_in_under_a_second(tmp_path: Path):
     took = []
     for attempt in range(3):

@@ -49,6 +49,10 @@ def run(config: SchedulerConfig) -> int:
 
     After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
     """
+    # Before the sockets exist: whoever sees them may send a signal at once.
+    stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
+    if config.exit_with_parent:
+        _exit_with_parent()
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = make_logger("scheduler", level=config.log_level, log_format=config.log_format, sink=sink)
     snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
@@ -60,9 +64,6 @@ def run(config: SchedulerConfig) -> int:
     except (ValueError, OSError) as error:
         tell_last(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
-    stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
-    if config.exit_with_parent:
-        _exit_with_parent()
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62), recorder=recorder)
     engine.tells_requests = config.log_level == "debug"
     relax_collector()
