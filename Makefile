@@ -21,7 +21,7 @@ COMPILED := $(VENV)/.compiled
 COMPILERS := $(VENV)/compilers
 PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
-CORE_SOURCES := $(wildcard services/scheduler/headway_scheduler/core/*.py)
+CORE_SOURCES := $(wildcard services/scheduler/headway_scheduler/core/*.py services/scheduler/headway_scheduler/core/[a-z]*/*.py)
 BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_scheduler/compile_core.py
 # A run of pytest that finds nothing to do for ARGS ends with 5.
 PYTEST := $(BIN)/python -m pytest

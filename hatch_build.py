@@ -105,4 +105,6 @@ class CompiledPartsHook(BuildHookInterface[BuilderConfig]):
         core = load_by_path(Path(self.root, COMPILED_CORE))
         if done.returncode or (is_required and not core.is_up_to_date()):
             sys.exit(f"{CORE_VARIABLE}=0 leaves the core as it is written; it cannot be compiled, for the reason above")
-        return tuple(sorted(core.COMPILED.iterdir())) if core.is_up_to_date() else ()
+        return (
+            tuple(sorted(path for path in core.COMPILED.rglob("*") if path.is_file())) if core.is_up_to_date() else ()
+        )

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 
 from counts import count, counts
-from headway.bench.options import BenchOptions
-from headway.bench.session import BenchResult, bench
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.session import BenchResult, bench
 from provenance import provenance
 from served import DEMO_MODEL, served
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from counts import count
-from headway.bench.options import BenchOptions
-from headway.bench.report import warnings
-from headway.bench.session import BenchResult, bench
-from headway.flight.recording import Recording
-from headway.flight.source import Flight
-from headway.workload.percentiles import Percentiles, percentiles
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.report import warnings
+from headway_lab.bench.session import BenchResult, bench
+from headway_lab.flight.recording import Recording
+from headway_lab.flight.source import Flight
+from headway_lab.workload.percentiles import Percentiles, percentiles
 from provenance import provenance
 from served import DEMO_MODEL, served
 

@@ -6,7 +6,7 @@
 Owns: which settings stand for each published case, the load, the table, the picture and the result file. Must not know: how a
 load is sent or measured; that is ``headway bench``, which drives a peer in the same way.
 
-**The load** is that of ``headway simulate --compare`` (``headway.simulate.comparison`` says why those lengths), so that the
+**The load** is that of ``headway simulate --compare`` (``headway_lab.simulate.comparison`` says why those lengths), so that the
 same requests can be looked at in both: as many users as ``--users``, each of whom sends the next request when the last is
 answered. That saturates the machine: there is always more to do than fits a step. Prompts are 40 tokens in the median and
 2,000 at most, several times what one of the smaller chunks takes, so a whole prompt holds up all others' tokens.
@@ -37,11 +37,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from counts import count
-from headway.bench.options import BenchOptions
-from headway.bench.report import warnings
-from headway.bench.session import BenchResult, bench
-from headway.published_comparison import CHUNKS, PUBLISHED, Figures, beside_published, findings
-from headway.simulate.comparison import SETTINGS
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.report import warnings
+from headway_lab.bench.session import BenchResult, bench
+from headway_lab.published_comparison import CHUNKS, PUBLISHED, Figures, beside_published, findings
+from headway_lab.simulate.comparison import SETTINGS
 from provenance import provenance
 from served import DEMO_MODEL, served, write_random_model
 from slo_on_cpu import SHAPE_40M

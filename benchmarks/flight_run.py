@@ -24,8 +24,8 @@ import numpy as np
 
 from counts import count
 from headway.client import AsyncClient, HeadwayError
-from headway.flight.replay_command import replayed
-from headway.flight.source import Flight
+from headway_lab.flight.replay_command import replayed
+from headway_lab.flight.source import Flight
 from provenance import provenance
 
 SERVER = {

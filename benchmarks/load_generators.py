@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 
 from counts import count
 from headway import openai_front
-from headway.flight.recording import Recording
-from headway.flight.source import Flight
 from headway.replicas import free_ports
-from headway.simulate.measurement import RequestFigures
-from headway.workload.percentiles import percentiles
+from headway_lab.flight.recording import Recording
+from headway_lab.flight.source import Flight
+from headway_lab.simulate.measurement import RequestFigures
+from headway_lab.workload.percentiles import percentiles
 from provenance import provenance
 from served import DEMO_MODEL, served
 

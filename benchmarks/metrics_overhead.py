@@ -26,10 +26,10 @@ from typing import Any
 
 from counts import count, counts
 from headway_gateway.statistics import GatewayStatistics
-from headway_proto.metrics_endpoint import MetricsEndpoint
-from headway_proto.snapshots import Snapshots
-from headway_scheduler.core.arrival import Origin
-from headway_scheduler.core.events import StepEvents
+from headway_process.metrics_endpoint import MetricsEndpoint
+from headway_process.snapshots import Snapshots
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.process import relax_collector

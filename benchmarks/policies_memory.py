@@ -26,22 +26,22 @@ import msgspec
 import numpy as np
 
 from counts import count, counts
-from headway.simulate.cases import Case
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import SimulationOptions
-from headway.simulate.report import CaseResult
-from headway.simulate.roofline import Roofline
-from headway.simulate.world import World, simulate
-from headway.workload.lengths import parse_lengths
-from headway.workload.load import Load
-from headway.workload.requests import WorkloadShape, draw_requests
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.report import CaseResult
+from headway_lab.simulate.roofline import Roofline
+from headway_lab.simulate.world import World, simulate
+from headway_lab.workload.lengths import parse_lengths
+from headway_lab.workload.load import Load
+from headway_lab.workload.requests import WorkloadShape, draw_requests
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from provenance import provenance
 
 BLOCK_SIZE = 16

@@ -29,15 +29,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headway.simulate.cases import Case
-from headway.simulate.device import Disturbance, VirtualDevice
-from headway.simulate.loop import Simulation
-from headway.simulate.measurement import Measurement
-from headway.simulate.options import SimulationOptions
-from headway.simulate.world import World, make_world, simulate
-from headway.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
-from headway.workload.lengths import parse_lengths
-from headway.workload.requests import (
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.device import Disturbance, VirtualDevice
+from headway_lab.simulate.loop import Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.world import World, make_world, simulate
+from headway_lab.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
+from headway_lab.workload.lengths import parse_lengths
+from headway_lab.workload.requests import (
     ARRIVALS,
     SAMPLED_TOKENS,
     STEP_NOISE,
@@ -50,10 +50,10 @@ from headway.workload.requests import (
     rng_of,
 )
 from headway_proto.step import ExecutorOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from provenance import provenance
 
 NOISE = 0.03

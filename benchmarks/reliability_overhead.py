@@ -39,13 +39,13 @@ from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
 from headway_executor.channel import SchedulerChannel
+from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
-from headway_proto.pulse import Pulse
 from headway_proto.sampling import SamplingParams
 from headway_scheduler import ingress_link
 from headway_scheduler.brake import Brake
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.process import relax_collector

@@ -42,11 +42,11 @@ from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.compiled_core import runs_compiled
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.process import relax_collector
 from provenance import provenance
 

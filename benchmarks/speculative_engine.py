@@ -20,12 +20,12 @@ from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowLogprobs
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.step.speculation import SpeculationPolicy, SpeculationRecord
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -38,22 +38,22 @@ import torch
 from numpy.typing import NDArray
 
 from counts import count
-from headway.simulate.device import VirtualDevice
-from headway.simulate.hardware import Accelerator
-from headway.simulate.loop import Simulation
-from headway.simulate.measurement import Measurement
-from headway.simulate.model_shapes import ModelShape
-from headway.simulate.roofline import Roofline
-from headway.workload.arrivals import OpenArrivals
-from headway.workload.requests import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
 from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
+from headway_lab.simulate.device import VirtualDevice
+from headway_lab.simulate.hardware import Accelerator
+from headway_lab.simulate.loop import Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.model_shapes import ModelShape
+from headway_lab.simulate.roofline import Roofline
+from headway_lab.workload.arrivals import OpenArrivals
+from headway_lab.workload.requests import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from provenance import provenance
 from torch_cpu import SHAPE_135M, OfflineEngine, write_checkpoint
 

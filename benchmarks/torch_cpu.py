@@ -46,9 +46,9 @@ from headway_kernels.cpu.library import PackedLinear, Team, WeightForm, load_lib
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 SHAPE_135M = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,10 +12,10 @@ from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import Request
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
 
 STOP_TOKEN = 0
 OTHER_TOKEN = 1

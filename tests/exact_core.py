@@ -16,11 +16,11 @@ from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowError
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import FinishReason
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason
 
 VOCAB_SIZE = 13
 

@@ -12,10 +12,10 @@ import msgspec
 from exact_core import ExactCore
 from headway_proto.framing import HEADER_BYTES
 from headway_proto.step import BackendInfo, ExecutorOutput, SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.checkpoint import encode_core, restore_core
 from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder

@@ -16,10 +16,10 @@ from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 MOST_BEATS = 100_000
 

@@ -7,8 +7,8 @@ Must not know: columns, due ticks, or any other means by which the core avoids l
 import math
 from dataclasses import dataclass, field
 
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from specification_of_learning import (
     EVERYBODY,
     Curve,

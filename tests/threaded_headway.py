@@ -24,8 +24,8 @@ from headway_executor.step_link import StepLink
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import GatewayServer
 from headway_gateway.tokenization import load_text_model
-from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.process import serve as serve_scheduler
 from headway_scheduler.transport import Transport

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.orders import QueueSettings
-from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.admission.orders import QueueSettings
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.request import Request, RequestStatus
 
 
 def make_request(

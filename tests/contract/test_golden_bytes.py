@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_proto import ingress, step
+from headway_proto import ingress, operations, step
 from headway_proto.columns import encode_column, encode_columns, encode_floats
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.prompt_logprobs import PromptLogprobColumns
@@ -125,14 +125,14 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     ),
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
-    (FROM_GATEWAY, ingress.AdminCall(1, "cancel", "a")),
+    (FROM_GATEWAY, operations.AdminCall(1, "cancel", "a")),
     (
         FROM_GATEWAY,
-        ingress.AdminCall(
+        operations.AdminCall(
             2,
             "cache",
-            position=ingress.CachePosition(1, 5),
-            place=ingress.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
+            position=operations.CachePosition(1, 5),
+            place=operations.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
         ),
     ),
     (
@@ -151,21 +151,21 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
         ),
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
-    (TO_GATEWAY, ingress.AdminReply(call_id=1, error="not found")),
+    (TO_GATEWAY, operations.AdminReply(call_id=1, error="not found")),
     (
         TO_GATEWAY,
-        ingress.AdminReply(
+        operations.AdminReply(
             call_id=2,
-            cache=ingress.CacheChanges(
-                position=ingress.CachePosition(1, 6),
+            cache=operations.CacheChanges(
+                position=operations.CachePosition(1, 6),
                 block_size=2,
-                changes=(ingress.CacheChange(1 << 24, 1, 0, encode_column([5, 6]), "t"),),
+                changes=(operations.CacheChange(1 << 24, 1, 0, encode_column([5, 6]), "t"),),
                 more=False,
             ),
-            flight_log=ingress.FlightLogPart(
+            flight_log=operations.FlightLogPart(
                 life=3,
                 mark=4,
-                files=(ingress.FlightLogFile(segment=5, is_checkpoint=True, num_bytes=6),),
+                files=(operations.FlightLogFile(segment=5, is_checkpoint=True, num_bytes=6),),
                 data=b"7",
                 is_gone=True,
             ),
@@ -208,8 +208,8 @@ ADDED = {
     ingress.Tokens: {"prompt_logprobs": ()},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
-    ingress.AdminCall: {"place": None},
-    ingress.AdminReply: {"flight_log": None},
+    operations.AdminCall: {"place": None},
+    operations.AdminReply: {"flight_log": None},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 

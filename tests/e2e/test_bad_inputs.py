@@ -19,7 +19,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_proto import admin_pb2, admin_pb2_grpc
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import RunningHeadway, running
 
 DEMO = Path(headway.__file__).parent / "demo_model"

@@ -11,7 +11,7 @@ import headway
 from headway.client import AsyncClient, DeadlineError, HeadwayError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import RunningHeadway, running
 
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")

@@ -23,7 +23,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_gateway import load_reports
 from headway_proto import admin_pb2, orca_pb2
 from headway_proto import generation_pb2 as api
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 try:

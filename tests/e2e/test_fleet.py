@@ -32,7 +32,7 @@ from headway.client import Client
 from headway.replicas import free_ports
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 REPOSITORY = Path(__file__).resolve().parents[2]

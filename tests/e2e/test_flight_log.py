@@ -12,7 +12,7 @@ from e2e.test_gateway_serving import eventually, served, stage
 from fake_scheduler import FakeScheduler
 from headway.__main__ import main
 from headway.client import AsyncClient, AuthenticationError, Client, InvalidRequestError
-from headway_proto.ingress import FlightLogPlace
+from headway_proto.operations import FlightLogPlace
 
 TOKENS = f"""
 alice   generate  sha256:{hashlib.sha256(b"alices").hexdigest()}

@@ -15,7 +15,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.orca_pb2 import OrcaLoadReport, OrcaLoadReportRequest
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 DEMO = Path(headway.__file__).parent / "demo_model"

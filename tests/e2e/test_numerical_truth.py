@@ -23,7 +23,7 @@ from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.threaded_backend import ThreadedBackend
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 NUM_REQUESTS = 32

@@ -26,7 +26,7 @@ from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.ingress import REJECT_OVERLOADED, REJECT_UNAVAILABLE, Rejected
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from smg_process import free_ports, smg_before
 from threaded_headway import RunningHeadway, running
 

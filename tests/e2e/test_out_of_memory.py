@@ -11,7 +11,7 @@ from headway_executor.backend import BackendConfig, StepBatch, StepOutOfMemoryEr
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")

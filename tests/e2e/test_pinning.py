@@ -10,7 +10,7 @@ import headway
 from headway.client import Client, InvalidRequestError, NotFoundError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 DEMO = Path(headway.__file__).parent / "demo_model"

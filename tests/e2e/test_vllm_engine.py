@@ -27,7 +27,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_gateway.server import VLLM_ENGINE_SERVICE
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import FINISH_ERROR, PRIORITY_HIGH, REJECT_INVALID, REJECT_OVERLOADED, Rejected
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
 SLOW = 0.01

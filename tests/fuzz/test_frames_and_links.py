@@ -15,11 +15,11 @@ from fuzz.limits import bounded, examples
 from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import StepLink as ExecutorLink
 from headway_gateway.ingress_link import IngressLink, LiveSequence
-from headway_proto import ingress, step
+from headway_proto import ingress, operations, step
 from headway_proto.columns import encode_column
 from headway_proto.framing import FrameReader, FrameWriter, FramingError
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 
 READERS = {
@@ -221,9 +221,9 @@ outputs = st.builds(
     state_digest=st.one_of(st.none(), integers), move_time_us=integers,
 )  # fmt: skip
 admin_calls = st.builds(
-    ingress.AdminCall, call_id=integers,
+    operations.AdminCall, call_id=integers,
     method=st.sampled_from(["status", "list", "explain", "cancel", "pause", "resume", "pin", "unpin", "pins", "nonsense"]),
-    request_id=st.sampled_from(["a", "b", ""]), prefix=st.one_of(st.none(), values_of(ingress.PrefixToPin)),
+    request_id=st.sampled_from(["a", "b", ""]), prefix=st.one_of(st.none(), values_of(operations.PrefixToPin)),
 )  # fmt: skip
 
 

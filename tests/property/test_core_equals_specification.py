@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.events import StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.pinned_prefixes import PinRefused
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.pinned_prefixes import PinRefused
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from specification import Specification
 
 VOCAB_SIZE = 6  # so small that prefixes coincide and stop tokens are hit often

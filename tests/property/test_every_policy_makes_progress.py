@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core_driver import CoreDriver
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.preemption import PREEMPTIONS
-from headway_scheduler.core.reservations import RESERVATIONS
-from headway_scheduler.core.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 MAX_MODEL_LEN = 24
 NUM_REQUESTS = 16

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_driver import CoreDriver
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 
 @dataclass

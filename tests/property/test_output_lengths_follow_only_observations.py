@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.output_lengths import ALL_REQUESTS, OutputLengths
+from headway_scheduler.core.policies.output_lengths import ALL_REQUESTS, OutputLengths
 
 TOLERANCE = Fraction(1, 10**6)
 OBSERVATIONS = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=8, max_size=60)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from core_driver import CoreDriver
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.preemption import PREEMPTIONS
-from headway_scheduler.core.request import RequestStatus
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.memory.swapping import NO_MOVES
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import MAX_WAYS_MADE
-from headway_scheduler.core.swapping import NO_MOVES
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import RequestStatus
 
 REALTIME, HIGH, NORMAL, LOW = 1, 2, 3, 4
 BLOCK_SIZE = 4

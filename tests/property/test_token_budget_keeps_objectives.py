@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.roofline import Roofline
-from headway_scheduler.core.step_time import StepShape, StepTimeModel, prefill_pairs
-from headway_scheduler.core.token_budget import TOKEN_BUDGETS, TokenBudget
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.roofline import Roofline
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel, prefill_pairs
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS, TokenBudget
 
 OBJECTIVE_S = 0.050
 MOST_TOKENS = 8192

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_scheduler.core.memory_forecast import MemoryForecast, horizons
-from headway_scheduler.core.output_lengths import OutputLengths
-from headway_scheduler.core.speculation import SpeculationPolicy, SpeculationRecord
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.memory.memory_forecast import MemoryForecast, horizons
+from headway_scheduler.core.policies.output_lengths import OutputLengths
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.state.speculation_record import SpeculationRecord
+from headway_scheduler.core.step.speculation import SpeculationPolicy
 from specification_of_learning import (
     SpecifiedForecast,
     SpecifiedLengths,

@@ -21,7 +21,7 @@ from headway_proto.ingress import (
     Submit,
 )
 from headway_proto.sampling import NO_LOGPROBS
-from headway_scheduler.core.arrival import Origin
+from headway_scheduler.core.state.arrival import Origin
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
 from simulation.fault_model import Answer, sampling_of

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.brake import MAX_LOSSES, Name
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import LEAST_STEP_TOKENS, SchedulerEngine
 
 NAMES = (

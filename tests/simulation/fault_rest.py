@@ -20,7 +20,7 @@ from headway_gateway.ingress_link import IngressLink
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S
 from headway_proto.step import BackendInfo
 from headway_scheduler import administration, brake, serving_statistics
-from headway_scheduler.core import fair_queue, waiting_queue
+from headway_scheduler.core.admission import fair_queue, waiting_queue
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.engine import SchedulerEngine
 from simulation.census import census

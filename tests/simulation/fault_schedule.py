@@ -11,10 +11,10 @@ import random
 
 import msgspec
 
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.preemption import PREEMPTIONS
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
 
 EXECUTOR, SCHEDULER, FIRST_GATEWAY = 0, 1, 2
 UP, DOWN, BOTH = 0, 1, 2

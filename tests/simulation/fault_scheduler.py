@@ -14,11 +14,11 @@ from headway_proto.ingress import (
 )
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.brake import Name
-from headway_scheduler.core.arrival import Origin
-from headway_scheduler.core.events import FinishedEvent
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.request import Request, RequestStatus
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayGone
 from headway_scheduler.step_link import TAKEOVER_SILENCE_S, StepAnswered

@@ -18,19 +18,17 @@ from typing import Any, NamedTuple
 import headway_executor.loop
 import headway_gateway.ingress_link
 import headway_scheduler.administration
-import headway_scheduler.core.fair_queue
-import headway_scheduler.core.objectives
-import headway_scheduler.core.prefix_statistics
+import headway_scheduler.core.admission.fair_queue
+import headway_scheduler.core.admission.objectives
+import headway_scheduler.core.admission.waiting_queue
+import headway_scheduler.core.memory.prefix_statistics
 import headway_scheduler.core.scheduler
-import headway_scheduler.core.waiting_queue
 import headway_scheduler.ingress_link
 import headway_scheduler.serving_statistics
 from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
-from headway_proto.ingress import (
-    PrefixToPin,
-)
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_proto.operations import PrefixToPin
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.recorder import FlightRecorder
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import ExecutorProcess
@@ -468,10 +466,10 @@ def small_constants(schedule: Schedule) -> Iterator[None]:
         (headway_gateway.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),
         (headway_scheduler.administration, "MAX_REMEMBERED_ENDS", 4),
         (headway_scheduler.serving_statistics, "MAX_TENANTS", 1),
-        (headway_scheduler.core.prefix_statistics, "MAX_TENANTS", 1),
-        (headway_scheduler.core.fair_queue, "MAX_IDLE_TENANTS", 1),
-        (headway_scheduler.core.waiting_queue, "_MAX_HOLES", 4),
-        (headway_scheduler.core.objectives, "_LEAST_PRUNED", 4),
+        (headway_scheduler.core.memory.prefix_statistics, "MAX_TENANTS", 1),
+        (headway_scheduler.core.admission.fair_queue, "MAX_IDLE_TENANTS", 1),
+        (headway_scheduler.core.admission.waiting_queue, "_MAX_HOLES", 4),
+        (headway_scheduler.core.admission.objectives, "_LEAST_PRUNED", 4),
     ]
     before = [getattr(module, name) for module, name, _ in changed]
     for module, name, value in changed:

@@ -28,17 +28,17 @@ from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
 from headway_scheduler import compiled_core, ingress_link
 from headway_scheduler.administration import Administration
-from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.fair_queue import FairQueue
-from headway_scheduler.core.objectives import TightestObjective
-from headway_scheduler.core.prefix_cache import PrefixCache
-from headway_scheduler.core.request import FinishReason, RequestStatus
+from headway_scheduler.core.admission.fair_queue import FairQueue
+from headway_scheduler.core.admission.objectives import TightestObjective
+from headway_scheduler.core.admission.start_window import StartWindow
+from headway_scheduler.core.admission.waiting_queue import KeyedQueue, Lane
+from headway_scheduler.core.admission.waiting_room import WaitingRoom
+from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.prefix_cache import PrefixCache
+from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.start_window import StartWindow
-from headway_scheduler.core.stop_tokens import StopTokens
-from headway_scheduler.core.swapping import Swapping
-from headway_scheduler.core.waiting_queue import KeyedQueue, Lane
-from headway_scheduler.core.waiting_room import WaitingRoom
+from headway_scheduler.core.state.request import FinishReason, RequestStatus
+from headway_scheduler.core.step.stop_tokens import StopTokens
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.step_link import ExecutorLost, StepAnswered, StepLink

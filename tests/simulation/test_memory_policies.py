@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from headway.simulate.cases import Case
-from headway.simulate.options import SimulationOptions
-from headway.simulate.report import CaseResult
-from headway.simulate.world import make_world, simulate
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.report import CaseResult
+from headway_lab.simulate.world import make_world, simulate
+from headway_scheduler.core.state.limits import SchedulerLimits
 
 CONTEXTS = {
     "short": {

@@ -20,12 +20,12 @@ from headway_proto.ingress import (
     Rejected,
 )
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.arrival import Origin
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.limits import SchedulerLimits
 from simulation.world import SimulatedGateway, Trouble, World
 
 SEEDS = range(15)

@@ -7,21 +7,21 @@ users, the other prices iterations of Llama-2-7B on an H100.
 import msgspec
 import pytest
 
-from headway.published_comparison import ORDERINGS, PUBLISHED, findings
-from headway.simulate.cases import Case
-from headway.simulate.comparison import SETTINGS, figures_of, source_cases
-from headway.simulate.device import VirtualDevice
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.loop import Simulation
-from headway.simulate.measurement import Measurement
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import SimulationOptions
-from headway.simulate.roofline import Roofline
-from headway.simulate.world import make_world, simulate
-from headway.workload.arrivals import OpenArrivals
-from headway.workload.requests import PlannedRequest, PromptSource, rng_of
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_lab.published_comparison import ORDERINGS, PUBLISHED, findings
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.comparison import SETTINGS, figures_of, source_cases
+from headway_lab.simulate.device import VirtualDevice
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.loop import Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.roofline import Roofline
+from headway_lab.simulate.world import make_world, simulate
+from headway_lab.workload.arrivals import OpenArrivals
+from headway_lab.workload.requests import PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 H100 = {"hardware": "h100", "tensor_parallel": 4}
 SHORT_ANSWERS = {"prompt_tokens": "lognormal:50,0.8,2000", "output_tokens": "lognormal:44,0.9,512"}

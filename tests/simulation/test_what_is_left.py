@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_scheduler.core.waiting_room import WaitingRoom
+from headway_scheduler.core.admission.waiting_room import WaitingRoom
 from headway_scheduler.engine import SchedulerEngine
 from simulation.census import census
 from simulation.fault_rest import MAY_GROW, leftovers

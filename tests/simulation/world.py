@@ -20,7 +20,7 @@ from headway_proto.columns import encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 
 BEAT_S = 0.002

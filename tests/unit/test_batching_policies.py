@@ -6,9 +6,9 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_scheduler.config import SchedulerConfig
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.reservations import RESERVATIONS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 
 def driver(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.bench.capacity import Look, Search, find_capacity, wilson_interval
-from headway.bench.picture import draw_capacity
-from headway.bench.report import capacity_text, trial_text
+from headway_lab.bench.capacity import Look, Search, find_capacity, wilson_interval
+from headway_lab.bench.picture import draw_capacity
+from headway_lab.bench.report import capacity_text, trial_text
 
 
 def find(share_at, *, first=1.0, most=1e4, tolerance=0.05, attainment=0.9, requests=200, keeps_up=lambda rate: True):

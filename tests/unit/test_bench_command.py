@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from headway.__main__ import main
-from headway.bench import command, session
-from headway.bench.options import BenchOptions
-from headway_proto.installation import install_advice
+from headway_lab.bench import command, session
+from headway_lab.bench.options import BenchOptions
+from headway_process.installation import install_advice
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def _target_that_opens(make_target):
 
     class Target:
         async def open(self):
-            from headway.bench.target import TargetInfo
+            from headway_lab.bench.target import TargetInfo
 
             return TargetInfo(model="m", address="a", runs_on="r", context_length=4096, counted_by="c")
 
@@ -75,7 +75,7 @@ def test_no_server_is_one_line_for_several_processes_too(capsys, unused_tcp_port
 
 def test_a_missing_library_names_its_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "headway.bench.openai_target", raising=False)
+    monkeypatch.delitem(sys.modules, "headway_lab.bench.openai_target", raising=False)
     assert main(["bench", "--url", "http://127.0.0.1:1/v1"]) == 2
     assert capsys.readouterr().err == f"headway bench: this host lacks aiohttp; {install_advice('bench')}\n"
 

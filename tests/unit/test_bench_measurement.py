@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench.measurement import Measurement, gaps_of, rate_of, tpot_of, ttft_of
-from headway.bench.options import BenchOptions
-from headway.bench.pipe_messages import Begin, Done, Job, body_bytes, frame, from_client, read_to_client
-from headway.bench.records import RequestRecord
-from headway.bench.report import CSV_COLUMNS, as_csv, as_json, text, warnings
-from headway.bench.share import ShareResult
-from headway.bench.target import TargetInfo
-from headway.workload.load import make_load
+from headway_lab.bench.measurement import Measurement, gaps_of, rate_of, tpot_of, ttft_of
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.pipe_messages import Begin, Done, Job, body_bytes, frame, from_client, read_to_client
+from headway_lab.bench.records import RequestRecord
+from headway_lab.bench.report import CSV_COLUMNS, as_csv, as_json, text, warnings
+from headway_lab.bench.share import ShareResult
+from headway_lab.bench.target import TargetInfo
+from headway_lab.workload.load import make_load
 
 INFO = TargetInfo(model="m", address="a:1", runs_on="x", context_length=4096, counted_by="token ids")
 

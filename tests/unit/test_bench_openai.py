@@ -9,12 +9,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.bench.event_stream import EventStreamParser
-from headway.bench.openai_target import OpenAITarget
-from headway.bench.records import Answer, RequestFailed
-from headway.bench.target import TargetError
-from headway.bench.words import WORDS, WordSource
-from headway.workload.requests import PRIORITIES, PlannedRequest
+from headway_lab.bench.event_stream import EventStreamParser
+from headway_lab.bench.openai_target import OpenAITarget
+from headway_lab.bench.records import Answer, RequestFailed
+from headway_lab.bench.target import TargetError
+from headway_lab.bench.words import WORDS, WordSource
+from headway_lab.workload.requests import PRIORITIES, PlannedRequest
 
 TOKENS_PER_WORD = 1.25
 TEMPLATE_TOKENS = 11

@@ -6,13 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from headway.bench.measurement import Measurement, ttft_of
-from headway.bench.options import BenchOptions
-from headway.bench.records import OK, TIMEOUT, RequestFailed
-from headway.bench.report import text, warnings
-from headway.bench.share import run_share
-from headway.bench.target import TargetInfo
-from headway.workload.load import make_load
+from headway_lab.bench.measurement import Measurement, ttft_of
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.records import OK, TIMEOUT, RequestFailed
+from headway_lab.bench.report import text, warnings
+from headway_lab.bench.share import run_share
+from headway_lab.bench.target import TargetInfo
+from headway_lab.workload.load import make_load
 from virtual_time import run_in_virtual_time
 
 CONTEXT = 4096

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import headway
 from headway.__main__ import main as headway_main
 from headway_kernels.cpu.library import installed_variants, runs_here
-from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.admission.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"

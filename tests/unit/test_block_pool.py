@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array
-from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.eviction_queues import EvictionQueues
-from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.eviction_queues import EvictionQueues
+from headway_scheduler.core.memory.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.indices import BlockIndices
 
 
 def column(*values: int) -> Int32Array:

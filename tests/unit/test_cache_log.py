@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.cache_log import CLEARING, CacheEntry, CacheLog
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.cache_log import CLEARING, CacheEntry, CacheLog
+from headway_scheduler.core.memory.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.indices import BlockIndices
 
 BLOCK_BYTES = 4
 NOBODY = np.array([], dtype=np.intp)

@@ -13,8 +13,8 @@ import pytest
 from core_driver import CoreDriver
 from headway_scheduler import compile_core, compiled_core
 from headway_scheduler.compile_core import CoreBuildError, ToolMissingError
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 PACKAGE = Path(compiled_core.__file__).parent
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.host_pool import HostPool
+from headway_scheduler.core.memory.host_pool import HostPool
 
 
 def test_blocks_are_handed_out_once_low_numbers_first() -> None:

@@ -7,12 +7,12 @@ import pytest
 from headway_proto.columns import decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput, RowError, RowLogprobs, SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.counters import WasteReason
-from headway_scheduler.core.events import StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import FinishReason
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.counters import WasteReason
+from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason
 
 CAPACITY = ExecutorCapacity(
     num_blocks=40, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8, max_speculative_tokens=4

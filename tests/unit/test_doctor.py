@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from headway.__main__ import main
-from headway.doctor import command, examination, host
-from headway.doctor.examination import Model, examine, with_measurements
-from headway.doctor.expectation import StepDevice, expected_step
-from headway.doctor.findings import DeviceFinding, Figure, KernelFinding
-from headway.doctor.rendering import best_flags, text_of
-from headway.simulate.model_shapes import MODEL_SHAPES
 from headway_executor import backend_report, host_report, host_speed
 from headway_executor.backend import BackendConfigError
 from headway_executor.backend_report import BackendReport, backend_reports
 from headway_executor.host_speed import DeviceSpeed, HostSpeed
-from headway_proto.installation import install_advice
+from headway_lab.doctor import command, examination, host
+from headway_lab.doctor.examination import Model, examine, with_measurements
+from headway_lab.doctor.expectation import StepDevice, expected_step
+from headway_lab.doctor.findings import DeviceFinding, Figure, KernelFinding
+from headway_lab.doctor.rendering import best_flags, text_of
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_process.installation import install_advice
 
 SHAPE = MODEL_SHAPES["llama-3-8b"]
 SPEED = HostSpeed(copy_bytes_per_s=20e9, float32_flops=100e9)

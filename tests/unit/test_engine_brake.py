@@ -17,9 +17,9 @@ from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Submit
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=16)

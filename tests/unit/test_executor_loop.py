@@ -30,8 +30,8 @@ from headway_executor.loop import StepCycle, serve
 from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_process.pulse import Pulse
 from headway_proto.columns import decode_column, encode_column, encode_columns
-from headway_proto.pulse import Pulse
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,

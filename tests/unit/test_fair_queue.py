@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.fair_queue import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, FairQueue
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.request import Request
-from headway_scheduler.core.waiting_queue import Lane
+from headway_scheduler.core.admission.fair_queue import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, FairQueue
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.admission.waiting_queue import Lane
+from headway_scheduler.core.state.request import Request
 from waiting_requests import make_request, preempted, queue_settings
 
 

@@ -15,12 +15,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from flight_logs import MemoryLog, RecordedExactCore, recorder_into
 from headway.__main__ import main
 from headway.client import NotFoundError, ServerError
-from headway.flight import fetched, live
-from headway.flight.cells import Cell, Kind, StepCollector, StepRange, TimelineStep
-from headway.flight.picture import figure_of, fitting, short_names
-from headway.flight.recording import Recording
+from headway_lab.flight import fetched, live
+from headway_lab.flight.cells import Cell, Kind, StepCollector, StepRange, TimelineStep
+from headway_lab.flight.picture import figure_of, fitting, short_names
+from headway_lab.flight.recording import Recording
 from headway_proto.admin_pb2 import ExplainResponse, ReadFlightLogResponse
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.records import Turn
 from headway_scheduler.flight.replay import Divergence, Replay
 

@@ -13,7 +13,7 @@ import pytest
 from headway_executor.backend import BackendConfig
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.config import SchedulerConfig
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight import log as flight_log
 from headway_scheduler.flight.checkpoint import CheckpointError, ForkingCheckpointer, restore_core
 from headway_scheduler.flight.log import FlightLog, FlightLogError, FlightLogWriter, segments_in

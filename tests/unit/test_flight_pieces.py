@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headway_proto.ingress import (
+from headway_proto.operations import (
     MAX_FLIGHT_LOG_PIECE_BYTES,
     AdminReply,
     FlightLogFile,

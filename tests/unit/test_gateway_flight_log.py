@@ -10,7 +10,7 @@ from headway_gateway import flight_log
 from headway_gateway.flight_log import flight_log_pieces
 from headway_gateway.statuses import CallRefusedError
 from headway_proto.admin_pb2 import ReadFlightLogResponse
-from headway_proto.ingress import FlightLogFile, FlightLogPart, FlightLogPlace
+from headway_proto.operations import FlightLogFile, FlightLogPart, FlightLogPlace
 
 CHECKPOINT = FlightLogFile(segment=4, is_checkpoint=True, num_bytes=3)
 SEGMENT = FlightLogFile(segment=4, is_checkpoint=False, num_bytes=5)

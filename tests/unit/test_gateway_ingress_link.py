@@ -17,8 +17,6 @@ from headway_proto.ingress import (
     STATE_DRAINING,
     STATE_SERVING,
     Abort,
-    AdminCall,
-    AdminReply,
     Admitted,
     Finished,
     GatewayHeartbeat,
@@ -34,6 +32,7 @@ from headway_proto.ingress import (
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
+from headway_proto.operations import AdminCall, AdminReply
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_proto.histogram import Histogram, fine_durations
+from headway_process.histogram import Histogram, fine_durations
 
 BOUNDS = (0.01, 0.1, 1.0)
 

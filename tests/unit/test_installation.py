@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import _EXTRAS, main
-from headway.doctor.host import _PACKAGES
-from headway_proto import installation
-from headway_proto.installation import install_advice
+from headway_lab.doctor.host import _PACKAGES
+from headway_process import installation
+from headway_process.installation import install_advice
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -35,7 +35,7 @@ def test_it_is_a_command_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    sources = [path.read_text() for area in ("proto", "services") for path in (ROOT / area).rglob("*.py")]
+    sources = [path.read_text() for area in ("proto", "services", "lab") for path in (ROOT / area).rglob("*.py")]
     named = {extra for text in sources for extra in re.findall(r"install_advice\(['\"]([\w-]+)['\"]\)", text)}
     assert {"bench", "smg", "cuda", "metrics", "traces"} <= named
     assert named | set(_EXTRAS.values()) | {extra for _, _, extra in _PACKAGES if extra} <= EXTRAS.keys()
@@ -43,7 +43,7 @@ def test_every_extra_that_is_named_exists() -> None:
 
 def test_nothing_tells_to_install_a_name_that_is_on_no_index() -> None:
     texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    texts += [path for area in ("proto", "services") for path in (ROOT / area).rglob("*.py")]
+    texts += [path for area in ("proto", "services", "lab") for path in (ROOT / area).rglob("*.py")]
     wrong = [
         str(path.relative_to(ROOT))
         for path in texts

@@ -10,7 +10,7 @@ from msgspec import Meta
 from headway.__main__ import main, parser_of
 from headway.configuration import (
     OneLineParser,
-    add_flags,
+    add_setting_flags,
     build,
     check_environment,
     given_by_environment,
@@ -46,7 +46,7 @@ SETTINGS = settings_of(ToyConfig)
 
 def parsed(*words):
     parser = OneLineParser(prog="headway toy", allow_abbrev=False)
-    add_flags(parser, SETTINGS.values())
+    add_setting_flags(parser, SETTINGS.values())
     return parser.parse(words)
 
 

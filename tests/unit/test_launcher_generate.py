@@ -8,7 +8,7 @@ import pytest
 from headway.client import PromptTokens, TokenLogprob
 from headway.configuration import OneLineParser
 from headway.demo import demo_jobs
-from headway.generate import add_generate_flags, jobs_of, run
+from headway.generate import add_flags, jobs_of, run
 from headway.reporting import Screen, block, prompt_table, table
 from headway.settings import ConfigurationError
 from headway.streaming import Answer, Job, texts_of
@@ -16,7 +16,7 @@ from headway.streaming import Answer, Job, texts_of
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = OneLineParser(prog="headway generate", allow_abbrev=False)
-    add_generate_flags(parser)
+    add_flags(parser)
     return parser.parse(words)
 
 

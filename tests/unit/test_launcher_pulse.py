@@ -3,7 +3,7 @@
 import os
 
 from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
-from headway_proto.pulse import PULSE_INTERVAL_S, PULSE_VARIABLE, Pulse, pulse_of
+from headway_process.pulse import PULSE_INTERVAL_S, PULSE_VARIABLE, Pulse, pulse_of
 
 
 def test_a_child_that_falls_silent_is_named_once_and_one_that_never_spoke_is_not() -> None:

@@ -15,7 +15,7 @@ from headway.processes import ChildExited, Children
 from headway.pulse_watch import PulseWatch
 from headway.replicas import Replica, free_ports
 from headway.settings import ConfigurationError
-from headway_proto.logs import REPLICA_VARIABLE, replica_field
+from headway_process.logs import REPLICA_VARIABLE, replica_field
 
 THREE = ("--replicas", "3", "--grpc-address", "127.0.0.1:50900")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway_proto.log_sink import LogSink, notice_of
+from headway_process.log_sink import LogSink, notice_of
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_full_disk_is_only_counted() -> None:
 
 def test_a_process_ends_although_its_log_hangs() -> None:
     program = (
-        "import sys; from headway_proto.log_sink import LogSink\n"
+        "import sys; from headway_process.log_sink import LogSink\n"
         "sink = LogSink(2)\n"
         "for _ in range(300): sink.write('x' * 1000 + chr(10))\n"
         "sink.drain(0.1); sys.exit(7)"

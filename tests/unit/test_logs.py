@@ -6,8 +6,8 @@ import os
 import pytest
 import structlog
 
-from headway_proto.log_sink import LogSink
-from headway_proto.logs import configure, make_logger
+from headway_process.log_sink import LogSink
+from headway_process.logs import configure, make_logger
 
 
 @pytest.fixture

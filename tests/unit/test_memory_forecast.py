@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway_scheduler.core.memory_forecast import MARGIN, MemoryForecast, horizons
+from headway_scheduler.core.memory.memory_forecast import MARGIN, MemoryForecast, horizons
 
 BLOCK_SIZES = st.sampled_from([1, 2, 4, 16, 64])
 MAX_TOKENS = 300

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway_proto import metrics_endpoint
-from headway_proto import snapshots as snapshots_module
-from headway_proto.addresses import check_metrics_address
-from headway_proto.histogram import Histogram
-from headway_proto.metric_families import MetricFamilies
-from headway_proto.metrics_endpoint import MAX_READERS, MetricsEndpoint
-from headway_proto.snapshots import Snapshots
+from headway_process import metrics_endpoint
+from headway_process import snapshots as snapshots_module
+from headway_process.addresses import check_metrics_address
+from headway_process.histogram import Histogram
+from headway_process.metric_families import MetricFamilies
+from headway_process.metrics_endpoint import MAX_READERS, MetricsEndpoint
+from headway_process.snapshots import Snapshots
 
 TOKEN = "0123456789abcdef-token"
 

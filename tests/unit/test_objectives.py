@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
-from headway_scheduler.core.request import Request, RequestStatus
+from headway_scheduler.core.admission.objectives import Danger, FirstTokenWatch, TightestObjective
+from headway_scheduler.core.state.request import Request, RequestStatus
 from waiting_requests import make_request
 
 

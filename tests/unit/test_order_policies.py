@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from headway_scheduler.core.orders import ORDERS, OUTPUT_TOKEN_WORK
-from headway_scheduler.core.request import Request
-from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, WaitingQueue
+from headway_scheduler.core.admission.orders import ORDERS, OUTPUT_TOKEN_WORK
+from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, WaitingQueue
+from headway_scheduler.core.state.request import Request
 from waiting_requests import make_request, preempted, queue_settings
 
 

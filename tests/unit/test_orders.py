@@ -5,11 +5,8 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.fair_queue import INPUT_WEIGHT, KEPT_ROWS_SHARE, FairQueue, burst_tokens_of
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import Request
-from headway_scheduler.core.waiting_queue import (
+from headway_scheduler.core.admission.fair_queue import INPUT_WEIGHT, KEPT_ROWS_SHARE, FairQueue, burst_tokens_of
+from headway_scheduler.core.admission.waiting_queue import (
     HEAD_RANK,
     HIGHEST_CLASS_RANK,
     PROMOTED_RANK,
@@ -20,6 +17,9 @@ from headway_scheduler.core.waiting_queue import (
     is_promoted,
     rank_of_class,
 )
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
 
 REALTIME, HIGH, LOW = 1, 2, 4
 AGING_S = 10.0

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from headway_scheduler.core.output_lengths import ALL_REQUESTS, OutputLengths
+from headway_scheduler.core.policies.output_lengths import ALL_REQUESTS, OutputLengths
 
 UNLIMITED = 1 << 22
 

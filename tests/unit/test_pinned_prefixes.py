@@ -7,11 +7,12 @@ import pytest
 from headway_executor.backend import BackendConfig
 from headway_gateway.ingress_link import LiveSequence
 from headway_proto.columns import encode_column
-from headway_proto.ingress import AdminReply, PrefixToPin, Submit
+from headway_proto.ingress import Submit
+from headway_proto.operations import AdminReply, PrefixToPin
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.pinned_prefixes import PinRefused
+from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from simulation.world import World
 
 CAPACITY = ExecutorCapacity(num_blocks=64, block_size=4, max_model_len=64, vocab_size=64, max_num_rows=4)

@@ -5,17 +5,17 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.preemption import (
+from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.preemption import (
     MAX_CANDIDATES,
     PREEMPTIONS,
     PreemptionCosts,
     choose_victim,
     in_victim_order,
 )
-from headway_scheduler.core.prefix_cache import PrefixCache
-from headway_scheduler.core.row_table import RowTable
+from headway_scheduler.core.memory.prefix_cache import PrefixCache
+from headway_scheduler.core.memory.row_table import RowTable
+from headway_scheduler.core.state.counters import SchedulerCounters
 from waiting_requests import make_request
 
 BLOCK_SIZE = 4

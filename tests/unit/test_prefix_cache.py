@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_proto.columns import Int32Array
-from headway_scheduler.core.indices import BlockIndices
-from headway_scheduler.core.prefix_cache import ONCE, PINNED, REUSED, ROOT_NODE, PrefixCache
+from headway_scheduler.core.memory.prefix_cache import ONCE, PINNED, REUSED, ROOT_NODE, PrefixCache
+from headway_scheduler.core.state.indices import BlockIndices
 
 
 def column(values: list[int]) -> Int32Array:

@@ -5,10 +5,10 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.prefix_statistics import MAX_TENANTS, RECENT_QUERIES, PrefixStatistics
+from headway_scheduler.core.memory.prefix_statistics import MAX_TENANTS, RECENT_QUERIES, PrefixStatistics
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 CAPACITY = ExecutorCapacity(num_blocks=16, block_size=4, max_model_len=64, vocab_size=64, max_num_rows=4)
 

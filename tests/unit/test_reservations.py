@@ -1,8 +1,8 @@
 """What a reservation that looks ahead lets in, whom it makes wait, and what it tells of memory to come."""
 
 from core_driver import CoreDriver
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import STEPS_BETWEEN_FORECASTS
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 LENGTH = 72
 BLOCK_SIZE = 4

@@ -8,10 +8,10 @@ from headway_proto.columns import decode_column, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput, RowError, RowPromptLogprobs
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.door import RequestRejected
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 CAPACITY = ExecutorCapacity(num_blocks=16, block_size=4, max_model_len=32, vocab_size=64, max_num_rows=1)
 

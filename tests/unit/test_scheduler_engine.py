@@ -10,10 +10,11 @@ from headway_executor.backend import BackendConfig
 from headway_gateway.ingress_link import LiveSequence
 from headway_proto import ingress
 from headway_proto.columns import encode_column
-from headway_proto.ingress import AdminReply, Finished, Rejected, Submit
+from headway_proto.ingress import Finished, Rejected, Submit
+from headway_proto.operations import AdminReply
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import Notice
 from simulation.world import World
 

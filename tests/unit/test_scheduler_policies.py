@@ -4,10 +4,10 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.columns import decode_columns
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.request import RequestStatus
+from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.scheduler import MAX_PASSED_OVER, MAX_WAYS_MADE
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import RequestStatus
 
 REALTIME, HIGH, NORMAL, LOW = 1, 2, 3, 4
 BLOCK_SIZE = 4

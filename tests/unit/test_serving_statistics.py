@@ -6,11 +6,11 @@ import pytest
 from core_driver import CoreDriver
 from headway_executor.backend import BackendConfig
 from headway_gateway.ingress_link import LiveSequence
-from headway_proto import ingress
-from headway_proto.ingress import Status
+from headway_proto import operations
+from headway_proto.operations import Status
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.core.counters import Preemption, PreemptionMode, PreemptionReason, WasteReason
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.counters import Preemption, PreemptionMode, PreemptionReason, WasteReason
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.serving_statistics import MAX_TENANTS, ServingStatistics
 from simulation.world import World
 
@@ -68,7 +68,7 @@ def test_every_token_is_a_first_one_or_has_one_gap():
     spent_s = statistics.request_s.snapshot().total
     parts = (statistics.first_token_s, statistics.gap_s)
     assert sum(part.snapshot().total for part in parts) == pytest.approx(spent_s, rel=0.05)
-    assert status_of(world).ends == (ingress.EndCount(reason="length", count=9),)
+    assert status_of(world).ends == (operations.EndCount(reason="length", count=9),)
 
 
 def test_a_new_executor_costs_what_was_computed_and_one_long_gap():
@@ -138,7 +138,7 @@ def test_before_an_executor_there_is_little_to_tell():
     world = World(LIMITS, CONFIG, num_gateways=1, seed=1)
     status = status_of(world)
     assert (status.executor, status.step_time_model, status.prediction_error) == (None, None, None)
-    assert status.ttft == ingress.RecentPercentiles()
+    assert status.ttft == operations.RecentPercentiles()
 
 
 def test_the_model_of_step_times_is_told():
@@ -151,7 +151,7 @@ def test_the_model_of_step_times_is_told():
     assert 0 <= status.step_time_model.relative_error < 1
     assert 0 < status.num_budget_tokens <= 64
     assert status.budget_margin >= 1
-    assert status.policies == ingress.PolicyNames(order="fcfs", batching="chunked", budget="slo", preemption="auto")
+    assert status.policies == operations.PolicyNames(order="fcfs", batching="chunked", budget="slo", preemption="auto")
 
 
 class TestCounters:

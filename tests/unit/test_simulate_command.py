@@ -11,16 +11,16 @@ import pytest
 
 from headway.__main__ import main
 from headway.progress import ProgressLine
-from headway.published_comparison import ORDERINGS, PUBLISHED
 from headway.settings import ConfigurationError
-from headway.simulate.cases import Case, limit_settings, make_cases
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import SimulationOptions
-from headway.simulate.report import knee_of
-from headway.simulate.world import make_world, simulate
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_lab.published_comparison import ORDERINGS, PUBLISHED
+from headway_lab.simulate.cases import Case, limit_settings, make_cases
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.report import knee_of
+from headway_lab.simulate.world import make_world, simulate
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import SchedulerLimits
 
 SMALL = (
     "simulate",
@@ -277,7 +277,7 @@ def test_a_scheduler_that_stops_is_reported_in_one_line(capsys, monkeypatch):
         def schedule(self, now):
             return None
 
-    monkeypatch.setattr("headway.simulate.world.Scheduler", Stopped)
+    monkeypatch.setattr("headway_lab.simulate.world.Scheduler", Stopped)
     assert main([*SMALL]) == 1
     assert capsys.readouterr().err == (
         "headway simulate: the scheduler has stopped for ever: 6 requests wait and nothing runs\n"

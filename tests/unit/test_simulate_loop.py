@@ -5,21 +5,21 @@ import time
 import numpy as np
 import pytest
 
-from headway.simulate.cases import Case
-from headway.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.loop import NoProgress, Simulation
-from headway.simulate.measurement import Measurement
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.options import SimulationOptions
-from headway.simulate.roofline import Roofline, StepTime
-from headway.simulate.world import make_world, simulate
-from headway.workload.arrivals import OpenArrivals
-from headway.workload.requests import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.loop import NoProgress, Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.roofline import Roofline, StepTime
+from headway_lab.simulate.world import make_world, simulate
+from headway_lab.workload.arrivals import OpenArrivals
+from headway_lab.workload.requests import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
 from headway_proto.columns import encode_columns
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 
 class OneSecondSteps(Roofline):

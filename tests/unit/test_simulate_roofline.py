@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.roofline import Roofline
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.roofline import Roofline
 
 AT_PEAK = {
     "gemm_share": 1.0,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from headway.settings import ConfigurationError
-from headway.workload.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
-from headway.workload.lengths import parse_lengths
-from headway.workload.requests import (
+from headway_lab.workload.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
+from headway_lab.workload.lengths import parse_lengths
+from headway_lab.workload.requests import (
     Objectives,
     PromptSource,
     Tenant,
@@ -18,7 +18,7 @@ from headway.workload.requests import (
     parse_tenants,
     rng_of,
 )
-from headway.workload.trace import read_trace
+from headway_lab.workload.trace import read_trace
 
 
 def drawn(text, count=20_000):

@@ -4,15 +4,14 @@ import itertools
 
 import pytest
 
-from headway_scheduler.core.speculation import (
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.state.speculation_record import LONGEST_SEARCH_PAUSE, SpeculationRecord
+from headway_scheduler.core.step.speculation import (
     LONGEST_PAUSE,
-    LONGEST_SEARCH_PAUSE,
     SHORTEST_PAUSE,
     STEPS_BETWEEN_TRIES,
     SpeculationPolicy,
-    SpeculationRecord,
 )
-from headway_scheduler.core.step_time import StepShape, StepTimeModel
 
 ONE_ROW = StepShape(1, 1, 100, 0)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.simulate.hardware import ACCELERATORS
-from headway.simulate.model_shapes import MODEL_SHAPES
-from headway.simulate.roofline import Roofline
-from headway_scheduler.core.step_time import WARM_UP_STEPS, StepShape, StepTimeModel, prefill_pairs
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.simulate.roofline import Roofline
+from headway_scheduler.core.policies.step_time import WARM_UP_STEPS, StepShape, StepTimeModel, prefill_pairs
 
 DECODES = StepShape(40, 40, 40_000, 0)
 PROMPT = DECODES.with_prompt(1000, 0)

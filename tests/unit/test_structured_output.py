@@ -11,9 +11,9 @@ from flight_logs import MemoryLog, RecordedCore, recorder_into, replay_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import Constraint, SamplingParams
-from headway_scheduler.core.door import RequestRejected
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.request import FinishReason
+from headway_scheduler.core.admission.door import RequestRejected
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.flight.records import Arrived
 from model_core import ModelCore, demo_model
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.step_time import PERSISTENT_RUN, WARM_UP_STEPS, StepShape, StepTimeModel
-from headway_scheduler.core.token_budget import (
+from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, WARM_UP_STEPS, StepShape, StepTimeModel
+from headway_scheduler.core.policies.token_budget import (
     FIRST_STEP_TOKENS,
     LARGE_TILE_TOKENS,
     SMALL_TILE_TOKENS,

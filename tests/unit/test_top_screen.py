@@ -12,13 +12,13 @@ from rich.console import Console
 
 from headway.__main__ import main
 from headway.settings import ConfigurationError
-from headway.top import command, figures
-from headway.top.controls import Controls, Order, OrderKind
-from headway.top.history import RATE_WINDOW_S, History, Look
-from headway.top.keyboard import keys_of
-from headway.top.view import KEY_HINTS, Frame, picture
+from headway_lab.top import command, figures
+from headway_lab.top.controls import Controls, Order, OrderKind
+from headway_lab.top.history import RATE_WINDOW_S, History, Look
+from headway_lab.top.keyboard import keys_of
+from headway_lab.top.view import KEY_HINTS, Frame, picture
+from headway_process.installation import install_advice
 from headway_proto import admin_pb2 as api
-from headway_proto.installation import install_advice
 
 HOSTILE = "\x1b]0;owned\x07\r\n\u202eabc\x9b2J"
 
@@ -492,7 +492,7 @@ def test_any_bytes_are_keys_or_nothing(data):
 )
 def test_wrong_flags_are_told_with_what_is_allowed(words, message):
     parser = argparse.ArgumentParser()
-    command.add_top_flags(parser)
+    command.add_flags(parser)
     with pytest.raises(ConfigurationError) as refused:
         command.run(parser.parse_args(words))
     assert message in str(refused.value)

@@ -15,7 +15,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, Executor
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_proto.sampling import Constraint, SamplingParams
-from headway_scheduler.core.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from model_core import ModelCore
 
 pytestmark = [

@@ -17,7 +17,7 @@ from headway_gateway.vllm_engine.answers import AnswerWriter
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.tokenizer_files import tokenizer_archive
 from headway_proto import generation_pb2 as api
-from headway_proto.ingress import Status
+from headway_proto.operations import Status
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 ACCEPTED = api.GenerateResponse(accepted=api.Accepted(prompt_tokens=7, cached_tokens=4))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.request import Request
-from headway_scheduler.core.waiting_queue import STARTS_PER_PROMOTION, KeyedQueue, Lane, by_arrival
+from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, KeyedQueue, Lane, by_arrival
+from headway_scheduler.core.state.request import Request
 from waiting_requests import make_request, preempted
 
 AGING_S = 10.0

@@ -3,8 +3,8 @@
 import pytest
 
 from core_driver import CoreDriver
-from headway_scheduler.core.door import RequestRejected
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.admission.door import RequestRejected
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 CAPACITY = ExecutorCapacity(num_blocks=100, block_size=4, max_model_len=100, vocab_size=10, max_num_rows=2)
 

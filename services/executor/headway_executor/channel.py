@@ -13,9 +13,9 @@ from pathlib import Path
 import zmq
 
 from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
-from headway_proto.addresses import check_ipc_directory
+from headway_process.addresses import check_ipc_directory
+from headway_process.link_keys import load_key_pair
 from headway_proto.framing import MAX_FRAME_BYTES
-from headway_proto.link_keys import load_key_pair
 
 _HIGH_WATER_MARK = 1024
 # See headway_scheduler.transport: a network that falls apart is noticed within a second.

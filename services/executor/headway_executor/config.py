@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
-from headway_proto.addresses import check_link_address, check_metrics_address
-from headway_proto.ranges import check_ranges
+from headway_process.addresses import check_link_address, check_metrics_address
+from headway_process.ranges import check_ranges
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)

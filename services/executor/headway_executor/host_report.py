@@ -18,7 +18,7 @@ import torch
 from headway_executor.host_memory import free_host_bytes
 from headway_kernels.cpu.build import variants_here
 from headway_kernels.cpu.library import installed_variants, runs_here
-from headway_proto.installation import install_advice
+from headway_process.installation import install_advice
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _CUDA_BUILD = "install a CUDA build, see https://pytorch.org/get-started/locally"

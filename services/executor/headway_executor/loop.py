@@ -27,7 +27,7 @@ from headway_executor.backend import (
 from headway_executor.batch_state import BatchState, BlockMoves, ImpossibleDiff
 from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
-from headway_proto.pulse import Pulse
+from headway_process.pulse import Pulse
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway_executor.statistics import ExecutorStatistics
-from headway_proto.histogram import HistogramSnapshot
+from headway_process.histogram import HistogramSnapshot
 from headway_proto.step import BackendInfo
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> Executor
 
 def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
     """What Prometheus is told."""
-    from headway_proto.metric_families import MetricFamilies
+    from headway_process.metric_families import MetricFamilies
 
     info = snapshot.info
     families = MetricFamilies(model_name=info.model_name)

@@ -25,15 +25,15 @@ from headway_executor.metrics import ExecutorSnapshot, families_of, take_snapsho
 from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
-from headway_proto.last_words import tell_last
-from headway_proto.log_sink import LogSink, notice_of
-from headway_proto.logs import make_logger
-from headway_proto.pulse import pulse_of
-from headway_proto.snapshots import Snapshots
+from headway_process.last_words import tell_last
+from headway_process.log_sink import LogSink, notice_of
+from headway_process.logs import make_logger
+from headway_process.pulse import pulse_of
+from headway_process.snapshots import Snapshots
 from headway_proto.step import BackendInfo
 
 if TYPE_CHECKING:
-    from headway_proto.metrics_endpoint import MetricsEndpoint
+    from headway_process.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -139,7 +139,7 @@ def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnaps
     """Listens from the start on; who reads before the model is loaded gets status 503."""
     if not config.metrics_address:
         return None
-    from headway_proto.metrics_endpoint import MetricsEndpoint
+    from headway_process.metrics_endpoint import MetricsEndpoint
 
     return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_executor.setting_checks import BUILT_IN
-from headway_proto.installation import install_advice
+from headway_process.installation import install_advice
 
 ENTRY_POINT_GROUP = "headway.executor_backends"
 

@@ -5,7 +5,7 @@ Owns: these figures. Must not know: who reads them, or the clock.
 
 from collections import Counter
 
-from headway_proto.histogram import Histogram
+from headway_process.histogram import Histogram
 
 _STEP_S = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5),

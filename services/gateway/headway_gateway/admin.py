@@ -19,7 +19,7 @@ from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
-from headway_proto.ingress import (
+from headway_proto.operations import (
     AdminReply,
     FlightLogPart,
     FlightLogPlace,

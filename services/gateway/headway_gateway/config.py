@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from headway_gateway.credentials import GENERATE, Caller, TokenFile
-from headway_proto.addresses import check_link_address, check_metrics_address, is_loopback
-from headway_proto.installation import install_advice
-from headway_proto.ranges import check_ranges
+from headway_process.addresses import check_link_address, check_metrics_address, is_loopback
+from headway_process.installation import install_advice
+from headway_process.ranges import check_ranges
 
 _SHOWN_VALUE_CHARS = 64
 _LEAST_RATE = 0.001

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from headway_proto.token_files import text_of_token_file
+from headway_process.token_files import text_of_token_file
 
 GENERATE, ADMIN = "generate", "admin"
 ROLES = (GENERATE, ADMIN)

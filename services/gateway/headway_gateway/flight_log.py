@@ -12,7 +12,7 @@ import grpc
 
 from headway_gateway.statuses import CallRefusedError
 from headway_proto import admin_pb2 as api
-from headway_proto.ingress import FlightLogFile, FlightLogPart, FlightLogPlace
+from headway_proto.operations import FlightLogFile, FlightLogPart, FlightLogPlace
 
 _LOOK_INTERVAL_S = 0.01
 _MOST_LOOKS = 500

@@ -22,15 +22,10 @@ from headway_proto.ingress import (
     REJECT_OVERLOADED,
     REJECT_UNAVAILABLE,
     Abort,
-    AdminCall,
-    AdminReply,
-    CachePosition,
     Finished,
-    FlightLogPlace,
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
-    PrefixToPin,
     PromptLogprobs,
     Rejected,
     SchedulerHello,
@@ -42,6 +37,7 @@ from headway_proto.ingress import (
     gateway_frame_reader,
     gateway_frame_writer,
 )
+from headway_proto.operations import AdminCall, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 MAX_HANDLE = (1 << 31) - 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway_proto.link_keys import load_key_pair
+from headway_process.link_keys import load_key_pair
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name

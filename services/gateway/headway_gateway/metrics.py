@@ -11,7 +11,7 @@ import msgspec
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statistics import GatewayStatistics
-from headway_proto.histogram import HistogramSnapshot
+from headway_process.histogram import HistogramSnapshot
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -66,7 +66,7 @@ def take_snapshot(
 
 def families_of(snapshot: GatewaySnapshot) -> "Iterable[Metric]":
     """What Prometheus is told."""
-    from headway_proto.metric_families import MetricFamilies
+    from headway_process.metric_families import MetricFamilies
 
     families = MetricFamilies(model_name=snapshot.model_name)
     families.counter("headway_gateway_calls", "gRPC calls that have ended.", snapshot.calls, "method", "code")

@@ -21,10 +21,10 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
-from headway_proto.last_words import tell_last
-from headway_proto.log_sink import LogSink, notice_of
-from headway_proto.logs import configure
-from headway_proto.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
+from headway_process.last_words import tell_last
+from headway_process.log_sink import LogSink, notice_of
+from headway_process.logs import configure
+from headway_process.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
 
 EXIT_OK = 0
 EXIT_CONFIGURATION = 2

@@ -18,17 +18,10 @@ import zmq
 
 from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
 from headway_gateway.link_keys import LinkKeys
-from headway_proto.addresses import check_ipc_directory
+from headway_process.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
-from headway_proto.ingress import (
-    HEARTBEAT_INTERVAL_S,
-    STATE_WAITING_FOR_EXECUTOR,
-    AdminReply,
-    CachePosition,
-    FlightLogPlace,
-    ModelInfo,
-    PrefixToPin,
-)
+from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
+from headway_proto.operations import AdminReply, CachePosition, FlightLogPlace, PrefixToPin
 
 _TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
 _MOST_FRAMES_PER_TURN = 32

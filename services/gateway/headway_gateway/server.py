@@ -40,10 +40,10 @@ from headway_gateway.servicer import GenerationServicer, ServingLimits
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.tokenization import TextModel
 from headway_gateway.tracing import Tracing
+from headway_process.metrics_endpoint import MetricsEndpoint
+from headway_process.snapshots import Snapshots
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from headway_proto.metrics_endpoint import MetricsEndpoint
 from headway_proto.orca_pb2 import OrcaLoadReport
-from headway_proto.snapshots import Snapshots
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name

@@ -5,7 +5,7 @@ Owns: these figures. Must not know: who reads them, gRPC, or the clock.
 
 from collections import Counter
 
-from headway_proto.histogram import Histogram
+from headway_process.histogram import Histogram
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),

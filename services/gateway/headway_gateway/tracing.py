@@ -29,7 +29,7 @@ import structlog
 
 from headway_gateway.statuses import CallRefusedError
 from headway_gateway.validation import GenerationSpec
-from headway_proto.installation import install_advice
+from headway_process.installation import install_advice
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

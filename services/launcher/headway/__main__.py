@@ -5,18 +5,16 @@ when it is asked for, so that ``headway scheduler`` starts at once on a host wit
 """
 
 import argparse
-import functools
-import importlib.metadata
-import os
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from headway.configuration import OneLineParser, suggestion
 from headway.settings import ConfigurationError, shown
-from headway_proto.installation import install_advice
-from headway_proto.last_words import tell_last
+from headway_process.installation import install_advice
+from headway_process.last_words import tell_last
 
 USAGE_EXIT_CODE = 2
 
@@ -40,11 +38,23 @@ _EXTRAS = {
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One command: a line for the overview, its flags, and what it does; ``run`` returns the exit code."""
+    """One command: a line for the overview, and the module that has it, which is imported when the command is asked for.
+
+    That module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code.
+    """
 
     summary: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    module: str
+    words: tuple[str, ...] = ()
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags of the command."""
+        importlib.import_module(self.module).add_flags(parser, *self.words)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command; return the exit code."""
+        code: int = importlib.import_module(self.module).run(arguments, *self.words)
+        return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,243 +101,50 @@ def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int
     return exit_code
 
 
-def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.services import add_serve_flags
-
-    add_serve_flags(parser)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from headway.serve import run
-
-    return run(arguments, os.environ)
-
-
-def _add_service_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    from headway.services import SERVICES, add_service_flags
-
-    add_service_flags(parser, SERVICES[name])
-
-
-def _run_service(name: str, arguments: argparse.Namespace) -> int:
-    from headway.parentage import launcher_is_gone
-    from headway.services import SERVICES, announce, load
-
-    config = load(SERVICES[name], arguments, os.environ)
-    run = SERVICES[name].run
-    if launcher_is_gone(os.environ):
-        return 0
-    announce(name, config)
-    return run(config)
-
-
-def _service(name: str, summary: str) -> Command:
-    return Command(summary, functools.partial(_add_service_flags, name), functools.partial(_run_service, name))
-
-
-def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.generate import add_generate_flags
-
-    add_generate_flags(parser)
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from headway.generate import run
-
-    return run(arguments)
-
-
-def _add_demo_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.demo import add_demo_flags
-
-    add_demo_flags(parser)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from headway.demo import run
-
-    return run(arguments)
-
-
-def _add_health_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
-    parser.add_argument(
-        "--root-certificates",
-        metavar="FILE",
-        help="use TLS and trust these certificates (PEM), such as the server's own",
-    )
-    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
-    parser.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
-    parser.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
-
-
-def _health(arguments: argparse.Namespace) -> int:
-    from headway.health import SERVING, Target, client_certificate, health_of
-    from headway.settings import bytes_of_file, token_of_file
-
-    target = Target(
-        address=arguments.address,
-        certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
-        token=token_of_file(arguments.token_file, "--token-file"),
-        client=client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate"),
-    )
-    status = health_of(target, timeout_s=arguments.timeout)
-    sys.stdout.write(f"{status}\n")
-    return 0 if status == SERVING else 1
-
-
-def _add_keys_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.keys import add_keys_flags
-
-    add_keys_flags(parser)
-
-
-def _keys(arguments: argparse.Namespace) -> int:
-    from headway.keys import run
-
-    return run(arguments)
-
-
-def _add_simulate_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.simulate.command import add_simulate_flags
-
-    add_simulate_flags(parser)
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
-    from headway.simulate.command import run
-
-    return run(arguments)
-
-
-def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.bench.command import add_bench_flags
-
-    add_bench_flags(parser)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from headway.bench.command import run
-
-    return run(arguments)
-
-
-def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.flight.replay_command import add_replay_flags
-
-    add_replay_flags(parser)
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    from headway.flight.replay_command import run
-
-    return run(arguments)
-
-
-def _add_explain_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.flight.explain_command import add_explain_flags
-
-    add_explain_flags(parser)
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from headway.flight.explain_command import run
-
-    return run(arguments)
-
-
-def _add_timeline_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.flight.timeline_command import add_timeline_flags
-
-    add_timeline_flags(parser)
-
-
-def _timeline(arguments: argparse.Namespace) -> int:
-    from headway.flight.timeline_command import run
-
-    return run(arguments)
-
-
-def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.doctor.command import add_doctor_flags
-
-    add_doctor_flags(parser)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from headway.doctor.command import run
-
-    return run(arguments)
-
-
-def _add_top_flags(parser: argparse.ArgumentParser) -> None:
-    from headway.top.command import add_top_flags
-
-    add_top_flags(parser)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    from headway.top.command import run
-
-    return run(arguments)
-
-
-def _version(arguments: argparse.Namespace) -> int:
-    del arguments
-    sys.stdout.write(f"headway {importlib.metadata.version('headway')}\n")
-    return 0
-
-
 COMMANDS = {
-    "serve": Command(
-        "serve a model on this machine: scheduler, executor and gateway, supervised", _add_serve_flags, _serve
+    "serve": Command("serve a model on this machine: scheduler, executor and gateway, supervised", "headway.serve"),
+    "scheduler": Command(
+        "run the scheduler alone: decide, every step, which tokens run", "headway.service_command", ("scheduler",)
     ),
-    "scheduler": _service("scheduler", "run the scheduler alone: decide, every step, which tokens run"),
-    "executor": _service("executor", "run an executor alone: hold a model and run the steps"),
-    "gateway": _service("gateway", "run a gateway alone: serve the gRPC API"),
-    "generate": Command("stream answers from a running server to the terminal", _add_generate_flags, _generate),
+    "executor": Command(
+        "run an executor alone: hold a model and run the steps", "headway.service_command", ("executor",)
+    ),
+    "gateway": Command("run a gateway alone: serve the gRPC API", "headway.service_command", ("gateway",)),
+    "generate": Command("stream answers from a running server to the terminal", "headway.generate"),
     "demo": Command(
-        "serve the model that ships with Headway, stream several prompts at once, and stop", _add_demo_flags, _demo
+        "serve the model that ships with Headway, stream several prompts at once, and stop", "headway.demo"
     ),
     "simulate": Command(
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
-        _add_simulate_flags,
-        _simulate,
+        "headway_lab.simulate.command",
     ),
     "bench": Command(
         "send a load to a running server, Headway's or an OpenAI-compatible one, and tell latencies and throughput",
-        _add_bench_flags,
-        _bench,
+        "headway_lab.bench.command",
     ),
     "replay": Command(
         "do again what a flight log holds, verify every decision, or try other policies on it",
-        _add_replay_flags,
-        _replay,
+        "headway_lab.flight.replay_command",
     ),
     "explain": Command(
         "tell the life of a request in plain words, from a flight log or from a running server",
-        _add_explain_flags,
-        _explain,
+        "headway_lab.flight.explain_command",
     ),
     "timeline": Command(
         "draw a flight log, rows against steps, or make a trace of it for ui.perfetto.dev",
-        _add_timeline_flags,
-        _timeline,
+        "headway_lab.flight.timeline_command",
     ),
     "doctor": Command(
         "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
-        _add_doctor_flags,
-        _doctor,
+        "headway_lab.doctor.command",
     ),
-    "health": Command("ask a running server whether it serves; exit 0 if it does", _add_health_flags, _health),
+    "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.health_command"),
     "top": Command(
         "show a running server in the terminal, live, with keys to pause, drain, cancel and explain",
-        _add_top_flags,
-        _top,
+        "headway_lab.top.command",
     ),
-    "keys": Command("make the keys that links between hosts need", _add_keys_flags, _keys),
-    "version": Command("print the version", lambda _: None, _version),
+    "keys": Command("make the keys that links between hosts need", "headway.keys"),
+    "version": Command("print the version", "headway.version"),
 }
 ALIASES = {"keygen": "keys"}
 

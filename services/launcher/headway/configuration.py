@@ -104,7 +104,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
+def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
     """Add one flag per setting. A flag that is not given leaves no attribute behind."""
     group = parser.add_argument_group(title)
     for setting in settings:

@@ -41,7 +41,7 @@ QUESTIONS = (
 DEFAULT_MAX_TOKENS = 64
 
 
-def add_demo_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway demo``."""
     parser.add_argument(
         "--max-tokens",

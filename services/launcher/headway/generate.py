@@ -69,7 +69,7 @@ class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt: str
 
 
-def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway generate``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")

@@ -24,7 +24,7 @@ CLIENTS = {"executor": "executors", "gateway": "gateways"}
 """Whose keys the scheduler admits, and the directory beside its own in which it looks for theirs."""
 
 
-def add_keys_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``headway keys``."""
     parser.add_argument(
         "directory",

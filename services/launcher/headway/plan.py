@@ -25,8 +25,8 @@ from headway.settings import ConfigurationError, ModelDirectoryError, as_text, b
 from headway.supervision import RestartPolicy
 from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
-from headway_proto.installation import install_advice
-from headway_proto.logs import REPLICA_VARIABLE
+from headway_process.installation import install_advice
+from headway_process.logs import REPLICA_VARIABLE
 
 SMG = "smg"
 START_ORDER = ("executor", "scheduler", "gateway")

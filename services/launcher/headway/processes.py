@@ -15,7 +15,7 @@ import msgspec
 
 from headway.parentage import LAUNCHER_VARIABLE
 from headway.pulse_watch import PulseWatch
-from headway_proto.pulse import PULSE_VARIABLE
+from headway_process.pulse import PULSE_VARIABLE
 
 
 class ChildExited(msgspec.Struct, frozen=True):

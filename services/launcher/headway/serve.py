@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import sys
 import time
@@ -23,10 +24,11 @@ from headway.plan import Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
 from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
 from headway.readiness import wait_until_serving
+from headway.services import add_serve_flags
 from headway.socket_directory import socket_directory
 from headway.supervision import Action, Fleet, Kill, Report, Start, Terminate
-from headway_proto.last_words import LAST_WORDS_VARIABLE
-from headway_proto.log_sink import LogSink
+from headway_process.last_words import LAST_WORDS_VARIABLE
+from headway_process.log_sink import LogSink
 
 
 class StopRequested(msgspec.Struct, frozen=True):
@@ -49,12 +51,18 @@ WhenReady = Callable[[str, str], Awaitable[bool]]
 """Called with the readiness line and the first gateway's address once all replicas serve; False ends it."""
 
 
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the launcher's own flags and those of the services."""
+    add_serve_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; return the exit code.
 
     Raises:
         ConfigurationError: nothing has been started.
     """
+    environment = os.environ
     with socket_directory() as directory:
         plan = make_plan(arguments, environment, directory)
         preflight.check(plan)

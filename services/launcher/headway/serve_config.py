@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headway_proto.addresses import is_loopback
-from headway_proto.installation import install_advice
+from headway_process.addresses import is_loopback
+from headway_process.installation import install_advice
 
 DEMO_MODEL = "demo"
 

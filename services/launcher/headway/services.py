@@ -17,7 +17,7 @@ import msgspec
 
 from headway.configuration import (
     Layer,
-    add_flags,
+    add_setting_flags,
     build,
     check_environment,
     effective,
@@ -28,7 +28,7 @@ from headway.configuration import (
 )
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.settings import Setting, settings_of
-from headway_proto.log_sink import LogSink
+from headway_process.log_sink import LogSink
 
 DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 
@@ -147,7 +147,7 @@ def with_model_directory(given: Layer) -> dict[str, Any]:
 def add_service_flags(parser: argparse.ArgumentParser, service: Service) -> None:
     """Add ``--config`` and the flags of one service."""
     add_config_flag(parser)
-    add_flags(parser, service.settings.values())
+    add_setting_flags(parser, service.settings.values())
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,10 +155,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     own = settings_of(ServeConfig)
     shown_already = set(own) | SETTLED_BY_SERVE
-    add_flags(parser, own.values())
+    add_setting_flags(parser, own.values())
     for service in SERVICES.values():
         new = {name: setting for name, setting in service.settings.items() if name not in shown_already}
-        add_flags(parser, new.values(), title=f"settings of the {service.name}")
+        add_setting_flags(parser, new.values(), title=f"settings of the {service.name}")
         shown_already |= set(new)
 
 
@@ -176,7 +176,7 @@ def announce(name: str, config: msgspec.Struct) -> None:
     """Tell the effective configuration, as one line on stderr in the configured format, at level debug."""
     import structlog
 
-    from headway_proto.logs import replica_field
+    from headway_process.logs import replica_field
 
     settings = effective(config)
     if settings.get("log_level") != "debug":

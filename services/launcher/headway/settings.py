@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from headway_proto.ranges import number_text, range_text
+from headway_process.ranges import number_text, range_text
 
 SHOWN_VALUE_CHARS = 64
 

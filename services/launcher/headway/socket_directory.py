@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway_proto.addresses import MAX_IPC_PATH_BYTES
+from headway_process.addresses import MAX_IPC_PATH_BYTES
 
 _PREFIX = "headway-"
 _UNFINISHED_PREFIX = ".headway-"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headway_process.histogram import Histogram
 from headway_proto.columns import INT32, decode_column
-from headway_proto.histogram import Histogram
-from headway_proto.ingress import (
+from headway_proto.operations import (
     AdminCall,
     AdminReply,
     CacheChange,
@@ -33,12 +33,12 @@ from headway_proto.ingress import (
     WastedTokens,
 )
 from headway_scheduler.bottleneck import bottleneck_of
-from headway_scheduler.core.counters import SchedulerCounters
-from headway_scheduler.core.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
-from headway_scheduler.core.pinned_prefixes import PinRefused
-from headway_scheduler.core.prefix_cache import PINNED, REUSED
-from headway_scheduler.core.request import Request
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
+from headway_scheduler.core.memory.pinned_prefixes import PinRefused
+from headway_scheduler.core.memory.prefix_cache import PINNED, REUSED
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.request import Request
 from headway_scheduler.serving_statistics import Rates, ServingStatistics, TenantService
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ Owns: the order in which reasons are looked for, and their words. Must not know:
 from enum import Enum
 from typing import NamedTuple
 
-from headway_scheduler.core.request import Request
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.request import Request
 
 
 class Reason(Enum):

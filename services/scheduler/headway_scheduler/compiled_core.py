@@ -27,9 +27,14 @@ INTERPRET_VARIABLE = "_HEADWAY_INTERPRET_CORE"
 _STRUCT = re.compile(rb"^class \w+\(msgspec\.Struct\b", re.MULTILINE)
 
 
+def sources_of(core: Path = CORE) -> list[Path]:
+    """The modules of the core and of its rooms, by path."""
+    return sorted((*core.glob("*.py"), *core.glob("[a-z]*/*.py")))
+
+
 def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
     """The sources that are compiled, by name."""
-    sources = sorted(path for path in core.glob("*.py") if path.name != "__init__.py")
+    sources = [path for path in sources_of(core) if path.name != "__init__.py"]
     return tuple(path for path in sources if not _STRUCT.search(path.read_bytes()))
 
 
@@ -39,9 +44,10 @@ def stamp_of(core: Path = CORE) -> str:
     Of all the sources, since what is compiled relies on the types of what is not; and of what compiles them.
     """
     digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
-    for path in (core.parent / "compile_core.py", *sorted(core.glob("*.py"))):
+    for path in (core.parent / "compile_core.py", *sources_of(core)):
         content = path.read_bytes()
-        digest.update(b"%b %d\n%b" % (path.name.encode(), len(content), content))
+        name = path.relative_to(core.parent).as_posix()
+        digest.update(b"%b %d\n%b" % (name.encode(), len(content), content))
     return digest.hexdigest()
 
 
@@ -59,6 +65,6 @@ def runs_compiled() -> bool:
     return INTERPRET_VARIABLE not in os.environ and is_up_to_date()
 
 
-def search_path() -> list[str]:
-    """The directories in which the core's modules are looked for."""
-    return [str(COMPILED), str(CORE)] if runs_compiled() else [str(CORE)]
+def search_path(room: str = "") -> list[str]:
+    """The directories in which the modules of the core, or of one of its rooms, are looked for."""
+    return [str(COMPILED / room), str(CORE / room)] if runs_compiled() else [str(CORE / room)]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from headway_proto.addresses import check_link_address, check_metrics_address
-from headway_proto.ranges import check_ranges
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES
-from headway_scheduler.core.limits import SchedulerLimits
-from headway_scheduler.core.orders import ORDERS
-from headway_scheduler.core.preemption import PREEMPTIONS
-from headway_scheduler.core.reservations import RESERVATIONS
-from headway_scheduler.core.token_budget import TOKEN_BUDGETS
+from headway_process.addresses import check_link_address, check_metrics_address
+from headway_process.ranges import check_ranges
+from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.reservations import RESERVATIONS
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.state.limits import SchedulerLimits
 
 if TYPE_CHECKING:
     OrderName: TypeAlias = str

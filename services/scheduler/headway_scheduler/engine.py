@@ -13,7 +13,6 @@ from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
 from headway_proto.ingress import (
     Abort,
-    AdminCall,
     Admitted,
     Finished,
     ModelInfo,
@@ -23,16 +22,17 @@ from headway_proto.ingress import (
     Submit,
     TokenLogprobs,
 )
+from headway_proto.operations import AdminCall
 from headway_proto.sampling import violations
 from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
 from headway_scheduler.brake import MAX_LOSSES, Brake, Name
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.door import RequestRejected
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.request import FinishReason
+from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import (
     Announcement,

@@ -18,7 +18,6 @@ from headway_proto.ingress import (
     HEARTBEAT_INTERVAL_S,
     MAX_UNACKNOWLEDGED_FRAMES,
     Abort,
-    AdminCall,
     Admitted,
     Finished,
     GatewayHeartbeat,
@@ -34,6 +33,7 @@ from headway_proto.ingress import (
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
+from headway_proto.operations import AdminCall
 
 SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5

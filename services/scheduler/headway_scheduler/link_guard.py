@@ -29,7 +29,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from headway_proto.link_keys import load_key_pair
+from headway_process.link_keys import load_key_pair
 
 HANDSHAKE_INTERVAL_MS = 2000
 MAX_PENDING_HANDSHAKES = 16

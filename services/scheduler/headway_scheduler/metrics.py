@@ -6,16 +6,16 @@ Owns: the names. Must not know: how the figures come about, HTTP, or when somebo
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from headway_proto.histogram import HistogramSnapshot
-from headway_proto.ingress import Status
-from headway_scheduler.core.counters import PreemptionMode, PreemptionReason, WasteReason
-from headway_scheduler.core.request import FinishReason
+from headway_process.histogram import HistogramSnapshot
+from headway_proto.operations import Status
+from headway_scheduler.core.state.counters import PreemptionMode, PreemptionReason, WasteReason
+from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.engine import SchedulerEngine
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from headway_proto.metric_families import MetricFamilies
+    from headway_process.metric_families import MetricFamilies
 
 
 class SchedulerSnapshot(NamedTuple):
@@ -60,7 +60,7 @@ def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
 
 def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
     """What Prometheus is told."""
-    from headway_proto.metric_families import MetricFamilies
+    from headway_process.metric_families import MetricFamilies
 
     status = snapshot.status
     families = MetricFamilies(model_name="" if status.executor is None else status.executor.model_name)

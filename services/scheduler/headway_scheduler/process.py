@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from headway_proto.last_words import tell_last
-from headway_proto.log_sink import LogSink, notice_of
-from headway_proto.logs import make_logger
-from headway_proto.pulse import Pulse, pulse_of
-from headway_proto.snapshots import Snapshots
+from headway_process.last_words import tell_last
+from headway_process.log_sink import LogSink, notice_of
+from headway_process.logs import make_logger
+from headway_process.pulse import Pulse, pulse_of
+from headway_process.snapshots import Snapshots
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
@@ -33,7 +33,7 @@ from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snaps
 from headway_scheduler.transport import Transport
 
 if TYPE_CHECKING:
-    from headway_proto.metrics_endpoint import MetricsEndpoint
+    from headway_process.metrics_endpoint import MetricsEndpoint
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
@@ -93,7 +93,7 @@ def run(config: SchedulerConfig) -> int:
 def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSnapshot]) -> "MetricsEndpoint | None":
     if not config.metrics_address:
         return None
-    from headway_proto.metrics_endpoint import MetricsEndpoint
+    from headway_process.metrics_endpoint import MetricsEndpoint
 
     return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from headway_proto.histogram import Histogram, fine_durations
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.request import FinishReason
+from headway_process.histogram import Histogram, fine_durations
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.request import FinishReason
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12

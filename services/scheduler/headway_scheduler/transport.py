@@ -13,8 +13,8 @@ from pathlib import Path
 
 import zmq
 
-from headway_proto.addresses import check_ipc_directory
-from headway_proto.link_keys import load_key_pair
+from headway_process.addresses import check_ipc_directory
+from headway_process.link_keys import load_key_pair
 from headway_scheduler.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 
 HIGH_WATER_MARK = 100_000

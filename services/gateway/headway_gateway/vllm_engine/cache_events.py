@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.columns import decode_column
-from headway_proto.ingress import CacheChange, CacheChanges, CachePosition
+from headway_proto.operations import CacheChange, CacheChanges, CachePosition
 
 MOST_START = (1 << 63) - 1
 """Where a subscriber may let the numbers begin: half of what the field of a batch holds is left to count with."""

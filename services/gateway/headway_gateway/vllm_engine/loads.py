@@ -6,7 +6,7 @@ Must not know: where the scheduler's status comes from, or a clock.
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from headway_proto.ingress import Status
+from headway_proto.operations import Status
 
 _LEAST_INTERVAL_S = 0.5
 

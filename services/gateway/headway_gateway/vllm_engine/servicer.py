@@ -27,7 +27,8 @@ from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.requests import in_callers_words, translate
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
 from headway_gateway.vllm_engine.wall_clock import now
-from headway_proto.ingress import STATE_PAUSED, Status
+from headway_proto.ingress import STATE_PAUSED
+from headway_proto.operations import Status
 
 _ANSWER_TIMEOUT_S = 5.0
 _FLUSH_INTERVAL_S = 0.1

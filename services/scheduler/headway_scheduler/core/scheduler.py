@@ -59,19 +59,34 @@ from headway_proto.step import (
     SchedulerOutput,
     state_digest,
 )
-from headway_scheduler.core.accepted_tokens import AcceptedTokens, split_tokens
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.batching_policies import BATCHING_POLICIES, PromptCut, StepRules
-from headway_scheduler.core.block_pool import BlockPool
-from headway_scheduler.core.counters import (
+from headway_scheduler.core.admission.door import RequestRejected, asks_too_much, check_request, limit_of
+from headway_scheduler.core.admission.fair_queue import burst_tokens_of
+from headway_scheduler.core.admission.objectives import Danger, FirstTokenWatch, TightestObjective
+from headway_scheduler.core.admission.orders import ORDERS, QueueSettings
+from headway_scheduler.core.admission.start_window import StartWindow
+from headway_scheduler.core.admission.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
+from headway_scheduler.core.admission.waiting_room import WaitingRoom
+from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefixes
+from headway_scheduler.core.memory.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
+from headway_scheduler.core.memory.prefix_cache import ROOT_NODE, PrefixCache
+from headway_scheduler.core.memory.prefix_statistics import RECENT_QUERIES, PrefixStatistics
+from headway_scheduler.core.memory.row_table import NEVER, RowTable
+from headway_scheduler.core.memory.swapping import Swapping
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES, PromptCut, StepRules
+from headway_scheduler.core.policies.output_lengths import OutputLengths
+from headway_scheduler.core.policies.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeFigures, StepTimeModel
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.counters import (
     Preemption,
     PreemptionMode,
     PreemptionReason,
     SchedulerCounters,
     WasteReason,
 )
-from headway_scheduler.core.door import RequestRejected, asks_too_much, check_request, limit_of
-from headway_scheduler.core.events import (
+from headway_scheduler.core.state.events import (
     AdmittedEvent,
     FinishedEvent,
     FirstTokenEvent,
@@ -79,30 +94,15 @@ from headway_scheduler.core.events import (
     PromptLogprobsEvent,
     StepEvents,
 )
-from headway_scheduler.core.fair_queue import burst_tokens_of
-from headway_scheduler.core.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.objectives import Danger, FirstTokenWatch, TightestObjective
-from headway_scheduler.core.orders import ORDERS, QueueSettings
-from headway_scheduler.core.output_lengths import OutputLengths
-from headway_scheduler.core.pinned_prefixes import PinnedPrefixes
-from headway_scheduler.core.preemption import PREEMPTIONS, PreemptionCosts, choose_victim, in_victim_order
-from headway_scheduler.core.prefix_cache import ROOT_NODE, PrefixCache
-from headway_scheduler.core.prefix_statistics import RECENT_QUERIES, PrefixStatistics
-from headway_scheduler.core.request import START_BITS, FinishReason, Request, RequestStatus
-from headway_scheduler.core.reservations import RESERVATIONS, Books, ForeseenBlocks, PoolState
-from headway_scheduler.core.row_table import NEVER, RowTable
-from headway_scheduler.core.speculation import SpeculationPolicy
-from headway_scheduler.core.start_window import StartWindow
-from headway_scheduler.core.step_observer import StepObserver
-from headway_scheduler.core.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
-from headway_scheduler.core.step_time import StepShape, StepTimeFigures, StepTimeModel
-from headway_scheduler.core.stop_tokens import StopTokens
-from headway_scheduler.core.swapping import Swapping
-from headway_scheduler.core.token_budget import TOKEN_BUDGETS
-from headway_scheduler.core.token_columns import SamplingOrigins, TokenColumns
-from headway_scheduler.core.waiting_queue import HEAD_RANK, UNRANKED, Lane, is_promoted, rank_of_class
-from headway_scheduler.core.waiting_room import WaitingRoom
+from headway_scheduler.core.state.indices import NO_BLOCKS, NO_ROWS, BlockIndices, RowIndices
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import START_BITS, FinishReason, Request, RequestStatus
+from headway_scheduler.core.step.accepted_tokens import AcceptedTokens, split_tokens
+from headway_scheduler.core.step.speculation import SpeculationPolicy
+from headway_scheduler.core.step.step_observer import StepObserver
+from headway_scheduler.core.step.step_plan import InFlightStep, PrefillChunk, StepLoad, StepPlan
+from headway_scheduler.core.step.stop_tokens import StopTokens
+from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColumns
 
 HIGHEST_CLASS = 1
 

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.log import FlightLogWriter, write_checkpoint
 
 _PAGE_BYTES = 4096

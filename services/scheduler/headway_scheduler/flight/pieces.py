@@ -8,7 +8,7 @@ this life or reads one piece.
 
 import os
 
-from headway_proto.ingress import MAX_FLIGHT_LOG_PIECE_BYTES, FlightLogFile, FlightLogPart, FlightLogPlace
+from headway_proto.operations import MAX_FLIGHT_LOG_PIECE_BYTES, FlightLogFile, FlightLogPart, FlightLogPlace
 from headway_scheduler.flight.log import FlightLogWriter, is_start, paths_of
 
 

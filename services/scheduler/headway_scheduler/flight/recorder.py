@@ -13,10 +13,10 @@ import msgspec
 
 from headway_proto.ingress import Rejected, Submit
 from headway_proto.step import BackendInfo, ExecutorOutput
-from headway_scheduler.core.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.events import FinishedEvent
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.records import (
     LOG_VERSION,

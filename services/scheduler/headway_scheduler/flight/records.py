@@ -17,8 +17,8 @@ import msgspec
 from headway_proto.framing import HEADER_BYTES
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput
-from headway_scheduler.core.arrival import Origin
-from headway_scheduler.core.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 LOG_VERSION = 1
 WHOLE_DECISION_BYTES = 64

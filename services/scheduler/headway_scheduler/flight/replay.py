@@ -13,10 +13,10 @@ import msgspec
 
 from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.core.arrival import NewRequestEvent
-from headway_scheduler.core.events import FinishedEvent, StepEvents
-from headway_scheduler.core.limits import SchedulerLimits
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.records import (
     Aborted,
     Answered,

@@ -1,0 +1,136 @@
+"""One load, sent by one client process or by several.
+
+Owns: starting the others, beginning all at one time, and putting together what they bring. Must not know: the target.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.pipe_messages import (
+    LENGTH_BYTES,
+    Begin,
+    Done,
+    FromClient,
+    Job,
+    Progress,
+    Ready,
+    Refused,
+    body_bytes,
+    frame,
+    from_client,
+)
+from headway_lab.bench.records import RequestRecord
+from headway_lab.bench.share import ShareResult, run_share
+from headway_lab.bench.target import Target, TargetError
+from headway_lab.workload.load import Load
+
+_HEAD_START_S = 0.2
+
+OnProgress = Callable[[int], None]
+"""Called with the number of requests that have ended so far."""
+
+
+async def run_load(
+    options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
+) -> ShareResult:
+    """Send the load, which ``options`` and ``context_length`` describe; ``target`` is open. Records come by number.
+
+    Raises:
+        TargetError: a client process could not do its share.
+    """
+    if options.processes > 1:
+        results = await _run_processes(options, context_length, on_progress)
+    else:
+        results = [await _run_here(options, load, target, on_progress)]
+    return ShareResult(
+        records=sorted((record for result in results for record in result.records), key=lambda record: record.number),
+        lags_s=[lag for result in results for lag in result.lags_s],
+        cpu_s=max(result.cpu_s for result in results),
+        wall_s=max(result.wall_s for result in results),
+    )
+
+
+async def _run_here(options: BenchOptions, load: Load, target: Target, on_progress: OnProgress) -> ShareResult:
+    num_ended = 0
+
+    def request_ended(record: RequestRecord) -> None:
+        nonlocal num_ended
+        del record
+        num_ended += 1
+        on_progress(num_ended)
+
+    start = asyncio.get_running_loop().time() + _HEAD_START_S
+    return await run_share(target, load, start=start, timeout_s=options.timeout_s, on_end=request_ended)
+
+
+async def _run_processes(options: BenchOptions, context_length: int, on_progress: OnProgress) -> Sequence[ShareResult]:
+    counts = [0] * options.processes
+
+    def ended(index: int, num_ended: int) -> None:
+        counts[index] = num_ended
+        on_progress(sum(counts))
+
+    clients = [await _ClientProcess.start(index) for index in range(options.processes)]
+    try:
+        for index, client in enumerate(clients):
+            client.tell(Job(options=options, context_length=context_length, index=index))
+        await asyncio.gather(*(client.until_ready() for client in clients))
+        at_s = asyncio.get_running_loop().time() + _HEAD_START_S
+        for client in clients:
+            client.tell(Begin(at_s=at_s))
+        return await asyncio.gather(*(client.result(ended) for client in clients))
+    finally:
+        await asyncio.gather(*(client.end() for client in clients))
+
+
+class _ClientProcess:
+    """One of them, from here."""
+
+    def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
+        self._index = index
+        self._process = process
+
+    @classmethod
+    async def start(cls, index: int) -> "_ClientProcess":
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "headway_lab.bench.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return cls(index, process)
+
+    def tell(self, message: Job | Begin) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(frame(message))
+
+    async def until_ready(self) -> None:
+        message = await self._next()
+        if isinstance(message, Refused):
+            raise TargetError(message.message)
+        assert isinstance(message, Ready)
+
+    async def result(self, ended: Callable[[int, int], None]) -> ShareResult:
+        while True:
+            match await self._next():
+                case Progress(num_ended=num_ended):
+                    ended(self._index, num_ended)
+                case Done(result=result):
+                    return result
+
+    async def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def _next(self) -> FromClient:
+        assert self._process.stdout is not None
+        try:
+            length = await self._process.stdout.readexactly(LENGTH_BYTES)
+            return from_client(await self._process.stdout.readexactly(body_bytes(length)))
+        except (asyncio.IncompleteReadError, msgspec.DecodeError):
+            raise TargetError(f"client process {self._index + 1} of the bench ended before its share") from None

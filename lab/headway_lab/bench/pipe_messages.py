@@ -1,0 +1,90 @@
+"""What the launching process and its client processes say to each other.
+
+Owns: the messages and their frames: a length of four bytes, then msgpack. Must not know: what is done with them.
+"""
+
+import struct
+from typing import BinaryIO, TypeAlias
+
+import msgspec
+
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.share import ShareResult
+
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a client process: its share of the load that the options describe."""
+
+    options: BenchOptions
+    context_length: int
+    index: int
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a client process: send from this time on, in seconds of the machine's monotonic clock."""
+
+    at_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From one: it is connected, and its share is drawn."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From one: it cannot; one line says why."""
+
+    message: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From one: so many of its requests have ended."""
+
+    num_ended: int
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From one: all have."""
+
+    result: ShareResult
+
+
+ToClient: TypeAlias = Job | Begin
+FromClient: TypeAlias = Ready | Refused | Progress | Done
+
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+
+
+def frame(message: ToClient | FromClient) -> bytes:
+    """The bytes of a message."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def body_bytes(length: bytes) -> int:
+    """How many bytes follow the first four."""
+    return int(_LENGTH.unpack(length)[0])
+
+
+def from_client(body: bytes) -> FromClient:
+    """Decode the body of a frame.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return _from_client.decode(body)
+
+
+def read_to_client(stream: BinaryIO) -> ToClient:
+    """Wait for the next message.
+
+    Raises:
+        EOFError: there is nobody any more who could send one.
+    """
+    length = stream.read(LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        raise EOFError
+    return _to_client.decode(stream.read(body_bytes(length)))

@@ -1,0 +1,72 @@
+"""One load against one server, from options to figures: what the command and programs call.
+
+Owns: the order of connecting, drawing the load, sending it and measuring. Must not know: flags, or how figures are shown.
+"""
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from headway.progress import ProgressLine
+from headway_lab.bench.cooperation import run_load
+from headway_lab.bench.measurement import Measurement, RequestFigures, Totals
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.target import Target, TargetInfo
+from headway_lab.bench.targets import make_target
+from headway_lab.workload.load import Load, make_load
+
+
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a load."""
+
+    info: TargetInfo
+    load: Load
+    totals: Totals
+    requests: list[RequestFigures]
+
+
+@asynccontextmanager
+async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInfo]]:
+    """The server of the options.
+
+    Raises:
+        TargetError: it does not answer.
+        ConfigurationError: a file of the options cannot be used.
+    """
+    target = make_target(options)
+    info = await target.open()
+    try:
+        yield target, info
+    finally:
+        await target.close()
+
+
+async def send_load(options: BenchOptions, target: Target, info: TargetInfo, what: str = "requests") -> BenchResult:
+    """Send the load of the options to an open server; a progress line on stderr counts ``what``.
+
+    Raises:
+        TargetError: a client process could not do its share.
+        ConfigurationError: the load does not fit the model.
+    """
+    load = make_load(options, info.context_length)
+    progress = ProgressLine(sys.stderr)
+    try:
+        result = await run_load(
+            options,
+            load,
+            target,
+            info.context_length,
+            lambda num_ended: progress.show(num_ended, len(load.requests), what),
+        )
+    finally:
+        progress.erase()
+    measurement = Measurement(load, result, options.processes)
+    return BenchResult(info=info, load=load, totals=measurement.totals(), requests=measurement.requests())
+
+
+async def bench(options: BenchOptions, what: str = "requests") -> BenchResult:
+    """Connect, send and measure; see ``opened`` and ``send_load`` for errors."""
+    async with opened(options) as (target, info):
+        return await send_load(options, target, info, what)

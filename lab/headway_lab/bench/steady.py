@@ -1,0 +1,112 @@
+"""Whether requests were answered as fast as they came, and whether a load was long enough to tell.
+
+Owns: the rule. Must not know: how requests were sent, or how a verdict is shown.
+
+A load with open arrivals has a beginning, in which requests come and none has ended yet, and an end, in which they end and
+none comes. A server that is asked for too much looks fast in the one and slow in the other. So only what lies between
+counts, the **steady part**. It begins when the first requests have had time to end: after as long as nine in ten of the
+first tenth took from first token to end, and the quickest of them to its first token. (Waiting in a queue is no part of
+that: it is what is to be found.) It ends with the last arrival.
+
+The **achieved rate** is the number of requests answered in the steady part over its length. The asked rate is **reached**
+if at least ``REACHED_SHARE`` of as many as came in that time were answered. It is not if they were fewer, even with what
+chance explains added: where arrivals are random, the number under way varies by its root, at either end of the part, and by
+more where they come in bursts.
+
+A load is **too short to tell** if fewer than ``LEAST_ARRIVALS`` came in its steady part, if chance could hide a tenth of
+those that came, or if only chance stands between the two verdicts.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headway_lab.bench.records import RequestRecord
+from headway_lab.workload.percentiles import ratio
+
+REACHED_SHARE = 0.95
+LEAST_ARRIVALS = 20
+
+_MOST_CHANCE = 0.1
+_FIRST_SHARE, _LEAST_FIRST = 0.1, 10
+_TYPICAL = 90
+_SIGMAS = 2.0
+
+
+class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What came and what was answered in it. Times in seconds; without a length it is empty."""
+
+    run_in_s: float
+    """How long the first requests took, without their wait in a queue."""
+    span_s: float
+    """From the first arrival of the load to its last."""
+    length_s: float
+    num_arrived: int
+    num_answered: int
+    chance: float
+    """How many fewer may be answered than come without being a sign."""
+
+    def reaches(self, share: float) -> bool | None:
+        """Whether this share of what came was answered; None if the load was too short to tell."""
+        if self.num_arrived < LEAST_ARRIVALS:
+            return None
+        if self.num_answered + self.chance < share * self.num_arrived:
+            return False
+        if self.num_answered < share * self.num_arrived or self.chance > _MOST_CHANCE * self.num_arrived:
+            return None
+        return True
+
+    @property
+    def keeps_up(self) -> bool | None:
+        """Whether requests were answered as fast as they came; None as above."""
+        return self.reaches(REACHED_SHARE)
+
+    @property
+    def answered_per_s(self) -> float | None:
+        """The achieved rate; None as above."""
+        return None if self.keeps_up is None else ratio(self.num_answered, self.length_s)
+
+    def num_requests_to_tell(self, rate: float) -> int:
+        """About how many requests tell, if they come at this rate and take no longer than these."""
+        under_way = rate * self.run_in_s
+        num_steady = max(2 * LEAST_ARRIVALS, _SIGMAS * math.sqrt(2 * under_way) / _MOST_CHANCE)
+        return math.ceil(1.5 * (under_way + num_steady))
+
+
+def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> SteadyPart | None:
+    """Of all records of a load with open arrivals; it begins at ``measured_from_s`` at the earliest. None without answers."""
+    answered = sorted((record for record in records if record.is_ok), key=lambda record: record.intended_s)
+    if not answered:
+        return None
+    arrivals = np.sort([record.intended_s for record in records])
+    ends = np.array([record.end_s for record in records])
+    first = answered[: max(_LEAST_FIRST, round(_FIRST_SHARE * len(records)))]
+    run_in_s = min(map(_wait_s, first)) + float(
+        np.percentile([record.end_s - record.intended_s - _wait_s(record) for record in first], _TYPICAL)
+    )
+    end_s = float(arrivals[-1])
+    start_s = min(max(float(arrivals[0]) + run_in_s, measured_from_s), end_s)
+    came = arrivals > start_s
+    went = np.array([start_s < record.end_s <= end_s for record in answered])
+    num_open = [int((arrivals <= time_s).sum() - (ends <= time_s).sum()) for time_s in (start_s, end_s)]
+    return SteadyPart(
+        run_in_s=run_in_s,
+        span_s=end_s - float(arrivals[0]),
+        length_s=end_s - start_s,
+        num_arrived=int(came.sum()),
+        num_answered=int(went.sum()),
+        chance=_SIGMAS * math.sqrt(sum(num_open)) * _burstiness(arrivals),
+    )
+
+
+def _wait_s(record: RequestRecord) -> float:
+    """To the first token; to the end where none came."""
+    return (record.chunk_times_s[0] if record.chunk_times_s else record.end_s) - record.intended_s
+
+
+def _burstiness(arrivals: np.typing.NDArray[np.float64]) -> float:
+    """The standard deviation of the gaps over their mean, at least that of random arrivals, 1."""
+    gaps = np.diff(arrivals)
+    return max(1.0, float(gaps.std() / gaps.mean())) if len(gaps) and gaps.any() else 1.0

@@ -1,0 +1,75 @@
+"""Which server a bench is of.
+
+Owns: making it from the options. Must not know: how requests are sent to it.
+"""
+
+import ssl
+
+import msgspec
+
+from headway.settings import ConfigurationError, bytes_of_file, shown, token_of_file
+from headway_lab.bench.options import BenchOptions
+from headway_lab.bench.target import Target
+
+
+def make_target(options: BenchOptions) -> Target:
+    """Return the server of the options, not connected yet.
+
+    Raises:
+        ConfigurationError: a file of the options cannot be used.
+    """
+    return _openai(options) if options.url else _headway(options)
+
+
+def _headway(options: BenchOptions) -> Target:
+    from headway.client import Endpoint
+    from headway.health import client_certificate
+    from headway_lab.bench.headway_target import HeadwayTarget
+
+    certificate = client_certificate(options.client_certificate, options.client_key, "--client-certificate")
+    endpoint = Endpoint(
+        options.address,
+        token=token_of_file(options.token_file, "--token-file") or None,
+        root_certificates=bytes_of_file(options.root_certificates, "--root-certificates"),
+        client_certificate=(certificate.certificate, certificate.key) if certificate else None,
+    )
+    return HeadwayTarget(
+        endpoint,
+        num_connections=options.connections,
+        seed=options.seed,
+        temperature=options.temperature,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _openai(options: BenchOptions) -> Target:
+    from headway_lab.bench.openai_target import OpenAITarget
+
+    fields = {"temperature": options.temperature}
+    if options.ignore_eos:
+        fields["ignore_eos"] = True
+    return OpenAITarget(
+        options.url,
+        is_chat=options.endpoint == "chat",
+        model=options.model,
+        token=token_of_file(options.token_file, "--token-file"),
+        tls=_tls(options),
+        fields={**fields, **{name: msgspec.json.decode(value) for name, value in options.body.items()}},
+        seed=options.seed,
+    )
+
+
+def _tls(options: BenchOptions) -> ssl.SSLContext | None:
+    """None for what the URL says, trusting the system's authorities."""
+    trusted = bytes_of_file(options.root_certificates, "--root-certificates")
+    if trusted is None and not options.client_certificate:
+        return None
+    try:
+        context = ssl.create_default_context(cadata=trusted.decode("ascii") if trusted else None)
+        if options.client_certificate:
+            context.load_cert_chain(options.client_certificate, options.client_key)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--root-certificates: {shown(options.root_certificates)} cannot be used: {error}"
+        ) from None
+    return context

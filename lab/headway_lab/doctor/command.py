@@ -1,0 +1,97 @@
+"""``headway doctor``: from flags to the report.
+
+Owns: the flags, the order of work, and the exit codes (0: some backend can run models here; 1: none can; 2: the command
+line is wrong, 3: the model directory is; 130: Ctrl-C).
+Must not know: how anything is found out, or how it looks.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from headway.serve_config import DEMO_MODEL
+from headway.services import DEMO_MODEL_DIRECTORY
+from headway.settings import ConfigurationError, ModelDirectoryError, shown
+from headway_lab.doctor.examination import Model, examine, with_measurements
+from headway_lab.doctor.rendering import text_of
+from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
+
+NOTHING_RUNS_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway doctor``."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model",
+        default=DEMO_MODEL,
+        metavar="DIRECTORY",
+        help="whose decode step to expect: checkpoint directory, or demo for the model that ships with Headway "
+        "(default: demo)",
+    )
+    model.add_argument(
+        "--shape", metavar="NAME", help=f"the same for a model that is not here: {', '.join(sorted(MODEL_SHAPES))}"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine, measure and report; return the exit code.
+
+    Raises:
+        ConfigurationError: the model cannot be read, or there is no such shape.
+    """
+    model = _model(arguments)
+    try:
+        findings = examine()
+        if not arguments.quick:
+            findings = with_measurements(findings, model, _say)
+    except KeyboardInterrupt:
+        sys.stderr.write("headway doctor: cancelled\n")
+        return INTERRUPTED_EXIT_CODE
+    if arguments.json:
+        sys.stdout.write(f"{msgspec.json.format(msgspec.json.encode(findings)).decode()}\n")
+    else:
+        sys.stdout.write(text_of(findings))
+    return 0 if findings.can_serve else NOTHING_RUNS_EXIT_CODE
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"headway doctor: {what}\n")
+    sys.stderr.flush()
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.shape is not None:
+        if arguments.shape not in MODEL_SHAPES:
+            allowed = ", ".join(sorted(MODEL_SHAPES))
+            raise ConfigurationError(f"--shape: {shown(arguments.shape)} is not allowed; allowed: {allowed}")
+        return Model(shape=MODEL_SHAPES[arguments.shape])
+    return _model_of(arguments.model)
+
+
+def _model_of(directory: str) -> Model:
+    """The shape that a checkpoint's configuration describes."""
+    from headway_executor.backend import ModelFilesError
+    from headway_executor.models.families import read_model_config
+
+    try:
+        config = read_model_config(DEMO_MODEL_DIRECTORY if directory == DEMO_MODEL else Path(directory))
+    except ModelFilesError as error:
+        raise ModelDirectoryError(f"--model: {error}") from None
+    shape = ModelShape(
+        name=directory if directory == DEMO_MODEL else Path(directory).resolve().name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        context_length=config.context,
+    )
+    return Model(shape=shape, is_bfloat16=config.dtype == "bfloat16")

@@ -1,0 +1,60 @@
+"""How long a decode step takes, by what memory and arithmetic allow.
+
+Owns: the bound. Must not know: how the rates were measured, or how a backend computes.
+
+A step reads every weight once and the keys and values of every row, and multiplies each row's token by every weight. The
+longer of both times is the bound (S. Williams et al., "Roofline", CACM 2009); what keeps a step from it (kernels that
+wait for each other, Python, a cache that is not read in one stream) is not in it, so a step takes longer; unless the
+model is so small that a processor keeps it in its own caches.
+"""
+
+import msgspec
+
+from headway_lab.simulate.model_shapes import ModelShape
+
+CONTEXT_TOKENS = 1024
+BATCHES = (1, 64, 256)
+
+_BFLOAT16_BYTES = 2
+
+
+class StepDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs the step: rates per second, memory in bytes, and bytes per weight and per number of the cache."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+    memory_bytes: int
+    weight_bytes: int = _BFLOAT16_BYTES
+    cache_bytes: int = _BFLOAT16_BYTES
+
+
+class ExpectedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode step of ``batch`` rows. ``bound`` is "memory" or "arithmetic"; where it does not fit, the time is 0."""
+
+    device: str
+    batch: int
+    step_ms: float
+    tokens_per_s: float
+    bound: str
+    fits: bool
+
+
+def expected_step(shape: ModelShape, device: StepDevice, batch: int, context: int = CONTEXT_TOKENS) -> ExpectedStep:
+    """The bound for a batch of rows that have ``context`` tokens each."""
+    parameters = shape.num_layer_parameters + shape.num_head_parameters
+    cache_numbers = batch * context * shape.kv_bytes_per_token() // shape.bytes_per_value
+    read_bytes = parameters * device.weight_bytes + cache_numbers * device.cache_bytes
+    attention_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * context
+    memory_s = read_bytes / device.bytes_per_s
+    arithmetic_s = batch * (2 * parameters + attention_flops) / device.flops
+    fits = not device.memory_bytes or read_bytes <= device.memory_bytes
+    step_s = max(memory_s, arithmetic_s) if fits else 0.0
+    return ExpectedStep(
+        device=device.name,
+        batch=batch,
+        step_ms=1e3 * step_s,
+        tokens_per_s=batch / step_s if fits else 0.0,
+        bound="memory" if memory_s >= arithmetic_s else "arithmetic",
+        fits=fits,
+    )

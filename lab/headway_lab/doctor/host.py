@@ -1,0 +1,104 @@
+"""The host as Python and the system describe it.
+
+Owns: versions of packages, whether the scheduler's core is compiled, and what the processor and the memory are.
+Must not know: torch, or what is to be run.
+"""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+
+from headway_process.installation import install_advice
+from headway_scheduler.compiled_core import runs_compiled
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+# What a package is called here, the distributions that bring it, and the extra of Headway that asks for it.
+_PACKAGES = (
+    ("msgspec", ("msgspec",), ""),
+    ("numpy", ("numpy",), ""),
+    ("pyzmq", ("pyzmq",), ""),
+    ("grpcio", ("grpcio",), "gateway"),
+    ("tokenizers", ("tokenizers",), "gateway"),
+    ("torch", ("torch",), "executor"),
+    ("safetensors", ("safetensors",), "executor"),
+    ("triton", ("triton",), "cuda"),
+    ("cupy", ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"), "cuda"),
+)
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """A package that some part of Headway needs; ``version`` is empty where it is not installed."""
+
+    name: str
+    version: str
+    install: str
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine. ``num_cores`` are those that this process may use; memory in bytes, 0 where it is not known."""
+
+    system: str
+    python: str
+    headway: str
+    processor: str
+    num_cores: int
+    num_all_cores: int
+    memory_bytes: int
+    runs_compiled_core: bool
+
+
+def describe_host() -> Host:
+    """Describe this host."""
+    num_all_cores = os.cpu_count() or 1
+    return Host(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        headway=_version(("headway",)),
+        processor=processor_name(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_all_cores,
+        num_all_cores=num_all_cores,
+        memory_bytes=_memory_bytes(),
+        runs_compiled_core=runs_compiled(),
+    )
+
+
+def installed_packages() -> tuple[Package, ...]:
+    """The packages that Headway's parts need, and how to get those that are missing. Imports none of them."""
+    return tuple(
+        Package(
+            name=name,
+            version=_version(distributions),
+            install=install_advice(extra),
+        )
+        for name, distributions, extra in _PACKAGES
+    )
+
+
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
+    """The processor as it calls itself, or else its architecture."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.processor() or platform.machine())
+
+
+def _version(distributions: tuple[str, ...]) -> str:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0

@@ -1,0 +1,317 @@
+"""A request's life, gathered while a flight is replayed.
+
+Owns: what is looked at after each event, and what is remembered. Must not know: how it is told.
+
+Only the replayed core is asked, as an operator may ask it, so that nothing here can change what it decides. Times are
+seconds of the scheduler's clock.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from headway_proto.columns import decode_columns
+from headway_proto.step import SchedulerOutput
+from headway_scheduler.bottleneck import bottleneck_of
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.flight.records import Aborted, Answered, Arrived, EpochBegan, ExecutorGone, Refused, Turn
+from headway_scheduler.flight.replay import Event
+
+NO_EXECUTOR = "no executor was connected"
+PIPE_FULL = "the steps under way had to return before another was decided"
+_NAMES = 3
+_NEVER = float("inf")
+
+
+class Wait(msgspec.Struct):
+    """A time without a row, for one reason. ``text`` says in figures how it was at first."""
+
+    reason: str
+    text: str
+    start_s: float
+    num_ahead: int
+    end_s: float = _NEVER
+
+
+class FlightStep(msgspec.Struct):
+    """A step that was on its way during a life. ``num_own_tokens`` of its tokens were the request's.
+
+    ``prompts``: the other requests with more than a token in it, and how many. ``device_s``: the forward pass and sampling.
+    """
+
+    epoch: int
+    step: int
+    sent_s: float
+    num_tokens: int
+    num_own_tokens: int
+    prompts: tuple[tuple[str, int], ...]
+    answered_s: float = _NEVER
+    device_s: float = 0.0
+
+
+class Admission(msgspec.Struct):
+    """The request took a row. ``num_held_tokens`` were there already: cached, or swapped in."""
+
+    at_s: float
+    step: int
+    num_tokens: int
+    num_held_tokens: int
+
+
+class Setback(msgspec.Struct):
+    """The request lost its row before it had ended, with ``num_computed_tokens`` computed, of which the host got some."""
+
+    at_s: float
+    why: str
+    num_computed_tokens: int
+    num_swapped_tokens: int
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """Everything about one sequence of a request."""
+
+    request_id: str
+    index: int
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    max_tokens: int
+    arrival_s: float
+    num_running: int = 0
+    """When it arrived; likewise the next two."""
+    num_waiting: int = 0
+    ahead: tuple[str, ...] = ()
+    waits: list[Wait] = msgspec.field(default_factory=list)
+    admissions: list[Admission] = msgspec.field(default_factory=list)
+    setbacks: list[Setback] = msgspec.field(default_factory=list)
+    steps: list[FlightStep] = msgspec.field(default_factory=list)
+    token_times_s: list[float] = msgspec.field(default_factory=list)
+    end: str = ""
+    end_s: float = _NEVER
+    num_output_tokens: int = 0
+
+    @property
+    def own_steps(self) -> list[FlightStep]:
+        """Those that it was part of."""
+        return [step for step in self.steps if step.num_own_tokens]
+
+
+class _Followed:
+    """A live request: its life, and how it was when it was last looked at."""
+
+    def __init__(self, life: Life, request: Request) -> None:
+        self.life = life
+        self.request = request
+        self.num_computed_tokens = 0
+        self.num_preemptions = request.num_preemptions
+        self.num_ways_made = request.num_ways_made
+        self.had_row = False
+        self.open_steps: list[FlightStep] = []
+
+    def waits_for(self, reason: str, text: str, num_ahead: int, now: float) -> None:
+        waits = self.life.waits
+        if waits and waits[-1].end_s == _NEVER:
+            if waits[-1].reason == reason:
+                return
+            waits[-1].end_s = now
+        waits.append(Wait(reason, text, now, num_ahead))
+
+    def note_step(self, step: FlightStep) -> None:
+        self.life.steps.append(step)
+        self.open_steps.append(step)
+
+    def stops_waiting(self, now: float) -> None:
+        waits = self.life.waits
+        if waits and waits[-1].end_s == _NEVER:
+            waits[-1].end_s = now
+
+
+class Follower:
+    """Follows all sequences of one request id. Give it every event of a replay, in order."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._followed: dict[Origin, _Followed] = {}
+        self._has_executor = True
+        self._under_way: dict[int, FlightStep] = {}
+        self.lives: list[Life] = []
+        """By arrival; an id that was used again has several."""
+
+    def note(self, event: Event, core: Scheduler | None) -> None:
+        """Something has happened."""
+        record = event.record
+        if core is None:
+            return
+        match record:
+            case Arrived() if record.request_id == self._request_id:
+                self._on_arrival(record, core)
+            case Refused() if record.request_id == self._request_id:
+                self.lives.append(_refused(record))
+            case ExecutorGone():
+                self._has_executor = False
+                self._lose_executor(record.now, f"the executor was lost: {record.reason}")
+                for followed in self._followed.values():
+                    followed.waits_for(NO_EXECUTOR, record.reason, 0, record.now)
+            case EpochBegan():
+                self._has_executor = True
+                self._lose_executor(record.now, f"the executor had to begin anew: {record.reason}")
+            case Turn():
+                self._on_turn(event, core)
+            case Answered() if not record.mismatch:
+                self._under_way.pop(record.output.step, None)
+                self._on_answer(record, event)
+        why = record.why if isinstance(record, Aborted) else ""
+        for end in (*event.events.finished, *event.shed):
+            self._on_end(end, event.now, why)
+
+    def _on_arrival(self, record: Arrived, core: Scheduler) -> None:
+        request = core.find(record.origin)
+        assert request is not None
+        ahead = core.ahead_of(request)
+        life = Life(
+            request_id=record.request_id,
+            index=record.index,
+            tenant=record.tenant,
+            priority=record.priority,
+            num_prompt_tokens=record.num_prompt_tokens,
+            max_tokens=record.max_tokens,
+            arrival_s=record.now,
+            num_running=core.num_running,
+            num_waiting=core.num_waiting - 1,
+            ahead=tuple([other.new.request_id for other in ahead]),
+        )
+        followed = _Followed(life, request)
+        for step in self._under_way.values():
+            followed.note_step(msgspec.structs.replace(step))
+        if not self._has_executor:
+            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
+        elif core.num_in_flight >= core.limits.max_steps_in_flight:
+            followed.waits_for(PIPE_FULL, f"{core.num_in_flight} steps are under way", len(ahead), record.now)
+        self.lives.append(life)
+        self._followed[record.origin] = followed
+
+    def _lose_executor(self, now: float, why: str) -> None:
+        """What ran on it has to begin again, and what was under way will not return."""
+        self._under_way.clear()
+        for followed in self._followed.values():
+            followed.open_steps.clear()
+            if followed.had_row:
+                followed.had_row = False
+                followed.life.setbacks.append(Setback(now, why, followed.num_computed_tokens, 0))
+            followed.num_computed_tokens = 0
+
+    def _on_turn(self, event: Event, core: Scheduler) -> None:
+        output = event.output
+        if output is not None:
+            prompts = tuple([(name, count) for _, name, count in prompts_in(output, core)])
+            num_tokens = output.total_num_scheduled_tokens
+            self._under_way[output.step] = FlightStep(output.epoch, output.step, event.now, num_tokens, 0, prompts)
+        for followed in self._followed.values():
+            self._look_for_setback(followed, event, core)
+            if output is not None:
+                self._on_step(followed, output, event.now, core)
+            elif followed.request.row < 0 and not event.shed:
+                self._on_waiting(followed, event.now, core)
+
+    def _look_for_setback(self, followed: _Followed, event: Event, core: Scheduler) -> None:
+        request = followed.request
+        if request.num_preemptions == followed.num_preemptions:
+            return
+        why = _why_preempted(followed, event.output, core)
+        followed.life.setbacks.append(Setback(event.now, why, followed.num_computed_tokens, request.num_swapped_tokens))
+        followed.num_preemptions, followed.num_ways_made = request.num_preemptions, request.num_ways_made
+        followed.had_row = False
+        followed.num_computed_tokens = 0
+
+    def _on_step(self, followed: _Followed, output: SchedulerOutput, now: float, core: Scheduler) -> None:
+        request, num_own_tokens = followed.request, 0
+        if request.row >= 0:
+            if not followed.had_row:
+                followed.had_row = True
+                followed.stops_waiting(now)
+                start = next(new.num_computed_tokens for new in output.scheduled_new_reqs if new.row == request.row)
+                followed.num_computed_tokens = start
+                followed.life.admissions.append(Admission(now, output.step, request.num_admitted_tokens, start))
+            computed = int(core.rows.num_computed_tokens[request.row])
+            num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
+        step = self._under_way[output.step]
+        prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
+        followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
+
+    def _on_waiting(self, followed: _Followed, now: float, core: Scheduler) -> None:
+        request = followed.request
+        ahead = core.ahead_of(request)
+        first = ahead[0] if ahead else request
+        reason, text = bottleneck_of(core, first)
+        followed.waits_for(reason.value, text, len(ahead), now)
+
+    def _on_answer(self, record: Answered, event: Event) -> None:
+        columns = event.events
+        for origin, followed in self._followed.items():
+            if followed.open_steps and followed.open_steps[0].step == record.output.step:
+                step = followed.open_steps.pop(0)
+                step.answered_s = event.now
+                step.device_s = record.output.device_time_us / 1e6
+            if ((columns.owners == origin.owner) & (columns.handles == origin.handle)).any():
+                followed.life.token_times_s.append(event.now)
+
+    def _on_end(self, end: FinishedEvent, now: float, why: str) -> None:
+        followed = self._followed.pop(end.origin, None)
+        if followed is None:
+            return
+        followed.stops_waiting(now)
+        life = followed.life
+        details = [detail for detail in (why, end.error) if detail]
+        life.end = end.reason.value + (f" ({'; '.join(details)})" if details else "")
+        life.end_s = now
+        life.num_output_tokens = end.num_output_tokens
+
+
+def prompts_in(output: SchedulerOutput, core: Scheduler) -> Iterator[tuple[int, str, int]]:
+    """Row, request id and tokens of every row that runs more than one token in a step that was just decided."""
+    if output.num_scheduled_tokens:
+        rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
+        for row, count in zip(rows, counts, strict=True):
+            if count > 1:
+                yield row, core.rows.request_in(row).new.request_id, count
+
+
+def few_names(names: tuple[str, ...] | list[str]) -> str:
+    """The first of them, and how many more."""
+    shown = ", ".join(names[:_NAMES])
+    more = len(names) - _NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _why_preempted(followed: _Followed, output: SchedulerOutput | None, core: Scheduler) -> str:
+    request = followed.request
+    if core.alone is not None and core.alone is not request:
+        return f"{core.alone.new.request_id} had to run alone, because executors were lost while it ran"
+    started = [core.rows.request_in(new.row) for new in output.scheduled_new_reqs] if output is not None else []
+    if request.num_ways_made > followed.num_ways_made:
+        names = [other.new.request_id for other in started if other.new.priority < request.new.priority]
+        return f"it made way for {few_names(names) or 'a request'} of a higher class"
+    rows = decode_columns(output.new_blocks, 2)[0].tolist() if output is not None and output.new_blocks else []
+    starting = {other.row for other in started}
+    names = [core.rows.request_in(row).new.request_id for row in dict.fromkeys(rows) if row not in starting]
+    if not names and followed.num_computed_tokens % core.capacity.block_size == 0:
+        return "it needed a KV block, none was free, and those that hold them are served before it"
+    needing = few_names(names) or "a request that is served before it"
+    return f"no KV block was free, {needing} needed one, and it was the one to give up the least"
+
+
+def _refused(record: Refused) -> Life:
+    return Life(
+        request_id=record.request_id,
+        index=record.index,
+        tenant=record.tenant,
+        priority=0,
+        num_prompt_tokens=record.num_tokens,
+        max_tokens=0,
+        arrival_s=record.now,
+        end=f"refused ({record.reason}): {record.message}",
+        end_s=record.now,
+    )

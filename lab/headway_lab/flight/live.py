@@ -1,0 +1,45 @@
+"""Where a request of a running server is now: what ``Admin.Explain`` says of it.
+
+Owns: the call, and what is told where the server records nothing. Must not know: flight logs.
+"""
+
+import argparse
+import sys
+
+from headway.client import HeadwayError
+from headway.settings import ConfigurationError
+from headway_lab.flight.fetched import client_for
+
+HINT = "For its whole life, also when it has ended, serve with --flight-log DIRECTORY.\n"
+NOT_FOUND_EXIT_CODE = 1
+
+
+def explain_live(arguments: argparse.Namespace) -> int:
+    """Print what the server says; return the exit code.
+
+    Raises:
+        ConfigurationError: the server cannot be asked.
+    """
+    if not arguments.request:
+        raise ConfigurationError(
+            "REQUEST is required where a server without a flight log is asked; allowed: the id of a live request"
+        )
+    with client_for(arguments) as client:
+        try:
+            answer = client.explain(arguments.request)
+        except HeadwayError as error:
+            sys.stderr.write(f"headway explain: {error}\n{HINT}")
+            return NOT_FOUND_EXIT_CODE
+    state = answer.request
+    sys.stdout.write(f"Request {state.request_id} is {state.state}. {answer.explanation}\n{HINT}")
+    return 0
+
+
+def tell_now(arguments: argparse.Namespace) -> None:
+    """Print where the request is, if it is live; its log has been told already."""
+    with client_for(arguments) as client:
+        try:
+            answer = client.explain(arguments.request)
+        except HeadwayError:  # it has ended
+            return
+    sys.stdout.write(f"\nNow it is {answer.request.state}. {answer.explanation}\n")

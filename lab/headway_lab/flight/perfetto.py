@@ -1,0 +1,98 @@
+"""A flight as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+Owns: the tracks and the events of the format. Must not know: where steps come from.
+
+One process has a track per row: a slice per chunk of a prompt, and one for all decodes in a row, without a pause, of a
+request. Another has the steps, one track for each that may be in flight, from the sending of a step to its answer. Counters
+show who runs and waits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from headway_lab.flight.cells import Cell, Kind, TimelineStep
+
+_ROWS, _STEPS = 1, 2
+_US = 1e6
+
+
+def chrome_trace(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) -> bytes:
+    """The trace as JSON; its clock begins at ``first_s``. Steps without an answer are left out."""
+    answered = [step for step in steps if step.answered_s != float("inf")]
+    events = [
+        *_names(answered, max_in_flight),
+        *_row_slices(answered, first_s),
+        *_steps(answered, first_s, max_in_flight),
+    ]
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n"
+
+
+def _names(steps: Sequence[TimelineStep], max_in_flight: int) -> Iterator[dict[str, Any]]:
+    for process, name in ((_ROWS, "rows"), (_STEPS, "steps")):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for row in sorted({cell.row for step in steps for cell in step.cells}):
+        yield {"ph": "M", "name": "thread_name", "pid": _ROWS, "tid": row + 1, "args": {"name": f"row {row}"}}
+    for place in range(max_in_flight):
+        name = f"in flight {place}"
+        yield {"ph": "M", "name": "thread_name", "pid": _STEPS, "tid": place + 1, "args": {"name": name}}
+
+
+class _Run(msgspec.Struct):
+    """What is drawn as one slice: a chunk, or decodes that follow each other."""
+
+    cell: Cell
+    start_s: float
+    end_s: float
+    first_step: int
+    num_steps: int = 1
+
+
+def _row_slices(steps: Sequence[TimelineStep], first_s: float) -> Iterator[dict[str, Any]]:
+    runs: dict[int, _Run] = {}
+    for step in steps:
+        present = {cell.row for cell in step.cells if cell.kind in {Kind.PREFILL, Kind.DECODE}}
+        for row in [row for row in runs if row not in present]:
+            yield _slice(runs.pop(row), first_s)
+        for cell in step.cells:
+            if cell.kind is Kind.PREEMPTED:
+                yield {
+                    "ph": "i", "s": "t", "pid": _ROWS, "tid": cell.row + 1, "name": f"{cell.request_id} preempted",
+                    "ts": (step.sent_s - first_s) * _US,
+                }  # fmt: skip
+            if cell.row not in present:
+                continue
+            run = runs.get(cell.row)
+            if run is not None and cell.kind is Kind.DECODE and run.cell == cell:
+                run.end_s = step.answered_s
+                run.num_steps += 1
+                continue
+            if run is not None:
+                yield _slice(run, first_s)
+            runs[cell.row] = _Run(cell, step.begin_s, step.answered_s, step.step)
+    yield from (_slice(run, first_s) for run in runs.values())
+
+
+def _slice(run: _Run, first_s: float) -> dict[str, Any]:
+    cell = run.cell
+    name = f"{cell.request_id} {cell.kind.value}" + (f" {cell.num_tokens}" if cell.kind is Kind.PREFILL else "")
+    return {
+        "ph": "X", "pid": _ROWS, "tid": cell.row + 1, "name": name, "cat": cell.kind.value,
+        "ts": (run.start_s - first_s) * _US, "dur": (run.end_s - run.start_s) * _US,
+        "args": {"request": cell.request_id, "first step": run.first_step, "steps": run.num_steps,
+                 "tokens": cell.num_tokens * run.num_steps},
+    }  # fmt: skip
+
+
+def _steps(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) -> Iterator[dict[str, Any]]:
+    for step in steps:
+        sent_us = (step.sent_s - first_s) * _US
+        yield {
+            "ph": "X", "pid": _STEPS, "tid": step.step % max_in_flight + 1, "name": f"step {step.step}", "cat": "step",
+            "ts": sent_us, "dur": (step.answered_s - step.sent_s) * _US,
+            "args": {"epoch": step.epoch, "tokens": step.num_tokens, "device ms": step.device_s * 1e3},
+        }  # fmt: skip
+        counts = {"running": step.num_running, "waiting": step.num_waiting}
+        yield {"ph": "C", "pid": _STEPS, "name": "requests", "ts": sent_us, "args": counts}
+        yield {"ph": "C", "pid": _STEPS, "name": "tokens", "ts": sent_us, "args": {"tokens": step.num_tokens}}

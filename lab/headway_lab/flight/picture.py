@@ -1,0 +1,138 @@
+"""The picture of a flight: rows against steps, as the articles on iteration-level batching draw it.
+
+Owns: its layout. Must not know: where steps come from. Needs matplotlib; nothing else of the package imports this.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from headway_lab.flight.cells import Kind, TimelineStep
+
+_EMPTY = "#f4f4f2"
+_COLORS = {Kind.PREFILL: "#d9730d", Kind.DECODE: "#7fa8d1", Kind.IDLE: "#d5d5d0", Kind.PREEMPTED: "#b3261e"}
+_KINDS = tuple(Kind)
+_MOST_NAMED_CELLS = 2400
+_MOST_COUNTED_CELLS = 700
+_INCHES_PER_STEP, _INCHES_PER_ROW, _INCHES_PER_CURVE = 0.30, 0.22, 0.8
+_NAME_POINTS = 6.0
+_INCHES_PER_CHARACTER = 0.72 * _NAME_POINTS / 72  # Of the bold digits and letters that most ids are made of.
+_LEAST_NAME, _MOST_NAME = 3, 16
+
+
+def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
+    """Write a PNG of ``steps``, at least one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure_of(title, steps).savefig(path, format="png")
+
+
+def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
+    """The picture: rows against steps, and below them the tokens of each step and the requests that wait."""
+    num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
+    width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
+    height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
+    figure = Figure(figsize=(width, height + 2 * _INCHES_PER_CURVE + 0.9), layout="constrained", dpi=110)
+    figure.suptitle(title, fontsize=9)
+    ratios = [height, _INCHES_PER_CURVE, _INCHES_PER_CURVE]
+    rows, tokens, waiting = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
+    _draw_cells(rows, steps, num_rows, characters_per_step=width / len(steps) / _INCHES_PER_CHARACTER)
+    first = steps[0].number
+    _draw_curve(tokens, "tokens", first, [step.num_tokens for step in steps], "#555555")
+    _draw_curve(waiting, "requests\nwaiting", first, [step.num_waiting for step in steps], "#b3261e")
+    waiting.set_xlabel("step of the recording")
+    waiting.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
+    return figure
+
+
+def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, characters_per_step: float) -> None:
+    grid = np.zeros((num_rows, len(steps)), dtype=np.int8)
+    for column, step in enumerate(steps):
+        for cell in step.cells:
+            grid[cell.row, column] = 1 + _KINDS.index(cell.kind)
+    colors = ListedColormap([_EMPTY, *(_COLORS[kind] for kind in _KINDS)])
+    first = steps[0].number
+    extent = (first - 0.5, first + len(steps) - 0.5, num_rows - 0.5, -0.5)
+    axes.imshow(grid, cmap=colors, vmin=0, vmax=len(_KINDS), aspect="auto", interpolation="nearest", extent=extent)
+    num_cells = num_rows * len(steps)
+    if num_cells <= _MOST_NAMED_CELLS:
+        axes.set_xticks(np.arange(first, first + len(steps)) - 0.5, minor=True)
+        axes.set_yticks(np.arange(num_rows) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.8)
+        axes.tick_params(which="minor", length=0)
+        _name_cells(axes, steps, characters_per_step, counts=num_cells <= _MOST_COUNTED_CELLS)
+    axes.set_ylabel("row")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    handles = [Patch(color=_COLORS[kind], label=kind.value) for kind in _KINDS]
+    handles.append(Patch(facecolor=_EMPTY, edgecolor="#bbbbbb", label="free"))
+    axes.legend(
+        handles=handles, frameon=False, fontsize=8, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1)
+    )
+
+
+def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
+    """The request's id where it begins in a row, as far as it has room, and the size of each chunk of a prompt beside it."""
+    names = short_names({cell.request_id for step in steps for cell in step.cells})
+    named: set[tuple[int, int]] = set()
+    for row, stays in _stays(steps).items():
+        ends = [number for number, _ in stays[1:]] + [steps[-1].number + 1]
+        for (number, request_id), end in zip(stays, ends, strict=True):
+            name = fitting(names[request_id], int((end - number) * characters_per_step))
+            if name:
+                axes.text(number - 0.45, row, name, fontsize=_NAME_POINTS, va="center", ha="left", weight="bold")
+                named.update((row, number + column) for column in range(math.ceil(len(name) / characters_per_step)))
+    if counts:
+        for step in steps:
+            for cell in step.cells:
+                if cell.kind is Kind.PREFILL and (cell.row, step.number) not in named:
+                    axes.text(step.number, cell.row, str(cell.num_tokens), fontsize=5.5, va="center", ha="center")
+
+
+def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
+    """By row, from which step on which request was in it."""
+    begun: dict[int, list[tuple[int, str]]] = {}
+    for step in steps:
+        for cell in step.cells:
+            stays = begun.setdefault(cell.row, [])
+            if cell.kind is not Kind.PREEMPTED and (not stays or stays[-1][1] != cell.request_id):
+                stays.append((step.number, cell.request_id))
+    return begun
+
+
+def short_names(request_ids: Collection[str]) -> dict[str, str]:
+    """Each id, or the beginning of it that tells it from the others where it is long."""
+    length = _LEAST_NAME
+    while length < max(map(len, request_ids), default=0) and len({one[:length] for one in request_ids}) < len(
+        request_ids
+    ):
+        length += 1
+    return {one: one if len(one) <= length else one[:length] for one in request_ids}
+
+
+def fitting(name: str, num_characters: int) -> str:
+    """A name as far as there is room for it; empty where so little is left that it would say nothing."""
+    room = min(num_characters, _MOST_NAME)
+    if len(name) <= room:
+        return name
+    return name[: room - 1] + "…" if room > _LEAST_NAME else ""
+
+
+def _draw_curve(axes: Axes, name: str, first: int, values: Sequence[int], color: str) -> None:
+    """Whole numbers, one a step, from 0 on."""
+    edges = np.arange(first, first + len(values) + 1) - 0.5
+    axes.stairs(values, edges, fill=True, color=color, alpha=0.25)
+    axes.stairs(values, edges, baseline=None, color=color, linewidth=1)
+    axes.set_ylabel(name, fontsize=8, color=color)
+    axes.set_ylim(0, 1.08 * max(1, *values))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    axes.tick_params(axis="y", labelsize=8)
+    axes.grid(axis="y", alpha=0.25)

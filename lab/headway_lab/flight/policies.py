@@ -1,0 +1,100 @@
+"""The arrivals of a recording under other policies: the real core, in virtual time, on a device that costs what was measured.
+
+Owns: the cases, their runs, and the words around the table. Must not know: flags, or how a recording is gathered.
+
+The recording itself is the first line, and the recorded policies simulated the second: how far these two are apart is how
+far the simulation can be believed.
+"""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from headway.configuration import Given
+from headway.settings import ConfigurationError
+from headway_lab.flight.recording import FittedCosts, Recording
+from headway_lab.simulate.cases import Case, case_of, make_cases
+from headway_lab.simulate.device import VirtualDevice
+from headway_lab.simulate.loop import Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.report import CaseResult, table
+from headway_lab.simulate.world import queue_columns, step_columns
+from headway_lab.workload.arrivals import OpenArrivals
+from headway_lab.workload.requests import SAMPLED_TOKENS, rng_of
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.limits import SchedulerLimits
+
+_SEED = 0
+AS_RECORDED = "simulated as recorded"
+RECORDED = "recorded"
+
+
+def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case, ...]:
+    """The recorded limits, and those with each of ``policies`` instead, ``FIELD=VALUE,...`` each.
+
+    Raises:
+        ConfigurationError: a field or a value is not allowed.
+    """
+    recorded = {name: Given(value, "the log") for name, value in msgspec.structs.asdict(limits).items()}
+    return (case_of(AS_RECORDED, recorded), *make_cases(recorded, {}, (), policies, origin="--policy"))
+
+
+def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[Case]) -> list[CaseResult]:
+    """The recording and all cases, in this order.
+
+    Raises:
+        ConfigurationError: nothing ran that could be compared.
+        NoProgress: a case leaves requests waiting for ever.
+    """
+    if not recording.steps or recording.capacity is None:
+        raise ConfigurationError("--policy: no step of this log was answered; allowed: a log in which something ran")
+    costs = FittedCosts(recording.steps, recording.capacity.swap_us_per_block)
+    measured = recording.measurement()
+    limits = cases[0].limits
+    results = [_result(Case(label=RECORDED, limits=limits), measured, counters, measured.steps[-1].end_s)]
+    return results + [_simulated(recording, costs, case) for case in cases]
+
+
+def comparison_text(recording: Recording, results: Sequence[CaseResult]) -> str:
+    """The table, and what to think of it."""
+    assert recording.capacity is not None
+    costs = FittedCosts(recording.steps, recording.capacity.swap_us_per_block)
+    left_out = recording.num_without_tokens
+    notes = [
+        f"step times learned from {len(recording.steps):,} steps: half of them within {100 * costs.median_error:.1f}%"
+    ]
+    if left_out:
+        notes.append(f"{left_out} requests that got no token are not simulated")
+    return "\n".join((table(results, None).rstrip(), *notes, ""))
+
+
+def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResult:
+    assert recording.capacity is not None
+    num_rows = max(recording.capacity.max_num_rows, case.limits.max_num_seqs)
+    capacity = msgspec.structs.replace(recording.capacity, max_num_rows=num_rows)
+    requests, times_s = recording.requests()
+    device = VirtualDevice(
+        costs,
+        capacity,
+        rng_of(_SEED, SAMPLED_TOKENS),
+        host_bandwidth=1.0,
+        lengths={request.number: request.num_output_tokens for request in requests if request.is_stopped},
+        acceptance=recording.acceptance,
+    )
+    scheduler, measurement = Scheduler(case.limits, capacity), Measurement(len(requests))
+    started = time.perf_counter()
+    Simulation(scheduler, device, OpenArrivals(requests, times_s), recording.prompts(), measurement).run()
+    return _result(case, measurement, scheduler.counters, time.perf_counter() - started)
+
+
+def _result(case: Case, measurement: Measurement, counters: SchedulerCounters, wall_s: float) -> CaseResult:
+    return CaseResult(
+        case=case,
+        totals=measurement.totals(counters, None),
+        requests=measurement.requests(),
+        steps=step_columns(measurement),
+        queue=queue_columns(measurement),
+        wall_s=wall_s,
+    )

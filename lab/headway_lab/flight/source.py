@@ -1,0 +1,110 @@
+"""A flight log as a command gets it: named by a path or a server's address, opened, replayed event by event, with progress.
+
+Owns: the flags that name a log, from a path to events, and the words for a log that cannot be used.
+Must not know: how a server's log gets here, or what anybody does with the events.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headway.progress import ProgressLine
+from headway.settings import ConfigurationError
+from headway_scheduler.flight.checkpoint import CheckpointError, restore_core
+from headway_scheduler.flight.log import FlightLog, FlightLogError
+from headway_scheduler.flight.replay import Event, Replay
+
+_MIB = 1 << 20
+
+
+class NoFlightLogError(ConfigurationError):
+    """The server records nothing."""
+
+
+def add_log_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a log, and the flags for asking a server for its own."""
+    parser.add_argument(
+        "log",
+        metavar="LOG|HOST:PORT",
+        help="directory of a flight log (its newest life), a segment of a life, or where a gateway serves gRPC",
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token of an operator")
+    parser.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
+
+
+@contextmanager
+def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
+    """Where the log that ``arguments`` name is on disk; that of a server is a copy, which goes at the end.
+
+    Raises:
+        NoFlightLogError: the server records nothing.
+        ConfigurationError: the server cannot be asked.
+    """
+    if not is_address(arguments.log):
+        yield arguments.log
+        return
+    from headway_lab.flight.fetched import fetch  # gRPC takes a while to load, and a log on disk needs none
+
+    with tempfile.TemporaryDirectory(prefix="headway-flight-") as directory:
+        yield str(fetch(arguments, Path(directory)))
+
+
+def is_address(text: str) -> bool:
+    """Whether this means a server, and no file or directory."""
+    _, colon, port = text.rpartition(":")
+    return bool(colon) and port.isdigit() and not Path(text).exists()
+
+
+class Flight:
+    """One life of a scheduler, from its log. Iterate over ``events`` once."""
+
+    def __init__(self, path: str) -> None:
+        """Open the log.
+
+        Raises:
+            ConfigurationError: there is none, or it begins with damage.
+        """
+        try:
+            self.log = FlightLog(Path(path))
+            limits, checkpoint = self.log.header.limits, self.log.checkpoint()
+            core = None if checkpoint is None else restore_core(checkpoint, limits)
+        except (FlightLogError, CheckpointError) as error:
+            raise ConfigurationError(str(error)) from None
+        self.replay = Replay(limits, core)
+        self.first_s = 0.0
+        """When the first event was, in seconds of the scheduler's clock."""
+
+    def events(self, title: str) -> Iterator[Event]:
+        """Everything that happened, replayed and verified; shows progress on a terminal.
+
+        Raises:
+            ConfigurationError: the log is damaged.
+            Divergence: the core decides otherwise.
+        """
+        progress = ProgressLine(sys.stderr)
+        has_begun = False
+        try:
+            for event in self.replay.run(self.log.records()):
+                if not has_begun and event.now:
+                    self.first_s, has_begun = event.now, True
+                yield event
+                done = self.log.num_bytes_read // _MIB
+                what = f"MiB, {event.now - self.first_s:.0f} s replayed  {title}"
+                progress.show(done, self.log.num_bytes // _MIB, what)
+        except FlightLogError as error:
+            raise ConfigurationError(str(error)) from None
+        finally:
+            progress.erase()
+
+    @property
+    def duration_s(self) -> float:
+        """From the first event to the newest."""
+        return self.replay.now - self.first_s
+
+    def tell_notice(self) -> None:
+        """Say on stderr if the end of the log is torn."""
+        if self.log.notice:
+            sys.stderr.write(f"note: {self.log.notice}\n")

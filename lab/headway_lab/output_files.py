@@ -1,0 +1,49 @@
+"""The files that a long run writes at its end.
+
+Owns: refusing before the run what could not be written after it, and the message if it fails after all.
+Must not know: what is in them.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from headway.settings import ConfigurationError, shown
+from headway_process.installation import install_advice
+
+
+def check_output_files(paths: Mapping[str, str]) -> None:
+    """Check paths by their flags; an empty one is not written.
+
+    Raises:
+        ConfigurationError: one is a directory, or in one that does not exist.
+    """
+    for flag, path in paths.items():
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigurationError(
+                f"{flag}: {shown(path)} is not allowed; allowed: a file in a directory that exists"
+            )
+
+
+def check_pictures(flag: str, path: str) -> None:
+    """Check that what draws is there, if there is something to draw.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(f"{flag}: this host lacks matplotlib; leave {flag} out, or {install_advice('bench')}")
+
+
+def write_output(flag: str, path: str, write: Callable[[Path], object]) -> None:
+    """Write one, or nothing where the path is empty.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    if not path:
+        return
+    try:
+        write(Path(path))
+    except OSError as error:
+        raise ConfigurationError(f"{flag}: cannot write {shown(path)}: {error.strerror}") from None

@@ -1,0 +1,112 @@
+"""Which settings of the scheduler are simulated: one case per row of the table.
+
+Owns: the scheduler's limits as flags, and the cases that are made of them. Must not know: what a limit does, which is
+why every field that ``SchedulerLimits`` has or will have can be given, compared and swept.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headway.configuration import Given, Layer, build, suggestion
+from headway.settings import ConfigurationError, Setting, from_text, settings_of, shown
+from headway_scheduler.config import SchedulerConfig
+from headway_scheduler.core.state.limits import SchedulerLimits
+
+SWEPT_LIMIT = "max_num_batched_tokens"
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings to simulate, and what the table calls them."""
+
+    label: str
+    limits: SchedulerLimits
+
+
+def limit_settings() -> dict[str, Setting]:
+    """The fields of ``SchedulerLimits``, with the words and types of the scheduler's configuration where it has them."""
+    configured = settings_of(SchedulerConfig)
+    settings = {}
+    for name, setting in settings_of(SchedulerLimits).items():
+        public = configured.get(name)
+        settings[name] = setting if public is None else msgspec.structs.replace(public, default=setting.default)
+    return settings
+
+
+def make_cases(
+    given: Layer,
+    compared: Mapping[str, str],
+    swept: Sequence[int],
+    listed: Sequence[str],
+    *,
+    origin: str = "--case",
+) -> tuple[Case, ...]:
+    """Return the cases in the order in which they were given; one of ``given`` alone if nothing is to be compared.
+
+    ``compared`` has values of a limit, separated by commas, and gives a case for each combination; ``listed`` has one
+    ``FIELD=VALUE,FIELD=VALUE`` per case and was given by the flag ``origin``; ``swept`` has token budgets.
+
+    Raises:
+        ConfigurationError: a limit does not exist, a value is not allowed, or two ways of comparing are mixed.
+    """
+    if sum(map(bool, (compared, swept, listed))) > 1:
+        raise ConfigurationError("--compare, --case and --sweep-budget do not go together; allowed: one of them")
+    if swept:
+        compared = {SWEPT_LIMIT: ",".join(map(str, swept))}
+    settings = limit_settings()
+    if listed:
+        variants = [_listed(text, settings, origin) for text in listed]
+    else:
+        flag = "--sweep-budget" if swept else "--compare"
+        axes = [_axis(name, values, settings, flag) for name, values in compared.items()]
+        variants = [dict(variant) for variant in itertools.product(*axes)]
+    return tuple(case_of(_label(variant), {**given, **variant}) for variant in variants)
+
+
+def case_of(label: str, given: Layer) -> Case:
+    """The case with these limits.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    return Case(label=label, limits=build(SchedulerLimits, given, _validate))
+
+
+def _axis(name: str, values: str, settings: Mapping[str, Setting], origin: str) -> list[tuple[str, Given]]:
+    setting = _setting(name, settings, origin)
+    texts = [text for text in values.split(",") if text]
+    if not texts:
+        raise ConfigurationError(f"{origin}: {shown(f'{name}=')} is not allowed; allowed: FIELD=VALUE,VALUE,...")
+    return [(name, Given(from_text(setting, [text], f"{origin} {name}"), f"{origin} {name}")) for text in texts]
+
+
+def _listed(text: str, settings: Mapping[str, Setting], origin: str) -> dict[str, Given]:
+    variant: dict[str, Given] = {}
+    for part in text.split(","):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ConfigurationError(f"{origin}: {shown(text)} is not allowed; allowed: FIELD=VALUE,FIELD=VALUE,...")
+        variant.update([*_axis(name, value, settings, origin)])
+    return variant
+
+
+def _setting(name: str, settings: Mapping[str, Setting], origin: str) -> Setting:
+    if name not in settings:
+        raise ConfigurationError(f"{origin}: unknown limit {shown(name)}{suggestion(name, settings)}")
+    return settings[name]
+
+
+def _label(variant: Mapping[str, Given]) -> str:
+    return ", ".join(f"{name}={_shown_value(given.value)}" for name, given in variant.items())
+
+
+def _shown_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _validate(limits: SchedulerLimits) -> None:
+    """Let the scheduler's configuration check what it knows of."""
+    values = msgspec.structs.asdict(limits)
+    SchedulerConfig(**{name: values[name] for name in SchedulerConfig.__struct_fields__ if name in values}).validate()

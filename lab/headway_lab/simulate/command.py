@@ -1,0 +1,169 @@
+"""``headway simulate``: from flags to runs to the report.
+
+Owns: the command's flags, its order of work, and its exit codes (1: the scheduler has stopped for ever; 2: the command
+line or a file is wrong; 130: Ctrl-C).
+Must not know: what a step costs, what is measured, or how a result looks.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headway.configuration import add_setting_flags, build, given_by_flags, merged
+from headway.progress import ProgressLine
+from headway.settings import ConfigurationError, metavar, settings_of
+from headway_lab.output_files import check_output_files, check_pictures, write_output
+from headway_lab.simulate.cases import Case, limit_settings, make_cases
+from headway_lab.simulate.comparison import (
+    COMPARE_SOURCES,
+    comparison_document,
+    comparison_text,
+    settings_layer,
+    source_cases,
+)
+from headway_lab.simulate.loop import NoProgress
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.report import CaseResult, as_json, knee_of, table
+from headway_lab.simulate.world import World, make_world, simulate
+
+STOPPED_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``headway simulate``."""
+    settings = settings_of(SimulationOptions)
+    compare = settings.pop("compare")
+    add_setting_flags(parser, settings.values(), title="device, workload and output")
+    parser.add_argument(
+        compare.flag,
+        action="append",
+        nargs="?",
+        const=COMPARE_SOURCES,
+        default=argparse.SUPPRESS,
+        metavar=metavar(compare),
+        help=compare.description,
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE,...",
+        help="a case with these limits of the scheduler; may be repeated",
+    )
+    add_setting_flags(parser, limit_settings().values(), title="the scheduler's limits")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate and report; return the exit code.
+
+    Raises:
+        ConfigurationError: a flag or a file cannot be used.
+    """
+    compares_sources = _take_compare_sources(arguments)
+    given = given_by_flags(arguments, settings_of(SimulationOptions))
+    if compares_sources:
+        given = merged((given, settings_layer(given)))
+    options = build(SimulationOptions, given, SimulationOptions.validate)
+    limits = given_by_flags(arguments, limit_settings())
+    if compares_sources:
+        cases = source_cases(limits, options.users)
+    else:
+        cases = make_cases(limits, options.compare, options.sweep_budget, arguments.case)
+    _check_outputs(options)
+    world = make_world(options)
+    try:
+        results = _run_all(world, cases)
+    except KeyboardInterrupt:
+        sys.stderr.write("headway simulate: cancelled\n")
+        return INTERRUPTED_EXIT_CODE
+    except NoProgress as error:
+        sys.stderr.write(f"headway simulate: the scheduler has stopped for ever: {error}\n")
+        return STOPPED_EXIT_CODE
+    knee = knee_of(results) if options.sweep_budget else None
+    sys.stdout.write(f"{_title(world)}\n\n{table(results, knee)}")
+    if compares_sources:
+        sys.stdout.write(f"\n{comparison_text(results)}")
+    _write_outputs(world, results, knee, comparison_document(results) if compares_sources else None)
+    return 0
+
+
+def _take_compare_sources(arguments: argparse.Namespace) -> bool:
+    """Whether the published comparison is asked for; if so, ``--compare`` is as if it had not been given."""
+    texts: list[str] = getattr(arguments, "compare", [])
+    if COMPARE_SOURCES not in texts:
+        return False
+    if len(texts) > 1 or arguments.case or hasattr(arguments, "sweep_budget") or hasattr(arguments, "trace"):
+        raise ConfigurationError(
+            "--compare without FIELD=VALUE is not allowed beside another --compare, --case, --sweep-budget or --trace; "
+            "allowed: alone"
+        )
+    del arguments.compare
+    return True
+
+
+def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
+    progress = ProgressLine(sys.stderr)
+    results = []
+    try:
+        for number, case in enumerate(cases, start=1):
+            title = f"case {number} of {len(cases)}: {case.label}" if len(cases) > 1 else ""
+
+            def show(measurement: Measurement, now: float, title: str = title) -> None:
+                progress.show(
+                    measurement.num_ended, len(world.load.requests), f"requests, {now:.0f} s simulated  {title}"
+                )
+
+            results.append(simulate(world, case, show))
+    finally:
+        progress.erase()
+    return results
+
+
+def _title(world: World) -> str:
+    options, capacity = world.options, world.capacity
+    devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
+    return (
+        f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
+        f"{len(world.load.requests)} requests, {world.load.title}; seed {options.seed}"
+    )
+
+
+def _check_outputs(options: SimulationOptions) -> None:
+    """Refuse before a long run what could not be written after it."""
+    check_output_files({"--json": options.json, "--png": options.png})
+    check_pictures("--png", options.png)
+
+
+def _write_outputs(
+    world: World, results: Sequence[CaseResult], knee: CaseResult | None, comparison: dict[str, Any] | None
+) -> None:
+    options = world.options
+    if options.json:
+        added = {} if comparison is None else {"comparison": comparison}
+        document = as_json(_described(world), results, knee, added)
+        write_output("--json", options.json, lambda path: path.write_bytes(document))
+    if options.png:
+        from headway_lab.simulate.picture import draw
+
+        write_output("--png", options.png, lambda path: draw(path, _title(world), results, knee))
+
+
+def _described(world: World) -> dict[str, Any]:
+    """What was simulated. Where the result goes is no part of it."""
+    asked = msgspec.structs.asdict(world.options)
+    options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
+    return {
+        "options": options,
+        "accelerator": world.roofline.accelerator,
+        "model": world.roofline.shape,
+        "capacity": {
+            "num_blocks": world.capacity.num_blocks,
+            "max_model_len": world.capacity.max_model_len,
+            "num_host_blocks": world.capacity.num_host_blocks,
+        },
+    }

@@ -1,0 +1,263 @@
+"""The executor's end of the step protocol, with a cost model where the model would be.
+
+Owns: the virtual device: which step it runs, until when, and the tokens it invents. Must not know: requests, queues.
+
+Steps are applied to the executor's own batch state, which refuses an impossible diff and answers with the digests that
+the scheduler checks. So a run also proves that both ends agree, as in production.
+
+A request whose length is known to the device by the seed of its sampling draws the stop token at that length; all others draw
+anything at all.
+
+A step's time is the cost model's and that of the blocks it moves to and from the host, one after the other; a
+*disturbance* multiplies it, so that it can be seen what a scheduler makes of a device that does not keep its word.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.settings import shown
+from headway_executor.backend import StepBatch
+from headway_executor.batch_state import BatchState, BlockMoves
+from headway_lab.simulate.roofline import StepTime
+from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
+from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
+from headway_scheduler.core.state.limits import ExecutorCapacity
+
+SLOWDOWN_NOTATION = "AT_S:FACTOR"
+_NEVER = -1
+
+
+class Slowdown(msgspec.Struct, frozen=True):
+    """From ``at_s`` on, steps take ``factor`` times as long."""
+
+    at_s: float
+    factor: float
+
+
+class Disturbance:
+    """What multiplies the time of a step: chance, and slowdowns, of which the latest counts.
+
+    Chance is lognormal with mean 1 and standard deviation ``noise``, a draw for each step.
+    """
+
+    def __init__(self, noise: float, slowdowns: Sequence[Slowdown], rng: np.random.Generator) -> None:
+        self._sigma = float(np.sqrt(np.log1p(noise**2)))
+        self._slowdowns = sorted(slowdowns, key=lambda slowdown: slowdown.at_s)
+        self._rng = rng
+
+    def factor(self, start_s: float) -> float:
+        """For the next step, which starts at ``start_s``."""
+        factor = 1.0
+        for slowdown in self._slowdowns:
+            if slowdown.at_s <= start_s:
+                factor = slowdown.factor
+        if self._sigma:
+            factor *= float(np.exp(self._sigma * self._rng.standard_normal() - self._sigma**2 / 2))
+        return factor
+
+
+class StepRecord(NamedTuple):
+    """One step as the device ran it; times in seconds. ``num_decodes`` of its rows run a single token and sample.
+
+    Before it ran, ``num_swapped_blocks`` went to the host or came from there, which took ``swap_s`` of its time.
+    """
+
+    start_s: float
+    end_s: float
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    num_swapped_blocks: int
+    swap_s: float
+
+
+class StepCosts(Protocol):
+    """A model of what a step costs on a device; see ``Roofline``."""
+
+    @property
+    def model_name(self) -> str: ...  # noqa: D102 - as the executor announces it
+
+    @property
+    def device_name(self) -> str: ...  # noqa: D102 - likewise
+
+    def step_time(
+        self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
+    ) -> StepTime:
+        """The time of a step whose row i runs so many tokens behind so many, and of whose rows so many sample."""
+
+    def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
+        """The time to move blocks to or from the host, in seconds."""
+
+
+class VirtualDevice:
+    """Runs one step after the other, each for as long as the costs say.
+
+    ``host_bandwidth``: bytes per second that each device moves to or from the host. ``lengths``: after how many output tokens
+    requests stop, by the seed of their sampling. ``acceptance``: how likely a proposed token is right if those before it were;
+    proposing costs nothing, verifying what running so many tokens costs.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        capacity: ExecutorCapacity,
+        rng: np.random.Generator,
+        *,
+        host_bandwidth: float,
+        disturbance: Disturbance | None = None,
+        lengths: Mapping[int, int] | None = None,
+        acceptance: float = 0.0,
+    ) -> None:
+        self._acceptance = acceptance
+        self._costs = costs
+        self._vocab_size = capacity.vocab_size
+        self._rng = rng
+        self._swap_block_s = costs.swap_time(1, capacity.block_size, host_bandwidth)
+        self._disturbance = disturbance
+        self._lengths = lengths or {}
+        self._stop_token_id = stop_token_of(capacity.vocab_size)
+        # By row: how many tokens are computed when the stop token is drawn.
+        self._stops_at = np.full(capacity.max_num_rows, _NEVER, dtype=np.int64)
+        self._state = BatchState(self._info(capacity))
+        self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
+        self._free_s = 0.0
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When the oldest step that has not been answered ends; None if there is none."""
+        return self._steps[0][0].end_s if self._steps else None
+
+    def take(self, output: SchedulerOutput, now: float) -> None:
+        """Accept a step; it starts when those before it have ended.
+
+        Raises:
+            ImpossibleDiff: the scheduler contradicts what it sent before.
+        """
+        batch, moves = self._state.apply(output)
+        sampling = batch.samples != 0
+        num_samples = int(np.count_nonzero(sampling))
+        start_s = max(now, self._free_s)
+        factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
+        num_tokens = batch.num_scheduled_tokens
+        if batch.num_speculative_tokens is not None:
+            num_tokens = num_tokens + batch.num_speculative_tokens
+            num_samples += int(batch.num_speculative_tokens.sum())
+        time = self._costs.step_time(num_tokens, batch.num_computed_tokens, num_samples)
+        num_swapped_blocks = _num_swapped(moves)
+        swap_s = factor * num_swapped_blocks * self._swap_block_s
+        self._free_s = start_s + factor * time.total_s + swap_s
+        record = StepRecord(
+            start_s=start_s,
+            end_s=self._free_s,
+            num_tokens=output.total_num_scheduled_tokens,
+            num_rows=len(batch.rows),
+            num_decodes=int(np.count_nonzero(sampling & (batch.num_scheduled_tokens == 1))),
+            num_swapped_blocks=num_swapped_blocks,
+            swap_s=swap_s,
+        )
+        answer = ExecutorOutput(
+            epoch=output.epoch,
+            step=output.step,
+            sampled_token_ids=encode_column(self._draw(batch, sampling)),
+            device_time_us=round(factor * time.total_s * 1e6),
+            state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
+            move_time_us=round(swap_s * 1e6),
+        )
+        if batch.num_speculative_tokens is not None:
+            answer = self._accept(batch, batch.num_speculative_tokens, answer)
+        self._steps.append((record, answer))
+
+    def answer(self) -> tuple[StepRecord, ExecutorOutput]:
+        """End the oldest step."""
+        return self._steps.popleft()
+
+    def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
+        name = self._costs.model_name
+        return BackendInfo(
+            backend="roofline",
+            device=self._costs.device_name,
+            dtype="bfloat16",
+            model_name=name,
+            model_fingerprint=name,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_model_len=capacity.max_model_len,
+            vocab_size=capacity.vocab_size,
+            eos_token_ids=(),
+            max_num_rows=capacity.max_num_rows,
+            num_host_blocks=capacity.num_host_blocks,
+            swap_us_per_block=capacity.swap_us_per_block,
+            max_speculative_tokens=capacity.max_speculative_tokens,
+        )
+
+    def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:
+        """Let chance say how many proposals are right, and draw the tokens behind them."""
+        asked = np.flatnonzero(num_proposed)
+        rows, proposed = batch.rows[asked], num_proposed[asked]
+        right = self._rng.random((len(rows), int(proposed.max()))) < self._acceptance
+        right[np.arange(right.shape[1]) >= proposed[:, None]] = False
+        accepted = right.cumprod(axis=1).sum(axis=1).astype(np.int32)
+        self._state.accept(np.stack((rows, proposed, accepted)))
+        further = self._rng.integers(0, self._stop_token_id, size=int(accepted.sum()), dtype=np.int32)
+        # Where the token that ends an answer belongs among them.
+        owner = np.repeat(np.arange(len(rows)), accepted)
+        places = np.arange(len(owner)) - (np.cumsum(accepted) - accepted)[owner]
+        positions = batch.num_computed_tokens[asked][owner] + batch.num_scheduled_tokens[asked][owner] + places + 1
+        further[positions == self._stops_at[rows[owner]]] = self._stop_token_id
+        behind = np.searchsorted(batch.rows[batch.samples != 0], rows[owner]) + 1
+        token_ids = np.insert(decode_column(answer.sampled_token_ids), behind, further)
+        return msgspec.structs.replace(
+            answer,
+            sampled_token_ids=encode_column(token_ids),
+            accepted_tokens=encode_columns((rows, proposed, accepted)),
+        )
+
+    def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
+        """A token for each row that samples: the stop token where a length is reached, and nowhere else."""
+        num_samples = int(np.count_nonzero(sampling))
+        if not self._lengths:
+            return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)
+        for new in batch.new_rows:
+            length = self._lengths.get(new.sampling.seed)
+            self._stops_at[new.row] = _NEVER if length is None else new.num_prompt_tokens + length - 1
+        token_ids = self._rng.integers(0, self._stop_token_id, size=num_samples, dtype=np.int32)
+        num_computed = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling]
+        token_ids[num_computed == self._stops_at[batch.rows[sampling]]] = self._stop_token_id
+        return token_ids
+
+
+def stop_token_of(vocab_size: int) -> int:
+    """The token that ends an answer: the last of the vocabulary."""
+    return vocab_size - 1
+
+
+def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:
+    """Read slowdowns, ``AT_S:FACTOR`` each.
+
+    Raises:
+        ValueError: one is no time and a positive factor.
+    """
+    return tuple(_slowdown(text) for text in texts)
+
+
+def _slowdown(text: str) -> Slowdown:
+    at_s, _, factor = text.partition(":")
+    try:
+        slowdown = Slowdown(float(at_s), float(factor))
+    except ValueError:
+        slowdown = Slowdown(-1.0, 0.0)
+    if not (0 <= slowdown.at_s < float("inf") and 0 < slowdown.factor <= 1e6):
+        raise ValueError(
+            f"{shown(text)} is not allowed; allowed: {SLOWDOWN_NOTATION}, seconds from 0 and a factor above 0, "
+            "at most 1e6"
+        )
+    return slowdown
+
+
+def _num_swapped(moves: BlockMoves | None) -> int:
+    return 0 if moves is None else moves.swap_out.shape[1] + moves.swap_in.shape[1]

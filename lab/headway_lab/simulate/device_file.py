@@ -1,0 +1,29 @@
+"""A device from a file, such as one that was fitted to measured steps.
+
+Owns: what such a file holds, and reading it. Must not know: where its figures are from, or what is simulated with them.
+"""
+
+import msgspec
+
+from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway_lab.simulate.hardware import Accelerator
+from headway_lab.simulate.model_shapes import ModelShape
+
+
+class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """An accelerator, and the model whose steps were measured on it, if one was."""
+
+    accelerator: Accelerator
+    model: ModelShape | None = None
+
+
+def read_device(path: str) -> DescribedDevice:
+    """Read a device from a JSON file; what else is in the file, such as where the figures are from, is left alone.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or describes no accelerator.
+    """
+    try:
+        return msgspec.json.decode(bytes_of_file(path, "--hardware-file") or b"", type=DescribedDevice)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ConfigurationError(f"--hardware-file: {shown(path)}: {one_line(error)}") from None

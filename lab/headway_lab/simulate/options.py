@@ -1,0 +1,105 @@
+"""The flags of ``headway simulate`` but for the scheduler's own.
+
+Owns: what can be simulated, defaults, help and allowed ranges. Must not know: how any of it is simulated.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from headway_lab.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
+from headway_lab.simulate.hardware import ACCELERATORS
+from headway_lab.simulate.model_shapes import MODEL_SHAPES
+from headway_lab.workload.options import LoadOptions
+
+MEASURED_MODEL = "measured"
+
+if TYPE_CHECKING:
+    ModelName: TypeAlias = str
+    HardwareName: TypeAlias = str
+else:
+    # What exists is told in one place each.
+    ModelName = Literal[(*MODEL_SHAPES, MEASURED_MODEL)]
+    HardwareName = Literal[tuple(ACCELERATORS)]
+
+
+class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
+    """Load, device and output of a simulation."""
+
+    model: Annotated[
+        ModelName, Meta(description="the model's dimensions, in bfloat16; measured: the one in --hardware-file")
+    ] = "llama-3-8b"
+    hardware: Annotated[
+        HardwareName,
+        Meta(description="the accelerator, in its SXM form; compute-bound: one where only arithmetic counts"),
+    ] = "h100"
+    hardware_file: Annotated[
+        str, Meta(description="an accelerator from a JSON file instead, as benchmarks/step_time_fit.py writes it")
+    ] = ""
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
+    ] = 1
+    block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
+    num_kv_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: what fits beside the weights")] = 0
+    max_model_len: Annotated[
+        int, Meta(ge=0, le=1 << 24, description="tokens per request at most; 0: the model's context")
+    ] = 0
+    host_blocks: Annotated[
+        int, Meta(ge=0, le=1 << 24, description="KV blocks on the host that others can be swapped out into")
+    ] = 0
+    host_bandwidth_gb_s: Annotated[
+        float, Meta(ge=0, le=1e6, description="GB/s between each device and the host; 0: the accelerator's")
+    ] = 0.0
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(ge=0, le=64, description="tokens that the device proposes for a request in one step, at most; 0: none"),
+    ] = 0
+    speculative_acceptance: Annotated[
+        float, Meta(ge=0, le=1, description="how likely each of them is right if those before it were")
+    ] = 0.7
+    noise: Annotated[
+        float, Meta(ge=0, le=10, description="standard deviation of step times over their mean, drawn by --seed")
+    ] = 0.0
+    slowdown: Annotated[
+        tuple[str, ...], Meta(description=f"steps take longer from a time on: {SLOWDOWN_NOTATION}, as 30:1.5")
+    ] = ()
+    max_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="limit that is sent with each request, so that the scheduler does not know where an answer stops; "
+            "0: the answer's length",
+        ),
+    ] = 0
+    sweep_budget: Annotated[
+        tuple[int, ...], Meta(description="a case per value of max_num_batched_tokens, and the knee among them")
+    ] = ()
+    compare: Annotated[
+        dict[str, str],
+        Meta(
+            description="a case per value of one of the scheduler's limits, as order=fcfs,priority; alone: static, orca "
+            "and chunked batching as published, beside the published figures"
+        ),
+    ] = msgspec.field(default_factory=dict)
+    json: Annotated[str, Meta(description="write the result to this file, with every request and step")] = ""
+    png: Annotated[str, Meta(description="draw the result to this file; needs matplotlib")] = ""
+
+    def validate(self) -> None:
+        """Check what types alone cannot.
+
+        Raises:
+            ValueError: one line that begins with the field's name.
+        """
+        super().validate()
+        try:
+            parse_slowdowns(self.slowdown)
+        except ValueError as error:
+            raise ValueError(f"slowdown: {error}") from None
+        if self.model == MEASURED_MODEL and not self.hardware_file:
+            raise ValueError(f"model: {self.model} is not allowed without --hardware-file; allowed: another model")
+        for field in ("tensor_parallel", "block_size"):
+            value = getattr(self, field)
+            if value & (value - 1):
+                raise ValueError(f"{field}: {value} is not allowed; allowed: a power of two")

@@ -1,0 +1,191 @@
+"""How the result of a simulation is shown: the table, the JSON, and which case is the knee of a sweep.
+
+Owns: their layout. Must not know: how a run came about.
+
+The JSON depends on the flags and nothing else: the same command writes the same bytes. How fast the simulation itself
+was is therefore only in the table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.measurement import GroupTotals, RequestFigures, Totals
+from headway_lab.tables import aligned
+from headway_lab.workload.percentiles import Percentiles
+
+JSON_SCHEMA = 1
+_COLUMNS = (
+    "case",
+    "output tok/s",
+    "total tok/s",
+    "TTFT ms p50/p90/p99",
+    "ITL ms p50/p90/p99",
+    "goodput req/s",
+    "preempted",
+    "prefix hits",
+    "mean batch",
+    "answered/asked req/s",
+    "x real time",
+)
+_GOODPUT_COLUMN = _COLUMNS.index("goodput req/s")
+
+
+class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of a run, one entry each: when it started, how long it took, and what it ran."""
+
+    start_s: list[float]
+    step_ms: list[float]
+    num_tokens: list[int]
+    num_rows: list[int]
+    num_decodes: list[int]
+    num_swapped_blocks: list[int]
+
+
+class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests run and wait after each step."""
+
+    time_s: list[float]
+    num_running: list[int]
+    num_waiting: list[int]
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out of one case."""
+
+    case: Case
+    totals: Totals
+    requests: list[RequestFigures]
+    steps: StepColumns
+    queue: QueueColumns
+    wall_s: float
+
+    @property
+    def speed(self) -> float:
+        """Virtual seconds per second of the wall clock."""
+        return self.totals.virtual_s / self.wall_s if self.wall_s else float("inf")
+
+
+def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
+    """Return the table: a line per case, the tenants and priorities of each below it; the knee has a star.
+
+    Goodput has a column where there are objectives.
+    """
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for result in results:
+        rows.append(_row(result, is_knee=result is knee))
+        rows.extend(_group_row(name, group) for name, group in _groups(result.totals))
+    if all(result.totals.goodput_requests_per_s is None for result in results):
+        rows = [row[:_GOODPUT_COLUMN] + row[_GOODPUT_COLUMN + 1 :] for row in rows]
+    lines = aligned(rows)
+    notes = [note for result in results if (note := _note(result))]
+    if knee is not None:
+        notes.append("* the knee: beyond it, latency grows faster than throughput")
+    return "\n".join((*lines, *notes, ""))
+
+
+def _groups(totals: Totals) -> list[tuple[str, GroupTotals]]:
+    """Tenants, and priorities unless there is but one, or each tenant has its own and they would say the same."""
+    tenants = list(totals.tenants.items())
+    if len(totals.priorities) == 1 or len(totals.priorities) == len(tenants):
+        return tenants
+    return tenants + [(f"priority {name}", group) for name, group in totals.priorities.items()]
+
+
+def _row(result: CaseResult, *, is_knee: bool) -> tuple[str, ...]:
+    totals = result.totals
+    return (
+        (result.case.label or "as given") + " *" * is_knee,
+        f"{totals.output_tokens_per_s:.0f}",
+        f"{totals.total_tokens_per_s:.0f}",
+        _percentiles(totals.ttft_ms, digits=0),
+        _percentiles(totals.itl_ms, digits=1),
+        _rate(totals.goodput_requests_per_s),
+        str(totals.num_preemptions),
+        f"{100 * totals.prefix_hit_rate:.1f}%",
+        f"{totals.mean_batch_size:.1f}",
+        f"{totals.requests_per_s:.2f}/{_rate(totals.asked_requests_per_s)}",
+        f"{result.speed:.0f}",
+    )
+
+
+def _group_row(name: str, group: GroupTotals) -> tuple[str, ...]:
+    figures = (
+        f"  {name}",
+        f"{group.output_tokens_per_s:.0f}",
+        f"{group.total_tokens_per_s:.0f}",
+        _percentiles(group.ttft_ms, digits=0),
+        _percentiles(group.itl_ms, digits=1),
+        _rate(group.goodput_requests_per_s),
+        str(group.num_preemptions),
+    )
+    return figures + ("",) * (len(_COLUMNS) - len(figures))
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percentiles(values: Percentiles, digits: int) -> str:
+    return "/".join("-" if value is None else f"{value:.{digits}f}" for value in (values.p50, values.p90, values.p99))
+
+
+def _note(result: CaseResult) -> str:
+    totals = result.totals
+    parts = []
+    if totals.num_rejected:
+        parts.append(f"{totals.num_rejected} of {totals.num_requests} requests were refused")
+    if totals.num_swapped_blocks:
+        parts.append(f"{totals.num_swapped_blocks} blocks swapped in {100 * totals.swap_share:.1f}% of the busy time")
+    name = f"{result.case.label}: " * bool(result.case.label)
+    return name + ", ".join(parts) if parts else ""
+
+
+def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
+    """The case farthest above the line from the lowest to the highest P99 ITL, both axes scaled to 0 to 1.
+
+    That is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011). None if fewer than three cases have an
+    ITL, or if latency does not differ.
+    """
+    points = sorted(
+        (
+            (result.totals.itl_ms.p99, result.totals.output_tokens_per_s, place)
+            for place, result in enumerate(results)
+            if result.totals.itl_ms.p99 is not None
+        )
+    )
+    if len(points) < 3:
+        return None
+    latency, throughput = (np.array([point[axis] for point in points]) for axis in (0, 1))
+    if latency[-1] == latency[0] or throughput.max() == throughput.min():
+        return None
+    rise = (throughput - throughput.min()) / (throughput.max() - throughput.min())
+    run = (latency - latency[0]) / (latency[-1] - latency[0])
+    return results[points[int((rise - run).argmax())][2]]
+
+
+def as_json(
+    world: Mapping[str, Any], results: Sequence[CaseResult], knee: CaseResult | None, added: Mapping[str, Any]
+) -> bytes:
+    """Return the whole result; ``world`` says what was simulated, ``added`` what else was found."""
+    document = {
+        "schema": JSON_SCHEMA,
+        **world,
+        "cases": [
+            {
+                "label": result.case.label,
+                "limits": result.case.limits,
+                "totals": result.totals,
+                "requests": result.requests,
+                "steps": result.steps,
+                "queue": result.queue,
+            }
+            for result in results
+        ],
+        "knee": None if knee is None else knee.case.label,
+        **added,
+    }
+    return msgspec.json.encode(document) + b"\n"

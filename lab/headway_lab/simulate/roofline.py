@@ -1,0 +1,155 @@
+"""How long a step takes on a device, and how many KV blocks fit beside the weights.
+
+Owns: the cost model. Must not know: schedulers, requests, or where a step comes from.
+
+A step is a chain of kernels, so its time is a sum:
+
+- *Linear*: every token goes through the matrices of all layers, two operations per parameter, and every sampling row
+  through the one to the logits. The weights are read once per step, however many tokens share them. Tokens are computed
+  in whole tiles. Reading (time m) and arithmetic (time c) overlap, but not wholly: ``(m^x + c^x)^(1/x)`` with the device's
+  exponent x, which is max(m, c) far from the point where both are equal, and slower than that near it.
+- *Attention of decodes*, row by row: a token at position p scores and weighs p + 1 positions,
+  ``4 * heads * head_dim`` operations per layer each; the row's keys and values are read. Reading bounds it.
+- *Attention of prompts*: as many operations per position; a row's cache is read once per step, by tiles of queries that
+  run side by side and share what is read (that they do is what lets FlashAttention-3 compute at its published rate with a
+  cache larger than the chip's own memory). Over the chunks C of a prompt N these readings add up to N^2 / 2C.
+  A processor has one head of one tile at a time (Dao, FlashAttention-2, 2023, section 3.2), so a small chunk leaves most
+  of them idle, and the kernel ends when the longest tile does.
+- *Elementwise*: norms, rotation, activation and the writing of the cache, bound by memory.
+- *All-reduce*: two per layer if several devices share the model. Each sends ``2 (n - 1) / n`` of the hidden states over
+  NVLink (the ring's volume; Patarasuk and Yuan, 2009) and has a latency of its own.
+- *Sampling*: the logits of the rows that draw are gone over a few times.
+- *Fixed*: kernels that have to start one after the other, and what happens between two steps.
+
+Not modelled: attention of prompts that is split along the cache to keep processors busy, matrices so small that their
+tiles leave processors idle, clocks that fall under load, and communication behind arithmetic.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_lab.simulate.hardware import Accelerator
+from headway_lab.simulate.model_shapes import ModelShape
+from headway_proto.columns import Int32Array
+
+KERNELS_PER_LAYER = 10
+"""Two norms, three products of attention with rotation and cache write, attention, three of the MLP, activation."""
+ALL_REDUCES_PER_LAYER = 2
+"""After attention's output product and after the MLP's (Shoeybi et al., Megatron-LM, 2019)."""
+USABLE_MEMORY_SHARE = 0.90
+"""Of the device's memory; the rest is for activations and the runtime. It is vLLM's default as well."""
+LOGIT_PASSES = 4
+"""How often a row's logits, four bytes each, are read or written until a token is drawn: assumed."""
+_LOGIT_BYTES = 4
+
+
+class StepTime(NamedTuple):
+    """The parts of a step's time, in seconds."""
+
+    linear_s: float
+    attention_s: float
+    elementwise_s: float
+    all_reduce_s: float
+    sampling_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them: they follow each other."""
+        return sum(self)
+
+
+class Roofline:
+    """A model on ``tensor_parallel`` equal devices. Rates are kept per device, for its share of the work."""
+
+    def __init__(self, accelerator: Accelerator, shape: ModelShape, tensor_parallel: int) -> None:
+        self.accelerator = accelerator
+        self.shape = shape
+        self.tensor_parallel = tensor_parallel
+        bandwidth = accelerator.memory_bandwidth * accelerator.memory_share
+        weights_bandwidth = accelerator.memory_bandwidth * accelerator.weights_share
+        gemm_flops = accelerator.peak_flops * accelerator.gemm_share * tensor_parallel
+        read_parameters = shape.num_layer_parameters + shape.num_head_parameters
+        self._weights_s = read_parameters * shape.bytes_per_value / tensor_parallel / weights_bandwidth
+        self._token_s = 2 * shape.num_layer_parameters / gemm_flops
+        self._sample_s = 2 * shape.num_head_parameters / gemm_flops
+        pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
+        self._pair_s = pair_flops / (accelerator.peak_flops * accelerator.attention_share * tensor_parallel)
+        # Of a tile alone on its processor: how much longer it takes than if the whole device could work on it.
+        num_heads_here = -(-shape.num_heads // tensor_parallel)
+        self._lone_tile_factor = max(accelerator.num_processors / num_heads_here, 1.0)
+        self._kv_token_s = shape.kv_bytes_per_token(tensor_parallel) / bandwidth
+        self._decode_token_s = max(self._pair_s, self._kv_token_s)
+        self._elementwise_token_s = shape.elementwise_bytes_per_token(tensor_parallel) / bandwidth
+        self._draw_s = LOGIT_PASSES * _LOGIT_BYTES * shape.vocab_size / bandwidth
+        launches_s = shape.num_layers * KERNELS_PER_LAYER * accelerator.kernel_launch_s
+        self._fixed_s = launches_s + accelerator.step_overhead_s
+        num_all_reduces = ALL_REDUCES_PER_LAYER * shape.num_layers if tensor_parallel > 1 else 0
+        self._all_reduce_latency_s = num_all_reduces * accelerator.all_reduce_latency_s
+        sent_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden_size * shape.bytes_per_value
+        self._all_reduce_token_s = num_all_reduces * sent_bytes / (accelerator.link_bandwidth * accelerator.link_share)
+
+    @property
+    def model_name(self) -> str:
+        """What is simulated."""
+        return self.shape.name
+
+    @property
+    def device_name(self) -> str:
+        """On what."""
+        return self.accelerator.name
+
+    def step_time(
+        self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
+    ) -> StepTime:
+        """The time of a step whose row i runs ``num_scheduled_tokens[i]`` tokens behind ``num_computed_tokens[i]``.
+
+        Both of shape ``[rows]``; ``num_samples`` of the rows draw a token.
+        """
+        num_tokens = int(num_scheduled_tokens.sum())
+        return StepTime(
+            linear_s=self._linear_s(num_tokens, num_samples),
+            attention_s=self._attention_s(num_scheduled_tokens, num_computed_tokens, num_tokens),
+            elementwise_s=num_tokens * self._elementwise_token_s,
+            all_reduce_s=self._all_reduce_latency_s + num_tokens * self._all_reduce_token_s,
+            sampling_s=num_samples * self._draw_s,
+            fixed_s=self._fixed_s,
+        )
+
+    def _linear_s(self, num_tokens: int, num_samples: int) -> float:
+        tile, exponent = self.accelerator.gemm_tile_tokens, self.accelerator.overlap_exponent
+        arithmetic_s = -(-num_tokens // tile) * tile * self._token_s + -(-num_samples // tile) * tile * self._sample_s
+        # Around the larger of the two, so that no power of a small number is lost.
+        longer_s, shorter_s = max(arithmetic_s, self._weights_s), min(arithmetic_s, self._weights_s)
+        return float(longer_s * (1.0 + (shorter_s / longer_s) ** exponent) ** (1.0 / exponent))
+
+    def _attention_s(self, scheduled: Int32Array, computed: Int32Array, num_tokens: int) -> float:
+        num_rows = len(scheduled)
+        if num_tokens == num_rows:
+            return float((int(computed.sum()) + num_rows) * self._decode_token_s)
+        is_decode = scheduled == 1
+        decoded = computed[is_decode]
+        decodes_s = (int(decoded.sum()) + len(decoded)) * self._decode_token_s
+        chunks: NDArray[np.float64] = scheduled[~is_decode].astype(np.float64)
+        before: NDArray[np.float64] = computed[~is_decode].astype(np.float64)
+        tile = self.accelerator.attention_tile_queries
+        pairs = np.ceil(chunks / tile) * tile * (before + (chunks + 1) / 2)
+        longest_tile = tile * float((before + chunks).max())
+        arithmetic_s = self._pair_s * max(float(pairs.sum()), longest_tile * self._lone_tile_factor)
+        reading_s = float((before + chunks).sum()) * self._kv_token_s
+        return float(decodes_s + max(arithmetic_s, reading_s))
+
+    def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
+        """The time to move blocks to or from the host, in seconds, if it takes ``host_bandwidth`` bytes a second.
+
+        Each device moves its share of a block over a link of its own.
+        """
+        return num_blocks * block_size * self.shape.kv_bytes_per_token(self.tensor_parallel) / host_bandwidth
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks of ``block_size`` tokens that fit beside the weights; 0 or less if not even the weights do."""
+        weights = self.shape.num_parameters * self.shape.bytes_per_value / self.tensor_parallel
+        free = self.accelerator.memory_bytes * USABLE_MEMORY_SHARE - weights
+        return int(free // (block_size * self.shape.kv_bytes_per_token(self.tensor_parallel)))

@@ -1,0 +1,164 @@
+"""One device and one workload, and the runs of them under different limits of the scheduler.
+
+Owns: what the cases of a command share, and one run of it. Must not know: flags, or how a result is shown.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from headway.settings import ConfigurationError, shown
+from headway_lab.simulate.cases import Case
+from headway_lab.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
+from headway_lab.simulate.device_file import read_device
+from headway_lab.simulate.hardware import ACCELERATORS, Accelerator
+from headway_lab.simulate.loop import Simulation
+from headway_lab.simulate.measurement import Measurement
+from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
+from headway_lab.simulate.options import MEASURED_MODEL, SimulationOptions
+from headway_lab.simulate.report import CaseResult, QueueColumns, StepColumns
+from headway_lab.simulate.roofline import Roofline
+from headway_lab.workload.load import Load, make_load
+from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.limits import ExecutorCapacity
+
+
+class World(NamedTuple):
+    """What all cases of a run share."""
+
+    options: SimulationOptions
+    roofline: Roofline
+    capacity: ExecutorCapacity
+    load: Load
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between each device and the host."""
+        return _host_bandwidth(self.options, self.roofline.accelerator)
+
+
+def make_world(options: SimulationOptions) -> World:
+    """Return the device and the workload that the options describe.
+
+    Raises:
+        ConfigurationError: the model does not fit the device, or the workload not the model.
+    """
+    accelerator, shape = _accelerator_and_model(options)
+    roofline = Roofline(accelerator, shape, options.tensor_parallel)
+    if options.max_model_len == 1 or options.max_model_len > shape.context_length:
+        raise ConfigurationError(
+            f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
+            f"the context of {shape.name}, or 0 for all of it"
+        )
+    num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"--tensor-parallel: {shape.name} does not fit into {options.tensor_parallel} x {accelerator.name}; "
+            "allowed: more devices"
+        )
+    capacity = ExecutorCapacity(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len or shape.context_length,
+        vocab_size=shape.vocab_size,
+        max_num_rows=1 << 16,
+        num_host_blocks=options.host_blocks,
+        max_speculative_tokens=options.num_speculative_tokens,
+        swap_us_per_block=roofline.swap_time(1, options.block_size, _host_bandwidth(options, accelerator)) * 1e6,
+    )
+    load = make_load(options, capacity.max_request_tokens)
+    if options.max_tokens and not options.trace:
+        requests = [_with_limit(request, options.max_tokens) for request in load.requests]
+        load = msgspec.structs.replace(load, requests=requests)
+    return World(options, roofline, capacity, load)
+
+
+def _with_limit(request: PlannedRequest, max_tokens: int) -> PlannedRequest:
+    num_output_tokens = min(request.num_output_tokens, max_tokens)
+    return msgspec.structs.replace(request, num_output_tokens=num_output_tokens, max_tokens=max_tokens)
+
+
+def _accelerator_and_model(options: SimulationOptions) -> tuple[Accelerator, ModelShape]:
+    if not options.hardware_file:
+        return ACCELERATORS[options.hardware], MODEL_SHAPES[options.model]
+    described = read_device(options.hardware_file)
+    if options.model != MEASURED_MODEL:
+        return described.accelerator, MODEL_SHAPES[options.model]
+    if described.model is None:
+        raise ConfigurationError(
+            f"--model: {options.model} is not allowed, since {shown(options.hardware_file)} holds no model; "
+            "allowed: another model"
+        )
+    return described.accelerator, described.model
+
+
+def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> float:
+    return options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
+
+
+def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float], None] | None = None) -> CaseResult:
+    """Run one case; ``on_progress`` is called with the measurement and the virtual time after each answer.
+
+    Raises:
+        ConfigurationError: the scheduler does not take these limits.
+        NoProgress: it leaves requests waiting for ever.
+    """
+    # The device has a row for each request that may run, as an executor that is started with the same settings.
+    capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
+    try:
+        scheduler = Scheduler(case.limits, capacity)
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
+    device = VirtualDevice(
+        world.roofline,
+        capacity,
+        rng_of(world.options.seed, SAMPLED_TOKENS),
+        host_bandwidth=world.host_bandwidth,
+        disturbance=_disturbance(world.options),
+        lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
+        acceptance=world.options.speculative_acceptance,
+    )
+    measurement = Measurement(len(world.load.requests), world.options.warmup_requests)
+    started = time.perf_counter()
+    prompts = PromptSource(world.options.seed, capacity.vocab_size)
+    Simulation(scheduler, device, world.load.arrivals(), prompts, measurement, on_progress).run()
+    wall_s = time.perf_counter() - started
+    return CaseResult(
+        case=case,
+        totals=measurement.totals(scheduler.counters, world.load.asked_requests_per_s),
+        requests=measurement.requests(),
+        steps=step_columns(measurement),
+        queue=queue_columns(measurement),
+        wall_s=wall_s,
+    )
+
+
+def _disturbance(options: SimulationOptions) -> Disturbance | None:
+    if not options.noise and not options.slowdown:
+        return None
+    return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE))
+
+
+def step_columns(measurement: Measurement) -> StepColumns:
+    """The steps of a run."""
+    steps = measurement.steps
+    return StepColumns(
+        start_s=[round(step.start_s, 9) for step in steps],
+        step_ms=[round((step.end_s - step.start_s) * 1e3, 6) for step in steps],
+        num_tokens=[step.num_tokens for step in steps],
+        num_rows=[step.num_rows for step in steps],
+        num_decodes=[step.num_decodes for step in steps],
+        num_swapped_blocks=[step.num_swapped_blocks for step in steps],
+    )
+
+
+def queue_columns(measurement: Measurement) -> QueueColumns:
+    """Who ran and waited."""
+    return QueueColumns(
+        time_s=[round(now, 9) for now, _, _ in measurement.queue],
+        num_running=[running for _, running, _ in measurement.queue],
+        num_waiting=[waiting for _, _, waiting in measurement.queue],
+    )

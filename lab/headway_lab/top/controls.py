@@ -1,0 +1,151 @@
+"""What keys do: which request is selected, how requests are sorted, what is asked and what is ordered.
+
+Owns: the state that keys change, and the orders that they give. Must not know: terminals, pictures, or the server.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from headway_lab.top.figures import printable
+from headway_proto import admin_pb2
+
+UP, DOWN, ESCAPE = "up", "down", "escape"
+HELP = (
+    "p        pause: admit no more waiting requests; running ones go on",
+    "r        resume: admit again",
+    "d        drain: refuse new requests from now on; asks first",
+    "j, k     select the next or previous request, as the arrow keys do",
+    "c        cancel the selected request; asks first",
+    "e        explain why the selected request is where it is",
+    "s        sort requests by age, tokens, blocks, state or tenant",
+    "Escape   close what is open, then select none",
+    "q        quit",
+)
+
+
+class OrderKind(Enum):
+    """What an operator can order from the keyboard."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    DRAIN = "drain"
+    CANCEL = "cancel"
+    EXPLAIN = "explain"
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One order; ``request_id`` is empty where it is about the whole server."""
+
+    kind: OrderKind
+    request_id: str = ""
+
+
+_ORDERS = {"p": Order(OrderKind.PAUSE), "r": Order(OrderKind.RESUME)}
+_MOVES = {"j": 1, DOWN: 1, "k": -1, UP: -1}
+
+Request = admin_pb2.RequestState
+_SORT_KEYS: dict[str, Callable[[Request], Any]] = {
+    "age": lambda request: -request.age_ms,
+    "tokens": lambda request: -(request.num_prompt_tokens + request.num_output_tokens),
+    "blocks": lambda request: -request.num_blocks,
+    "state": lambda request: (request.state, -request.age_ms),
+    "tenant": lambda request: (request.tenant, -request.age_ms),
+}
+_SORT_ORDERS = tuple(_SORT_KEYS)
+
+
+class Controls:
+    """The state of the keyboard. ``press`` changes it and returns what is to be done, if anything."""
+
+    def __init__(self) -> None:
+        self.sort_order = _SORT_ORDERS[0]
+        self.selected = ""
+        """The id of the selected request; empty for none."""
+        self.message = ""
+        """The outcome of the last key."""
+        self.explanation = ""
+        self.shows_help = False
+        self.wants_to_quit = False
+        self._asked: Order | None = None
+
+    @property
+    def question(self) -> str:
+        """What the next key answers; empty if nothing is asked."""
+        if self._asked is None:
+            return ""
+        if self._asked.kind is OrderKind.DRAIN:
+            return "drain? New requests will be refused until the scheduler is restarted. y/n"
+        return f"cancel {printable(self._asked.request_id)}? y/n"
+
+    def sorted(self, requests: Sequence[Request]) -> list[Request]:
+        """Return requests in the order in force, equal ones as they came."""
+        return sorted(requests, key=_SORT_KEYS[self.sort_order])
+
+    def press(self, key: str, requests: Sequence[Request]) -> Order | None:
+        """Take one key in. ``requests`` are those that can be selected, in any order."""
+        if self._asked is not None:
+            return self._answer(key)
+        self.message = ""
+        if key in _ORDERS:
+            return _ORDERS[key]
+        if key in _MOVES:
+            self._move(_MOVES[key], requests)
+        match key:
+            case "q":
+                self.wants_to_quit = True
+            case "d":
+                self._asked = Order(OrderKind.DRAIN)
+            case "c" | "e":
+                return self._about_selected(key, requests)
+            case "s":
+                self.sort_order = _SORT_ORDERS[(_SORT_ORDERS.index(self.sort_order) + 1) % len(_SORT_ORDERS)]
+            case "?":
+                self.shows_help, self.explanation = not self.shows_help, ""
+            case _ if key == ESCAPE:
+                self._close()
+        return None
+
+    def tell(self, message: str) -> None:
+        """Show the outcome of an order."""
+        self.message = printable(message)
+
+    def explain(self, explanation: str) -> None:
+        """Show an explanation until it is closed."""
+        self.explanation, self.shows_help = printable(explanation), False
+
+    def _answer(self, key: str) -> Order | None:
+        order, self._asked = self._asked, None
+        assert order is not None
+        if key == "y":
+            return order
+        self.message = f"{order.kind.value}: not done"
+        return None
+
+    def _about_selected(self, key: str, requests: Sequence[Request]) -> Order | None:
+        if not any(request.request_id == self.selected for request in requests):
+            self.message = "no live request is selected; select one with j and k"
+            return None
+        if key == "e":
+            return Order(OrderKind.EXPLAIN, self.selected)
+        self._asked = Order(OrderKind.CANCEL, self.selected)
+        return None
+
+    def _move(self, places: int, requests: Sequence[Request]) -> None:
+        # Continuations share an id, and are one thing to select.
+        ids = list(dict.fromkeys(request.request_id for request in self.sorted(requests)))
+        if not ids:
+            return
+        if self.selected not in ids:
+            self.selected = ids[0 if places > 0 else -1]
+            return
+        place = min(max(ids.index(self.selected) + places, 0), len(ids) - 1)
+        self.selected = ids[place]
+
+    def _close(self) -> None:
+        if self.shows_help or self.explanation:
+            self.shows_help, self.explanation = False, ""
+        else:
+            self.selected = ""

@@ -1,0 +1,39 @@
+"""Single keys from a terminal.
+
+Owns: the terminal's mode, which is restored whatever happens, and what the bytes of a key are called.
+Must not know: what any key does.
+"""
+
+import contextlib
+import re
+import termios
+import tty
+from collections.abc import Iterator
+
+from headway_lab.top.controls import DOWN, ESCAPE, UP
+
+_ARROWS = {b"A": UP, b"B": DOWN}
+# An escape sequence of any kind, so that those of unknown keys are not taken for letters; or one byte.
+_KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
+
+
+@contextlib.contextmanager
+def single_keys(descriptor: int) -> Iterator[None]:
+    """Let a terminal hand over keys as they are pressed, unseen; signals such as Ctrl-C stay what they are."""
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)
+
+
+def keys_of(data: bytes) -> list[str]:
+    """Return the keys in what was read at one time; those without a meaning to anybody are left out."""
+    return [key for match in _KEY.finditer(data) if (key := _name(match))]
+
+
+def _name(match: re.Match[bytes]) -> str:
+    if match[1]:
+        return _ARROWS.get(match[1], "")
+    return ESCAPE if match[2] == b"\x1b" else match[2].decode("ascii", "replace")

@@ -1,0 +1,90 @@
+"""Asks the server, and has orders carried out.
+
+Owns: which calls a look and an order are made of, how long each may take, and their failures as one line.
+Must not know: keys, pictures, or when to look.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+
+from headway.client import AsyncClient, HeadwayError
+from headway.settings import one_line
+from headway_lab.top.controls import Order, OrderKind
+from headway_lab.top.history import Look
+
+ANSWER_TIMEOUT_S = 6.0
+"""A little longer than a gateway waits for its scheduler, so that its own words arrive."""
+
+AnswerT = TypeVar("AnswerT")
+
+
+class NoAnswerError(Exception):
+    """A call that failed; the message is one line for operators."""
+
+
+class Server:
+    """The server as ``headway top`` sees it: its Admin service.
+
+    ``max_listed``: while more requests are live, they are not asked for, since a list costs the scheduler time for each.
+    """
+
+    def __init__(self, client: AsyncClient, *, max_listed: int) -> None:
+        self._client = client
+        self._max_listed = max_listed
+
+    async def look(self) -> Look:
+        """Ask for everything that is shown.
+
+        Raises:
+            NoAnswerError: something was not told.
+        """
+        status = await _answer(self._client.status())
+        is_listed = status.num_running + status.num_waiting <= self._max_listed
+        requests = tuple(await _answer(self._client.requests())) if is_listed else None
+        return Look(taken_at=asyncio.get_running_loop().time(), status=status, requests=requests)
+
+    async def carry_out(self, order: Order) -> str:
+        """Do it; return the outcome in words for operators; for EXPLAIN that is the explanation.
+
+        Raises:
+            NoAnswerError: it was refused, or nobody answered.
+        """
+        match order.kind:
+            case OrderKind.PAUSE:
+                await _answer(self._client.pause())
+                return "paused: waiting requests are not admitted until r resumes"
+            case OrderKind.RESUME:
+                await _answer(self._client.resume())
+                return "resumed"
+            case OrderKind.DRAIN:
+                await _answer(self._client.drain())
+                return "draining: new requests are refused"
+            case OrderKind.CANCEL:
+                await _answer(self._client.cancel(order.request_id))
+                return f"cancelled {order.request_id}"
+            case OrderKind.EXPLAIN:
+                answer = await _answer(self._client.explain(order.request_id))
+                return f"{order.request_id}: {answer.explanation}"
+
+
+async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
+    try:
+        # Not wait_for, which until Python 3.12 may lose a cancellation that comes together with the answer.
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await call
+    except HeadwayError as error:
+        raise NoAnswerError(_in_words(error)) from error
+    except TimeoutError:
+        raise NoAnswerError(f"no answer within {ANSWER_TIMEOUT_S:g} s") from None
+
+
+def _in_words(error: HeadwayError) -> str:
+    reason = one_line(error)
+    if error.code is grpc.StatusCode.PERMISSION_DENIED:
+        return f"the token needs the role admin ({reason})"
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"the server wants a token with the role admin; name its file with --token-file ({reason})"
+    return reason

@@ -1,0 +1,87 @@
+"""When requests arrive.
+
+Owns: the arrival times, and which request follows the end of another. Must not know: what happens in between.
+
+*Open* arrivals do not wait for anybody: the times are known before the run, and a slow server gets a long queue.
+*Closed* arrivals are those of a fixed number of users, each of whom sends the next request when the last has ended.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_lab.workload.requests import PlannedRequest
+
+REJECTED_PAUSE_S = 1.0
+"""How long a user whose request was refused waits before the next."""
+
+
+class Arrival(NamedTuple):
+    """A request and when it is meant to arrive, in seconds; sorts by time, then number."""
+
+    time_s: float
+    number: int
+    request: PlannedRequest
+
+
+class Arrivals(Protocol):
+    """Where a run gets its requests from."""
+
+    def first(self) -> Iterable[Arrival]:
+        """Those that do not depend on the end of another."""
+        ...
+
+    def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
+        """What arrives because a request has ended, or has been refused, at ``now``."""
+        ...
+
+
+class OpenArrivals:
+    """Requests at given times, ``times_s`` of shape ``[requests]``."""
+
+    def __init__(self, requests: Sequence[PlannedRequest], times_s: Sequence[float]) -> None:
+        self._arrivals = [
+            Arrival(time_s, request.number, request) for time_s, request in zip(times_s, requests, strict=True)
+        ]
+
+    def first(self) -> Iterable[Arrival]:
+        """See ``Arrivals.first``."""
+        return self._arrivals
+
+    def after_end(self, now: float, *, rejected: bool = False) -> None:
+        """See ``Arrivals.after_end``: nobody waits for an end."""
+        del now, rejected
+
+
+class ClosedArrivals:
+    """``num_users`` users who wait for each answer and then ``think_s`` seconds; they start within ``ramp_s`` seconds."""
+
+    def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float, ramp_s: float = 0.0) -> None:
+        self._first = requests[:num_users]
+        self._ramp_s = ramp_s
+        self._rest = iter(requests[num_users:])
+        self._think_s = think_s
+
+    def first(self) -> Iterable[Arrival]:
+        """See ``Arrivals.first``: one request of each user, all at once or evenly over the ramp."""
+        gap_s = self._ramp_s / max(len(self._first), 1)
+        return [Arrival(place * gap_s, request.number, request) for place, request in enumerate(self._first)]
+
+    def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
+        """See ``Arrivals.after_end``."""
+        request = next(self._rest, None)
+        if request is None:
+            return None
+        pause_s = REJECTED_PAUSE_S if rejected else self._think_s
+        return Arrival(now + pause_s, request.number, request)
+
+
+def gamma_times(rng: np.random.Generator, count: int, rate: float, variation: float) -> NDArray[np.float64]:
+    """Arrival times with gaps from a gamma distribution of mean ``1 / rate`` seconds, shape ``[count]``.
+
+    ``variation`` is the gaps' standard deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
+    """
+    shape = variation**-2
+    return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=count))

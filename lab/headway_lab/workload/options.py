@@ -1,0 +1,78 @@
+"""The flags that describe a load, the same for the simulator and the bench.
+
+Owns: which loads there are, defaults, help and allowed ranges. Must not know: what serves them.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headway_lab.workload.lengths import NOTATION, parse_lengths
+from headway_lab.workload.requests import MOST_OBJECTIVE_MS, TENANT_NOTATION, Objectives, parse_tenants
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests there are, and when they come."""
+
+    arrivals: Annotated[
+        Literal["closed", "poisson", "gamma"],
+        Meta(description="closed: users who wait for their answer; poisson and gamma: at --rate, the latter in bursts"),
+    ] = "closed"
+    users: Annotated[int, Meta(ge=1, le=1 << 20, description="users of closed arrivals")] = 32
+    think_s: Annotated[float, Meta(ge=0, le=1e6, description="pause of a user after an answer, in seconds")] = 0.0
+    ramp_s: Annotated[float, Meta(ge=0, le=1e6, description="users of closed arrivals start over this time")] = 0.0
+    rate: Annotated[float, Meta(gt=0, le=1e6, description="requests per second of poisson and gamma arrivals")] = 1.0
+    variation: Annotated[
+        float,
+        Meta(ge=0.01, le=100, description="of gamma arrivals: standard deviation of the gaps over their mean"),
+    ] = 3.0
+    trace: Annotated[
+        str, Meta(description="requests from a JSON Lines file with arrival_s, prompt_tokens and output_tokens")
+    ] = ""
+    num_requests: Annotated[int, Meta(ge=1, le=1 << 24, description="requests in all")] = 512
+    warmup_requests: Annotated[int, Meta(ge=0, description="leave the first N out of latencies and throughput")] = 0
+    prompt_tokens: Annotated[str, Meta(description=f"a prompt's own tokens: {NOTATION}")] = "512"
+    output_tokens: Annotated[str, Meta(description="an answer's tokens, in the same notation")] = "128"
+    prefixes: Annotated[int, Meta(ge=1, le=1 << 20, description="different shared beginnings of prompts")] = 1
+    prefix_tokens: Annotated[int, Meta(ge=0, le=1 << 20, description="tokens of a shared beginning; 0: none")] = 0
+    tenants: Annotated[
+        dict[str, str],
+        Meta(
+            description="who sends which share of the requests (of open arrivals, of the rate), and perhaps with which "
+            f"priority and objectives: {TENANT_NOTATION}, as chat=3:high:500:50"
+        ),
+    ] = {}
+    ttft_slo_ms: Annotated[
+        int, Meta(ge=0, le=MOST_OBJECTIVE_MS, description="objective of the time to the first token, in ms; 0: none")
+    ] = 0
+    itl_slo_ms: Annotated[
+        int, Meta(ge=0, le=MOST_OBJECTIVE_MS, description="objective of each further gap, in ms; 0: none")
+    ] = 0
+    seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="of everything that is drawn")] = 0
+
+    @property
+    def objectives(self) -> Objectives:
+        """Those of a request that names none of its own."""
+        return Objectives(ttft_slo_ms=self.ttft_slo_ms, itl_slo_ms=self.itl_slo_ms)
+
+    def validate(self) -> None:
+        """Check what types alone cannot.
+
+        Raises:
+            ValueError: one line that begins with the field's name.
+        """
+        for field in ("prompt_tokens", "output_tokens"):
+            try:
+                parse_lengths(getattr(self, field))
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from None
+        try:
+            parse_tenants(self.tenants)
+        except ValueError as error:
+            raise ValueError(f"tenants: {error}") from None
+        if self.warmup_requests >= self.num_requests and not self.trace:
+            raise ValueError(
+                f"warmup_requests: {self.warmup_requests} is not allowed; "
+                f"allowed: fewer than num_requests, {self.num_requests}"
+            )

@@ -1,0 +1,96 @@
+"""Requests from a trace file.
+
+Owns: the schema of a line, and reading a file. Must not know: how the requests are served.
+
+JSON Lines, one object per request, in any order:
+
+    {"arrival_s": 0.25, "prompt_tokens": 700, "output_tokens": 120,
+     "tenant": "chat", "priority": "high", "ttft_slo_ms": 500, "itl_slo_ms": 50,
+     "prefix": "system prompt 3", "prefix_tokens": 512}
+
+``arrival_s`` counts seconds from the start. The last two lines are optional. A request without objectives has those that
+the command gives to all; an objective of 0 is none. Of requests that name the same ``prefix``, the first
+``prefix_tokens`` tokens of the prompt are the same (as far as both go); ``prompt_tokens`` includes them.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway_lab.workload.requests import (
+    MOST_OBJECTIVE_MS,
+    NO_OBJECTIVES,
+    NO_PREFIX,
+    PRIORITIES,
+    Objectives,
+    PlannedRequest,
+)
+
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Objective = Annotated[int, Meta(ge=0, le=MOST_OBJECTIVE_MS)]
+
+
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of a trace."""
+
+    arrival_s: Annotated[float, Meta(ge=0, le=1e9)]
+    prompt_tokens: _Tokens
+    output_tokens: _Tokens
+    tenant: str = ""
+    priority: Literal["realtime", "high", "normal", "low"] = "normal"
+    ttft_slo_ms: _Objective | None = None
+    itl_slo_ms: _Objective | None = None
+    prefix: str = ""
+    prefix_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+
+
+def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[PlannedRequest], list[float]]:
+    """Return a trace's requests by arrival, and their arrival times in seconds.
+
+    ``objectives`` are those of requests that name none of their own.
+
+    Raises:
+        ConfigurationError: the file cannot be read, has a bad line, or no line at all.
+    """
+    lines = sorted(_lines(path), key=lambda line: line.arrival_s)
+    if not lines:
+        raise ConfigurationError(f"--trace: {shown(path)} has no request in it")
+    prefixes: dict[str, int] = {}
+    requests = []
+    for number, line in enumerate(lines):
+        has_prefix = bool(line.prefix and line.prefix_tokens)
+        requests.append(
+            PlannedRequest(
+                number=number,
+                num_prompt_tokens=line.prompt_tokens,
+                num_output_tokens=line.output_tokens,
+                tenant=line.tenant,
+                priority=PRIORITIES[line.priority],
+                objectives=Objectives(
+                    ttft_slo_ms=objectives.ttft_slo_ms if line.ttft_slo_ms is None else line.ttft_slo_ms,
+                    itl_slo_ms=objectives.itl_slo_ms if line.itl_slo_ms is None else line.itl_slo_ms,
+                ),
+                prefix=prefixes.setdefault(line.prefix, len(prefixes)) if has_prefix else NO_PREFIX,
+                num_prefix_tokens=line.prefix_tokens if has_prefix else 0,
+            )
+        )
+    return requests, [line.arrival_s for line in lines]
+
+
+def _lines(path: str) -> Iterator[TraceLine]:
+    for number, text in enumerate((bytes_of_file(path, "--trace") or b"").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = msgspec.json.decode(text, type=TraceLine)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ConfigurationError(f"--trace: line {number} of {shown(path)}: {one_line(error)}") from None
+        if line.prefix_tokens > line.prompt_tokens:
+            raise ConfigurationError(
+                f"--trace: line {number} of {shown(path)}: prefix_tokens {line.prefix_tokens} is not allowed; "
+                f"allowed: at most prompt_tokens, {line.prompt_tokens}"
+            )
+        yield line

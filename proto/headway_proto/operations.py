@@ -1,0 +1,298 @@
+"""What operators ask of the scheduler and what it answers, through a gateway: status, requests, cache, pins, flight log.
+
+Owns: those messages; they travel inside the ingress protocol (``ingress``), as ``AdminCall`` and ``AdminReply``.
+Must not know: who asks, or how an answer is worked out.
+"""
+
+import msgspec
+
+MAX_FLIGHT_LOG_PIECE_BYTES = 1 << 17
+"""Of a flight log in one answer: the scheduler reads them between two steps."""
+
+
+class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A prefix that shall stay cached: ``token_ids`` (int32 column), for requests of ``tenant`` where tenants are apart."""
+
+    name: str
+    tenant: str = ""
+    token_ids: bytes = b""
+
+
+class CachePosition(msgspec.Struct, frozen=True, array_like=True):
+    """How far a reader has come: entry ``index`` of the log of one cache's ``life``."""
+
+    life: int
+    index: int
+
+
+class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What to read of the flight log.
+
+    ``life`` 0: what has happened so far is to be written, and how much that is to be told. ``mark`` above 0: which files
+    there are, once so much is written. Otherwise a piece of a file, from byte ``offset`` on.
+    """
+
+    life: int = 0
+    mark: int = 0
+    segment: int = 0
+    is_checkpoint: bool = False
+    offset: int = 0
+
+
+class AdminCall(msgspec.Struct, frozen=True, array_like=True):
+    """An operator's call.
+
+    ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log.
+    ``prefix`` is what to pin; for unpin its name suffices. ``position`` is where to go on reading the changes of the cache,
+    ``place`` where to read the flight log.
+    """
+
+    call_id: int
+    method: str
+    request_id: str = ""
+    prefix: PrefixToPin | None = None
+    position: CachePosition | None = None
+    place: FlightLogPlace | None = None
+
+
+class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of the ``count`` values of the last minute, in milliseconds; 0 where there are none."""
+
+    count: int = 0
+    p50_ms: float = 0.0
+    p90_ms: float = 0.0
+    p99_ms: float = 0.0
+
+
+class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How often requests lost their row for ``reason``; ``mode`` is recompute or swap."""
+
+    mode: str
+    reason: str
+    count: int
+
+
+class WastedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that were computed for nothing, by reason: recompute, new_epoch or surplus."""
+
+    reason: str
+    count: int
+
+
+class EndCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How many requests ended for ``reason``."""
+
+    reason: str
+    count: int
+
+
+class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What has been learned of step times; ``relative_error`` is the mean of the latest steps. Seconds, per unit."""
+
+    num_observed: int
+    num_shifts: int
+    relative_error: float
+    constant_s: float
+    row_s: float
+    token_s: float
+    token_beyond_128_s: float
+    token_beyond_256_s: float
+    context_token_s: float
+    prefill_pair_s: float
+
+
+class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Predicted less actual output tokens, as sums over ``count`` ended requests."""
+
+    count: int
+    sum_absolute: int
+    sum_signed: int
+    sum_actual: int
+
+
+class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The connected executor. ``age_s`` since it joined; ``last_step_age_s`` is -1 before its first answer."""
+
+    backend: str
+    model_name: str
+    device: str
+    dtype: str
+    age_s: float
+    last_step_us: int
+    last_step_age_s: float
+
+
+class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Which policies are in force."""
+
+    order: str
+    batching: str
+    budget: str
+    preemption: str
+
+
+class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a tenant has now and has got since it was first heard of. ``counter``: under the order ``fair``."""
+
+    tenant: str
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    counter: float | None = None
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The figures of ``GetStatus``."""
+
+    scheduler_state: str
+    executor_state: str
+    epoch: int
+    step: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_finished: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_gateways: int
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_resumed_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_pinned_blocks: int = 0
+    recent_prefix_hit_rate: float = 0.0
+    steps_until_shortage: int | None = None
+    num_swapped_out_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    uptime_s: float = 0.0
+    num_epochs: int = 0
+    num_executor_losses: int = 0
+    num_in_flight_steps: int = 0
+    max_steps_in_flight: int = 0
+    num_waiting_tokens: int = 0
+    num_budget_tokens: int = 0
+    budget_margin: float = 1.0
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    ttft: RecentPercentiles = RecentPercentiles()
+    itl: RecentPercentiles = RecentPercentiles()
+    queue: RecentPercentiles = RecentPercentiles()
+    e2e: RecentPercentiles = RecentPercentiles()
+    preemptions: tuple[PreemptionCount, ...] = ()
+    wasted_tokens: tuple[WastedTokens, ...] = ()
+    ends: tuple[EndCount, ...] = ()
+    step_time_model: StepTimeModelState | None = None
+    prediction_error: PredictionErrorState | None = None
+    executor: ExecutorState | None = None
+    policies: PolicyNames | None = None
+    tenant_services: tuple[TenantServiceState, ...] = ()
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that a tenant's requests brought, and those of them that were cached."""
+
+    tenant: str
+    num_query_tokens: int
+    num_hit_tokens: int
+
+
+class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A pin. ``num_blocks`` blocks hold it when it is cached whole, ``num_resident_blocks`` do now.
+
+    ``num_blocks`` is 0 while the executor is too small for the pin.
+    """
+
+    name: str
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    num_resident_blocks: int
+
+
+class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One live sequence, for operators. ``state`` is waiting, running or preempted."""
+
+    request_id: str
+    index: int
+    state: str
+    priority: int
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    age_ms: float
+
+
+class CacheChange(msgspec.Struct, frozen=True, array_like=True):
+    """``num_blocks`` blocks, numbered from ``first`` on, were stored or removed; without any, all are gone.
+
+    Stored ones hold ``token_ids`` (int32 column) behind block ``parent`` (0: they begin prompts of ``scope``); removed ones
+    name none. A block's number is never used again in one life of the cache.
+    """
+
+    first: int
+    num_blocks: int
+    parent: int
+    token_ids: bytes
+    scope: str
+
+
+class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Changes in order; ``position`` is where to go on, at once if there are ``more``."""
+
+    position: CachePosition
+    block_size: int
+    changes: tuple[CacheChange, ...]
+    more: bool
+
+
+class FlightLogFile(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A segment, or the checkpoint in which it begins, and its size."""
+
+    segment: int
+    is_checkpoint: bool
+    num_bytes: int
+
+
+class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What was asked for by a ``FlightLogPlace``.
+
+    ``files`` is empty while less than ``mark`` is written. ``is_gone``: the file, or the whole life, is no longer there.
+    """
+
+    life: int
+    mark: int = 0
+    files: tuple[FlightLogFile, ...] = ()
+    data: bytes = b""
+    is_gone: bool = False
+
+
+class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The answer to an ``AdminCall``: what was asked for, or ``error`` ("not found")."""
+
+    call_id: int
+    status: Status | None = None
+    sequences: tuple[SequenceState, ...] = ()
+    explanation: str = ""
+    error: str = ""
+    tenants: tuple[TenantPrefixUse, ...] = ()
+    pinned_prefixes: tuple[PinnedPrefix, ...] = ()
+    cache: CacheChanges | None = None
+    flight_log: FlightLogPart | None = None

@@ -1,0 +1,37 @@
+"""The command ``headway health``.
+
+Owns: its flags and its exit code. Must not know: how the server is asked (``health``).
+"""
+
+import argparse
+import sys
+
+from headway.health import SERVING, Target, client_certificate, health_of
+from headway.settings import bytes_of_file, token_of_file
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the address and what a connection with TLS or a token needs."""
+    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
+    parser.add_argument(
+        "--root-certificates",
+        metavar="FILE",
+        help="use TLS and trust these certificates (PEM), such as the server's own",
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    parser.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
+    parser.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the state of the server; return 0 if it serves, 1 if not."""
+    target = Target(
+        address=arguments.address,
+        certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        token=token_of_file(arguments.token_file, "--token-file"),
+        client=client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate"),
+    )
+    status = health_of(target, timeout_s=arguments.timeout)
+    sys.stdout.write(f"{status}\n")
+    return 0 if status == SERVING else 1

@@ -1,0 +1,29 @@
+"""The commands ``headway scheduler``, ``executor`` and ``gateway``: one service, run by itself.
+
+Must not know: what any setting means.
+"""
+
+import argparse
+import os
+
+from headway.parentage import launcher_is_gone
+from headway.services import SERVICES, add_service_flags, announce, load
+
+
+def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add ``--config`` and the flags of the service."""
+    add_service_flags(parser, SERVICES[name])
+
+
+def run(arguments: argparse.Namespace, name: str) -> int:
+    """Run the service until it is told to stop; return its exit code.
+
+    Raises:
+        ConfigurationError: some setting is wrong; nothing has been started.
+    """
+    config = load(SERVICES[name], arguments, os.environ)
+    run_service = SERVICES[name].run
+    if launcher_is_gone(os.environ):
+        return 0
+    announce(name, config)
+    return run_service(config)

@@ -1,0 +1,69 @@
+"""How every process of Headway writes its log: readable lines, or one JSON object per line.
+
+Owns: the processors that a line goes through, the same in each process. Must not know: what is logged, or where lines go
+(``log_sink``).
+
+In JSON each line has ``event``, ``level``, ``timestamp`` (UTC), ``process`` and, where several replicas run beside each
+other, ``replica``; where it is about a request, ``request_id`` and, where that is part of a trace, ``trace_id``.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TextIO, cast
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+from headway_process.log_sink import LogSink
+
+REPLICA_VARIABLE = "_HEADWAY_REPLICA"
+"""Set by whoever starts several replicas, to the number of the one that a process is of."""
+
+
+def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
+    """A logger that is handed on to whoever logs."""
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(cast(TextIO, sink)),
+        processors=_processors(log_format),
+        wrapper_class=_wrapper_class(level),
+    )
+    return logger.bind(process=process, **replica_field(os.environ))
+
+
+def replica_field(environment: Mapping[str, str]) -> dict[str, int]:
+    """What a line of a process of one among several replicas has beside the others' fields; nothing elsewhere."""
+    replica = environment.get(REPLICA_VARIABLE, "")
+    return {"replica": int(replica)} if replica.isascii() and replica.isdigit() else {}
+
+
+def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:
+    """Set up ``structlog.get_logger`` for a process whose modules each have a logger of their own."""
+    replica = replica_field(os.environ)
+
+    def name_process(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        line.setdefault("process", process)
+        line.update(replica)
+        return line
+
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, name_process, *_processors(log_format)],
+        wrapper_class=_wrapper_class(level),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, sink)),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _processors(log_format: str) -> list[Processor]:
+    first: list[Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if log_format == "json":
+        return [*first, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    return [*first, plain]
+
+
+def _wrapper_class(level: str) -> type[FilteringBoundLogger]:
+    return structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()])

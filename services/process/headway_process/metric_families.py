@@ -1,0 +1,55 @@
+"""Figures in Prometheus' words: families of gauges, counters and histograms for one scrape.
+
+Owns: how a snapshot becomes ``prometheus_client`` families. Must not know: where the figures come from, or HTTP.
+
+Nothing here is kept between scrapes. What counts are plain numbers of the process; they are copied when somebody asks.
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
+
+from headway_process.histogram import HistogramSnapshot
+
+Values: TypeAlias = (
+    float | Mapping[tuple[str], float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float]
+)
+"""One value, or several by the values of their own labels."""
+
+
+class MetricFamilies:
+    """The families of one scrape. Every sample carries ``labels``."""
+
+    def __init__(self, **labels: str) -> None:
+        self.families: list[Metric] = []
+        self._names = tuple(labels)
+        self._values = tuple(labels.values())
+
+    def gauge(self, name: str, description: str, values: Values, *labels: str) -> None:
+        """What goes up and down."""
+        family = GaugeMetricFamily(name, description, labels=(*self._names, *labels))
+        for own, value in _by_label(values):
+            family.add_metric((*self._values, *own), value)
+        self.families.append(family)
+
+    def counter(self, name: str, description: str, values: Values, *labels: str) -> None:
+        """What only grows; ``_total`` is added to ``name``."""
+        family = CounterMetricFamily(name, description, labels=(*self._names, *labels))
+        for own, value in _by_label(values):
+            family.add_metric((*self._values, *own), value)
+        self.families.append(family)
+
+    def histogram(self, name: str, description: str, told: HistogramSnapshot) -> None:
+        """How often which values occurred."""
+        family = HistogramMetricFamily(name, description, labels=self._names)
+        bounds = [floatToGoString(bound) for bound in told.bounds]  # type: ignore[no-untyped-call]
+        buckets = [*zip(bounds, told.cumulative, strict=True), ("+Inf", told.num_values)]
+        family.add_metric(self._values, buckets, told.total)
+        self.families.append(family)
+
+
+def _by_label(values: Values) -> list[tuple[tuple[str, ...], float]]:
+    return [*values.items()] if isinstance(values, Mapping) else [((), values)]

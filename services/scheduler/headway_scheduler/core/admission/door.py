@@ -1,0 +1,74 @@
+"""Which requests are taken.
+
+Owns: what a request must be to be queued. Must not know: queues, rows, or what becomes of it.
+
+Whatever could never run is refused here, once, with a reason: behind the door everything that waits can be served.
+"""
+
+import numpy as np
+
+from headway_proto.sampling import NO_LOGPROBS
+from headway_scheduler.core.state.arrival import NewRequestEvent
+from headway_scheduler.core.state.limits import ExecutorCapacity
+
+
+class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
+    """A request that is not taken. ``reason`` is "invalid", "unsupported", "already_exists" or "overloaded"."""
+
+    def __init__(self, reason: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+        self.message = message
+
+
+def limit_of(new: NewRequestEvent, max_request_tokens: int) -> int:
+    """The most tokens, prompt and output, that a request may come to, where any comes to ``max_request_tokens`` at most."""
+    return min(new.num_prompt_tokens + new.max_tokens, max_request_tokens)
+
+
+def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) -> None:
+    """See that an executor of this ``capacity`` can run a request of at most ``limit`` tokens.
+
+    Raises:
+        RequestRejected: it never could.
+    """
+    num_tokens = len(new.token_ids)
+    if not 1 <= new.num_prompt_tokens <= num_tokens:
+        raise RequestRejected(
+            "invalid", "prompt", f"{new.num_prompt_tokens} prompt tokens of {num_tokens}; allowed: 1 to all of them"
+        )
+    if num_tokens >= limit:
+        raise RequestRejected(
+            "invalid",
+            "prompt",
+            f"{num_tokens} tokens leave no room for another; allowed: at most {limit - 1} (max_tokens "
+            f"{new.max_tokens}, context {capacity.max_model_len}, KV pool of {capacity.num_blocks} "
+            f"blocks of {capacity.block_size})",
+        )
+    if new.sampling.prompt_logprobs != NO_LOGPROBS and not capacity.supports_prompt_logprobs:
+        raise RequestRejected(
+            "invalid", "prompt_logprobs", "the executor's backend does not report them; allowed: unset"
+        )
+    if not 0 <= new.num_prompt_logprobs < new.num_prompt_tokens:
+        raise RequestRejected(
+            "invalid", "num_prompt_logprobs", f"{new.num_prompt_logprobs} of {new.num_prompt_tokens} prompt tokens"
+        )
+    # Seen as unsigned, a negative id is larger than any vocabulary.
+    largest = int(new.token_ids[new.token_ids.view(np.uint32).argmax()])
+    if not 0 <= largest < capacity.vocab_size:
+        raise _outside_vocabulary("token_ids", largest, capacity)
+    for token_id in new.stop_token_ids:
+        if not 0 <= token_id < capacity.vocab_size:
+            raise _outside_vocabulary("stop_token_ids", token_id, capacity)
+    if asks_too_much(new, capacity):
+        raise RequestRejected("unsupported", "constraint", "the executor cannot constrain outputs; allowed: unset")
+
+
+def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
+    """Whether a request asks for what an executor of this ``capacity`` does not do."""
+    return new.sampling.constraint is not None and not capacity.supports_constraints
+
+
+def _outside_vocabulary(field: str, token_id: int, capacity: ExecutorCapacity) -> RequestRejected:
+    return RequestRejected("invalid", field, f"{token_id} is not allowed; allowed: 0 to {capacity.vocab_size - 1}")

@@ -1,0 +1,87 @@
+"""In which order free cached blocks are given up: one queue per level of worth, oldest first.
+
+Owns: the queues. Must not know: what makes a block worth more, who frees blocks, or what they hold.
+
+All queues live in one column, each in a segment of its own, so that one look at ``_place`` tells whether a block waits,
+where, and in which queue. A block is taken out from the middle by forgetting its place; its entry is passed over later.
+"""
+
+import numpy as np
+
+from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+
+_NOT_QUEUED = -1
+
+
+class EvictionQueues:
+    """Queues of block numbers below ``num_blocks``, one for each of ``num_levels``; a block is in one at most."""
+
+    def __init__(self, num_blocks: int, num_levels: int) -> None:
+        self._segment = 2 * num_blocks + 1
+        # Entry i is current only while _place[block] == i.
+        self._entries = np.empty(num_levels * self._segment, dtype=np.intp)
+        self._place = np.full(num_blocks, _NOT_QUEUED, dtype=np.int64)
+        self._heads = [level * self._segment for level in range(num_levels)]
+        self._tails = list(self._heads)
+        self.lengths = [0] * num_levels
+        """Blocks in each queue."""
+        self.num_queued = 0
+        """Blocks in all of them."""
+
+    def append(self, level: int, blocks: BlockIndices) -> None:
+        """Put blocks that are in no queue at the end of one."""
+        if self._tails[level] + len(blocks) > (level + 1) * self._segment:
+            self._compact(level)
+        tail = self._tails[level]
+        end = tail + len(blocks)
+        self._entries[tail:end] = blocks
+        self._place[blocks] = np.arange(tail, end)
+        self._tails[level] = end
+        self.lengths[level] += len(blocks)
+        self.num_queued += len(blocks)
+
+    def among(self, blocks: BlockIndices) -> BlockIndices:
+        """Those of ``blocks`` that are in a queue, in their order."""
+        queued: BlockIndices = blocks[self._place[blocks] != _NOT_QUEUED]
+        return queued
+
+    def num_among(self, blocks: BlockIndices) -> int:
+        """How many of ``blocks`` are in a queue."""
+        return int(np.count_nonzero(self._place[blocks] != _NOT_QUEUED))
+
+    def take_out(self, blocks: BlockIndices) -> int:
+        """Remove those of ``blocks`` that are in a queue; return how many were."""
+        places = self._place[blocks]
+        places = places[places != _NOT_QUEUED]
+        if len(places):
+            self._place[blocks] = _NOT_QUEUED
+            self.num_queued -= len(places)
+            for level, count in enumerate(np.bincount(places // self._segment).tolist()):
+                self.lengths[level] -= count
+        return len(places)
+
+    def take_oldest(self, level: int, count: int) -> BlockIndices:
+        """Remove the ``count`` oldest blocks of a queue that has as many; shape ``[count]``, oldest first."""
+        assert count <= self.lengths[level]
+        self.lengths[level] -= count
+        self.num_queued -= count
+        parts: list[BlockIndices] = []
+        while count:
+            head = self._heads[level]
+            entries = self._entries[head : min(head + count, self._tails[level])]
+            self._heads[level] += len(entries)
+            current = entries[self._place[entries] == np.arange(head, head + len(entries))]
+            count -= len(current)
+            parts.append(current)
+        blocks = parts[0] if len(parts) == 1 else np.concatenate((NO_BLOCKS, *parts))
+        self._place[blocks] = _NOT_QUEUED
+        return blocks
+
+    def _compact(self, level: int) -> None:
+        start, head, tail = level * self._segment, self._heads[level], self._tails[level]
+        entries = self._entries[head:tail]
+        current = entries[self._place[entries] == np.arange(head, tail)]
+        end = start + len(current)
+        self._entries[start:end] = current
+        self._place[current] = np.arange(start, end)
+        self._heads[level], self._tails[level] = start, end

@@ -1,0 +1,51 @@
+"""The blocks on the host into which KV blocks are swapped out.
+
+Owns: which are free. Must not know: requests, what is in a block, or when swapping is worth it.
+
+A step's swap-outs are done before its swap-ins (``headway_proto.step``, rule 1), so what a step swaps in becomes free
+only behind that step: ``release`` notes it, ``complete_plan`` makes it free.
+"""
+
+import numpy as np
+
+from headway_scheduler.core.state.indices import BlockIndices
+
+
+class HostPool:
+    """``num_blocks`` equal blocks, numbered from 0; low numbers are handed out first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = np.arange(num_blocks)
+        self._top = 0
+        self._released: list[BlockIndices] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now."""
+        return self.num_blocks - self._top
+
+    @property
+    def num_released(self) -> int:
+        """Blocks that wait for ``complete_plan``."""
+        return sum(map(len, self._released))
+
+    def allocate(self, count: int) -> BlockIndices:
+        """Take ``count`` free blocks, shape ``[count]``; at most ``num_free``."""
+        assert count <= self.num_free
+        blocks = self._free[self._top : self._top + count].copy()
+        self._top += count
+        return blocks
+
+    def release(self, blocks: BlockIndices) -> None:
+        """Give blocks back; they can be allocated again for the next step."""
+        self._released.append(blocks)
+
+    def complete_plan(self) -> None:
+        """The step that was put together is sent, or there is none: what was released can be used again."""
+        if not self._released:
+            return
+        for blocks in self._released:
+            self._free[self._top - len(blocks) : self._top] = blocks
+            self._top -= len(blocks)
+        self._released.clear()

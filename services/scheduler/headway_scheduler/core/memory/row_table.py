@@ -1,0 +1,164 @@
+"""The columns of running requests: one entry per row, the same row numbers as on the step wire.
+
+Owns: row allocation, token ids, block tables and counters of rows.
+Must not know: queues, budgets, or why a row changes.
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import Int32Array
+from headway_scheduler.core.memory.memory_forecast import horizons
+from headway_scheduler.core.state.indices import ONE, BlockIndices, RowIndices
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.speculation_record import SpeculationRecord
+
+NEVER = np.iinfo(np.int64).max
+
+
+class RowTable:
+    """``max_rows`` rows; the lowest free one is taken first, so that the columns stay dense.
+
+    Columns, shape ``[max_rows]``: ``num_tokens`` known (prompt and received output); ``num_computed_tokens`` after the
+    steps scheduled so far; ``num_blocks`` in the block table; ``last_position`` the position of
+    the last token allowed; ``num_prompt_tokens``;
+    ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
+    ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
+    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths;
+    ``speculates_from`` the number of computed tokens from which on the row may speculate, and ``is_proven`` whether it pays
+    for it, as far as one knows.
+    ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self.tokens_per_block = np.array(block_size, dtype=np.int32)
+        """The same, for array operations."""
+        self._free_rows = list(range(max_rows))
+        self.requests: list[Request | None] = [None] * max_rows
+        self.num_live = 0
+        self.end = 0
+        """One past the highest row that was ever live: columns are worked on up to here."""
+        self.num_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.last_position = np.zeros(max_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.owner = np.zeros(max_rows, dtype=np.int32)
+        self.handle = np.zeros(max_rows, dtype=np.int32)
+        self.decoding = np.zeros(max_rows, dtype=np.int32)
+        self.due_tick = np.full(max_rows, NEVER, dtype=np.int64)
+        self.order_key = np.full(max_rows, -1, dtype=np.int64)
+        self.priority = np.zeros(max_rows, dtype=np.int32)
+        self.tenant = np.zeros(max_rows, dtype=np.intp)
+        self.curve = np.zeros(max_rows, dtype=np.int64)
+        self.speculates_from = np.zeros(max_rows, dtype=np.int32)
+        self.is_proven = np.zeros(max_rows, dtype=np.bool_)
+        self.horizons = horizons(block_size, max_model_len)
+        """The steps ahead for which memory is foreseen."""
+        max_blocks = -(-max_model_len // block_size)
+        # Untouched pages of these two cost no memory.
+        self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
+        self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
+        # One flat index costs less than a pair of them.
+        self._flat_token_ids = self.token_ids.reshape(-1)
+        self._flat_block_table = self.block_table.reshape(-1)
+        self.first_token = np.arange(max_rows, dtype=np.int64) * max_model_len
+        """Where the tokens of each row begin in the flat column."""
+        self._first_block = np.arange(max_rows, dtype=np.int64) * max_blocks
+
+    def take(self, request: Request, blocks: BlockIndices) -> int:
+        """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table.
+
+        How many of its tokens are computed is set when its first chunk is scheduled.
+        """
+        row = heapq.heappop(self._free_rows)
+        num_tokens, num_blocks = len(request.token_ids), len(blocks)
+        new = request.new
+        self.requests[row] = request
+        self.num_live += 1
+        if row >= self.end:
+            self.end = row + 1
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.block_table[row, :num_blocks] = blocks
+        self.num_tokens[row] = num_tokens
+        self.num_blocks[row] = num_blocks
+        self.last_position[row] = request.limit - 1
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.owner[row] = new.origin.owner
+        self.handle[row] = new.origin.handle
+        self.order_key[row] = request.order_key
+        self.priority[row] = new.priority
+        self.curve[row] = request.curve
+        request.row = row
+        request.num_admitted_tokens = num_tokens
+        return row
+
+    def note_speculation(self, row: int, record: SpeculationRecord) -> None:
+        """What is known of the proposals for the request in ``row`` has changed."""
+        self.speculates_from[row] = record.resumes_at
+        self.is_proven[row] = record.is_proven
+
+    def give_back(self, row: int) -> None:
+        """Free a row. What its request still needs to know of it has been copied before."""
+        self.request_in(row).row = -1
+        self.requests[row] = None
+        self.num_live -= 1
+        self.decoding[row] = 0
+        self.due_tick[row] = NEVER
+        self.order_key[row] = -1
+        heapq.heappush(self._free_rows, row)
+
+    def request_in(self, row: int) -> Request:
+        """The request that owns a live row."""
+        request = self.requests[row]
+        assert request is not None
+        return request
+
+    def hold_back(self, rows: list[int]) -> None:
+        """Let decoding rows sit out the step to come: what is due for them is due one step later."""
+        self.decoding[rows] = 0
+        self.due_tick[rows] += 1
+
+    def let_decode(self, rows: list[int], *, in_this_step: bool) -> None:
+        """The inverse of ``hold_back``, ``in_this_step`` after all or from the one after it."""
+        self.decoding[rows] = 1
+        if in_this_step:
+            self.due_tick[rows] -= 1
+
+    def live_rows(self) -> RowIndices:
+        """All live rows, ascending."""
+        return (self.order_key[: self.end] >= 0).nonzero()[0]
+
+    def append_blocks(self, row: int, blocks: BlockIndices) -> None:
+        """Extend one row's block table."""
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] += len(blocks)
+
+    def append_one_block_each(self, rows: RowIndices, blocks: BlockIndices) -> None:
+        """Extend several rows' block tables by one block each."""
+        num_blocks = self.num_blocks[rows]
+        self._flat_block_table[self._first_block[rows] + num_blocks] = blocks
+        self.num_blocks[rows] = num_blocks + ONE
+
+    def blocks_of(self, row: int) -> BlockIndices:
+        """A copy of one row's block table."""
+        return self.block_table[row, : self.num_blocks[row]].copy()
+
+    def tokens_of(self, row: int) -> Int32Array:
+        """A copy of one row's tokens."""
+        return self.token_ids[row, : self.num_tokens[row]].copy()
+
+    def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
+        """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``.
+
+        ``first_token`` is what the column of that name has for them.
+        """
+        positions = self.num_tokens[rows]
+        self._flat_token_ids[first_token + positions] = token_ids
+        self.num_tokens[rows] = positions + ONE
+        return positions

@@ -1,0 +1,90 @@
+"""Blocks of preempted requests on the host: who has some there, and which move with the next step.
+
+Owns: the host's blocks, the moves that have not been sent, and what moving has been measured to cost.
+Must not know: queues, budgets, or whose turn it is.
+
+A move is sent with the next step that runs. Until then it is only noted, and a request that ends takes its note with it,
+so that no host block is written twice in one step.
+"""
+
+import numpy as np
+
+from headway_proto.columns import encode_columns
+from headway_scheduler.core.memory.host_pool import HostPool
+from headway_scheduler.core.memory.preemption import PreemptionCosts, PreemptionPolicy
+from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+from headway_scheduler.core.state.request import Request
+
+NO_MOVES = b"", b"", 0
+
+_Moves = list[tuple[BlockIndices, BlockIndices]]
+
+
+class Swapping:
+    """What one executor's host memory holds. ``policy`` says when moving is worth it."""
+
+    def __init__(self, num_host_blocks: int, policy: PreemptionPolicy, costs: PreemptionCosts) -> None:
+        self.costs = costs
+        self._policy = policy
+        self._host = HostPool(num_host_blocks)
+        self._out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
+        """(blocks, host blocks) to swap out with the next step, by the arrival of their request."""
+        self._in: _Moves = []
+
+    @property
+    def num_host_blocks(self) -> int:
+        """All host blocks."""
+        return self._host.num_blocks
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that hold nothing of use."""
+        return self._host.num_free + self._host.num_released
+
+    def swap_out(self, request: Request, blocks: BlockIndices, num_tokens: int) -> int:
+        """Let the next step copy ``blocks``, which hold ``num_tokens`` tokens, to the host; return how many it copies.
+
+        None, if there is no room, or if computing them again is better.
+        """
+        if not 0 < len(blocks) <= self._host.num_free or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
+            return 0
+        request.host_blocks = self._host.allocate(len(blocks))
+        request.num_swapped_tokens = num_tokens
+        self._out[request.arrival] = blocks, request.host_blocks
+        return len(blocks)
+
+    def swap_in(self, request: Request, table: BlockIndices, num_shared: int) -> None:
+        """Bring a request's blocks back into its ``table``, but for ``num_shared`` that the prefix cache has."""
+        host_blocks = request.host_blocks
+        if num_shared < len(host_blocks):
+            self._in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
+        self._give_up(request)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: what the host has of it is of no use any more."""
+        self._out.pop(request.arrival, None)
+        self._give_up(request)
+
+    def take_moves(self) -> tuple[bytes, bytes, int]:
+        """The column groups of blocks to swap out and in with the step that is sent now, and how many they are."""
+        if not self._out and not self._in:
+            return NO_MOVES
+        moves_out, moves_in = list(self._out.values()), self._in
+        self._out, self._in = {}, []
+        return _pairs(moves_out), _pairs(moves_in), sum(len(blocks) for blocks, _ in moves_out + moves_in)
+
+    def complete_plan(self) -> None:
+        """A step has been put together: what it swaps in can be written again by the next."""
+        self._host.complete_plan()
+
+    def _give_up(self, request: Request) -> None:
+        self._host.release(request.host_blocks)
+        request.host_blocks = NO_BLOCKS
+        request.num_swapped_tokens = 0
+
+
+def _pairs(moves: _Moves) -> bytes:
+    """The column group (from, to)."""
+    if not moves:
+        return b""
+    return encode_columns((np.concatenate([source for source, _ in moves]), np.concatenate([end for _, end in moves])))

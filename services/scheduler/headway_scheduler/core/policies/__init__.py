@@ -1,0 +1,5 @@
+"""What the axes of policies name, and what they learn. A policy answers questions; nobody asks which one it is."""
+
+from headway_scheduler.compiled_core import search_path
+
+__path__ = search_path("policies")

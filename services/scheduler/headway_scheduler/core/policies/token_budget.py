@@ -1,0 +1,228 @@
+"""How many prompt tokens may run beside the decodes of a step: the token budgets by name.
+
+Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
+
+- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
+  a budget that the operator finds by profiling).
+- ``slo``: as many as keep the predicted step within the inter-token objective of those that decode. The paper's profile
+  is taken online, by ``StepTimeModel``, and the budget follows contexts and batch as they change.
+
+What ``slo`` adds to the prediction:
+
+- *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
+  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
+  up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
+  it, whatever the model's bias. A request that is about to miss its first token may spend the margin.
+- *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
+- *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 128, or 64 in steps below 256, as matrix
+  products compute them: with 128-token tiles a step of 576 takes as long as one of 640, and few devices gain as much
+  from smaller ones as that costs.
+- *Progress*: where even no prompt token fits, 64 run all the same, so that prompts are late but never starve.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepShape, StepTimeModel, is_step_time
+
+SMALL_TILE_TOKENS = 64
+"""The least allotment, and what steps below ``LEAST_OF_LARGE_TILES`` are whole multiples of."""
+LARGE_TILE_TOKENS = 128
+LEAST_OF_LARGE_TILES = 256
+FIRST_STEP_TOKENS = 256
+"""The largest step while nothing is known."""
+_GROWTH = 2
+"""A step is at most so many times as large as one that has been seen to work."""
+
+
+class TokenBudget(Protocol):
+    """What the scheduler asks of a budget.
+
+    ``objective_s``: the tightest inter-token objective among the rows that decode, seconds; None if nobody has one.
+    """
+
+    @property
+    def margin(self) -> float: ...  # noqa: D102 - what predictions are multiplied by before they are held to an objective
+
+    def prompt_tokens(
+        self,
+        *,
+        decoding: StepShape,
+        objective_s: float | None,
+        num_computed_tokens: int,
+        num_left: int,
+        is_urgent: bool,
+    ) -> int:
+        """The most prompt tokens that may run beside ``decoding``, the decoding rows alone; 0 or more.
+
+        ``num_computed_tokens`` is how far the first prompt to be served has come, ``num_left`` an upper bound of the
+        prompt tokens that wait. ``is_urgent``: a request is about to miss its objective for the first token.
+        """
+
+    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
+        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``; if not, all were late.
+
+        ``decoding`` should count the rows that will decode once their prompts are computed as well, ``objective_s`` be the
+        tightest objective with the new row's own among them.
+        """
+
+    def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
+        """Learn from a step that ran, and let the model of step time that the budget was made with learn."""
+
+
+class FixedBudget:
+    """``max_num_batched_tokens`` less the decodes, whatever it costs."""
+
+    margin = 1.0
+
+    def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._step_time = step_time
+
+    def prompt_tokens(
+        self,
+        *,
+        decoding: StepShape,
+        objective_s: float | None,
+        num_computed_tokens: int,
+        num_left: int,
+        is_urgent: bool,
+    ) -> int:
+        """What the decodes leave."""
+        del objective_s, num_computed_tokens, num_left, is_urgent
+        return max(self._max_num_batched_tokens - decoding.num_tokens, 0)
+
+    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
+        """Always."""
+        del decoding, objective_s, num_context_tokens
+        return True
+
+    def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
+        """Let the model of step time learn."""
+        del objective_s
+        self._step_time.observe(shape, duration_s)
+
+
+class TailRatio:
+    """The 99th percentile of actual over predicted time, online. ``value`` is at least 1.
+
+    The size of a correction follows the mean deviation of the ratio from 1, so that it is right for a quiet device and
+    for a noisy one; a single outlier moves the value by one correction, however far out it is.
+    """
+
+    _PERCENTILE = 0.99
+    _LARGEST = 1.5
+    _SMALLEST_DEVIATION = 0.01
+    _DEVIATION_GAIN = 0.03
+
+    def __init__(self) -> None:
+        self.value = 1.03
+        self._deviation = 0.02
+        self._before: deque[float] = deque(maxlen=PERSISTENT_RUN)
+
+    def observe(self, ratio: float) -> None:
+        """Take the ratio of a step's actual to its predicted time."""
+        self._before.append(self.value)
+        deviation = min(abs(ratio - 1.0), 3 * self._deviation)
+        self._deviation = max(
+            self._deviation + self._DEVIATION_GAIN * (deviation - self._deviation), self._SMALLEST_DEVIATION
+        )
+        is_beyond = ratio > self.value
+        correction = self._deviation * (is_beyond - (1.0 - self._PERCENTILE))
+        self.value = min(max(self.value + correction, 1.0), self._LARGEST)
+
+    def forget_run(self) -> None:
+        """The last steps are explained by a device that has changed its speed: they tell nothing about the tail."""
+        if self._before:
+            self.value = min(self.value, self._before[0])
+            self._before.clear()
+
+
+class SloBudget:
+    """The largest allotment whose step is predicted to keep the objective."""
+
+    def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._step_time = step_time
+        self._tail = TailRatio()
+        self._largest_learned = 0
+        """Tokens of the largest step that the model has learned from and that kept its objective."""
+
+    @property
+    def margin(self) -> float:
+        """The 99th percentile of actual over predicted time."""
+        return self._tail.value
+
+    def prompt_tokens(
+        self,
+        *,
+        decoding: StepShape,
+        objective_s: float | None,
+        num_computed_tokens: int,
+        num_left: int,
+        is_urgent: bool,
+    ) -> int:
+        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
+
+        Its tokens are taken to be of one prompt, which attention makes the most expensive case.
+        """
+        most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
+        if objective_s is None:
+            return most
+        least = min(SMALL_TILE_TOKENS, most)
+        trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_learned) - decoding.num_tokens
+        most = max(min(most, trusted), least)
+        limit_s = objective_s if is_urgent else objective_s / self._tail.value
+        if num_left <= most and (num_left <= least or self._fits(decoding, num_left, num_computed_tokens, limit_s)):
+            return num_left
+        # From here on a prompt is cut: the whole step is a number of tiles.
+        tile = SMALL_TILE_TOKENS
+        fitting, beyond = decoding.num_tokens // tile, (decoding.num_tokens + most) // tile + 1
+        while beyond - fitting > 1:
+            tiles = (fitting + beyond) // 2
+            if self._fits(decoding, tiles * tile - decoding.num_tokens, num_computed_tokens, limit_s):
+                fitting = tiles
+            else:
+                beyond = tiles
+        num_tokens = fitting * tile
+        if num_tokens > LEAST_OF_LARGE_TILES:
+            num_tokens -= num_tokens % LARGE_TILE_TOKENS
+        return max(num_tokens - decoding.num_tokens, least)
+
+    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
+        """Whether decodes with one more row and the least allotment of prompt tokens keep the objective."""
+        if objective_s is None or not decoding.num_rows:
+            return True
+        joined = StepShape(
+            decoding.num_tokens + 1 + SMALL_TILE_TOKENS,
+            decoding.num_rows + 1,
+            decoding.num_context_tokens + num_context_tokens,
+            decoding.num_prefill_pairs,
+        )
+        predicted_s = self._step_time.predict_s(joined)
+        return predicted_s is None or predicted_s * self._tail.value <= objective_s
+
+    def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
+        """Learn from a step: the tail from what was predicted for it, then the model."""
+        if not is_step_time(duration_s):
+            return
+        # Only steps near the objective may come to miss it; the others would only dilute the tail.
+        predicted_s = self._step_time.predict_s(shape)
+        if objective_s is not None and predicted_s is not None and predicted_s >= objective_s / 2:
+            self._tail.observe(duration_s / predicted_s)
+        num_shifts = self._step_time.num_shifts
+        self._step_time.observe(shape, duration_s)
+        if self._step_time.num_shifts != num_shifts:
+            self._tail.forget_run()
+        # The model ignores the first steps; they must not count as learned.
+        if self._step_time.predict_s(shape) is not None and (objective_s is None or duration_s <= objective_s):
+            self._largest_learned = max(self._largest_learned, shape.num_tokens)
+
+    def _fits(self, decoding: StepShape, num_tokens: int, num_computed_tokens: int, limit_s: float) -> bool:
+        predicted_s = self._step_time.predict_s(decoding.with_prompt(num_tokens, num_computed_tokens))
+        return predicted_s is None or predicted_s <= limit_s
+
+
+TOKEN_BUDGETS: dict[str, Callable[[int, StepTimeModel], TokenBudget]] = {"fixed": FixedBudget, "slo": SloBudget}
+"""From ``max_num_batched_tokens`` and the model of step time to a budget; a budget serves one scheduler."""

@@ -1,0 +1,87 @@
+"""What the core tells the outside after each call: admissions, tokens, ends.
+
+Owns: the shape of these events. Must not know: gateways, frames, or who listens.
+"""
+
+import msgspec
+
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.prompt_logprobs import PromptLogprobColumns
+from headway_proto.step import RowLogprobs
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.request import FinishReason
+
+
+class AdmittedEvent(msgspec.Struct, frozen=True):
+    """A request runs for the first time. Times in seconds."""
+
+    origin: Origin
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    tenant: str
+    arrival_time: float
+    scheduled_time: float
+
+
+class FirstTokenEvent(msgspec.Struct, frozen=True):
+    """A request has its first token. Times in seconds."""
+
+    arrival_time: float
+    scheduled_time: float
+
+
+class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one.
+
+    ``num_output_tokens`` includes ``num_held_tokens``, which came with it. ``num_predicted_tokens``: the output that was
+    expected of it when it first ran; None where nothing was.
+    """
+
+    origin: Origin
+    reason: FinishReason
+    num_output_tokens: int
+    arrival_time: float
+    scheduled_time: float | None
+    first_token_time: float | None
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_held_tokens: int
+    tenant: str
+    device_us: tuple[int, int] = (0, 0)
+    """What the steps between its first and its first token took on the device, and those until its end; microseconds."""
+    num_predicted_tokens: int | None = None
+    stop_token_id: int = -1
+    error: str = ""
+
+
+class LogprobsEvent(msgspec.Struct, frozen=True):
+    """Log probabilities of output token ``index`` of a request."""
+
+    origin: Origin
+    index: int
+    values: RowLogprobs
+
+
+class PromptLogprobsEvent(msgspec.Struct, frozen=True):
+    """Log probabilities of tokens of a request's prompt; no token is told twice."""
+
+    origin: Origin
+    values: PromptLogprobColumns
+
+
+class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
+
+    ``resumed_gaps_s``: for each request that goes on after it had lost its row, the seconds since its token before.
+    """
+
+    admitted: tuple[AdmittedEvent, ...] = ()
+    owners: Int32Array = EMPTY_COLUMN
+    handles: Int32Array = EMPTY_COLUMN
+    indices: Int32Array = EMPTY_COLUMN
+    token_ids: Int32Array = EMPTY_COLUMN
+    logprobs: tuple[LogprobsEvent, ...] = ()
+    finished: tuple[FinishedEvent, ...] = ()
+    first_tokens: tuple[FirstTokenEvent, ...] = ()
+    resumed_gaps_s: tuple[float, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()

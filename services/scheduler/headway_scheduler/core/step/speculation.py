@@ -1,0 +1,153 @@
+"""For whom speculation pays, and how far ahead: one record per request, one policy for all of them.
+
+Owns: what is learned of each request's proposals, and the decision. Must not know: rows, blocks, or who proposes.
+
+A request *tries* speculation at first and after each pause. What it tries is bounded. Where nothing was proposed, little
+was lost, and it tries again after ``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to
+``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps in a row whose proposals were all wrong it pauses for ``SHORTEST_PAUSE``
+tokens, then twice as many, up to ``LONGEST_PAUSE``; where other requests have come to pauses before it and for none it
+paid meanwhile, its first pause is longer in the same way. A step that speculates is answered before the next one is sent,
+which all that decode in it feel; so those that only try do so together, in one step of ``STEPS_BETWEEN_TRIES`` at most,
+or beside others for whom it pays.
+
+A request for which a proposal was right *speculates* until it no longer pays. How many tokens it asks for follows what is
+accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
+
+- its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
+- the batch gains. A step of n rows takes t by the model of step times, and t' with the proposals, by what steps with
+  proposals have taken beyond that lately, for each: who proposes may take time as well. The tokens accepted are worth t / n each, and that must be ``MARGIN`` times t' - t: who speculates
+  ends sooner, but the others wait for it, and until somebody takes the place that comes free a step is not shorter by
+  as much. In a large batch, whose steps already are as long as their arithmetic, a proposal costs as much as a token, and
+  speculation ends by itself; the setting ``max_speculating_seqs`` ends it in any case.
+"""
+
+from collections.abc import Sequence
+
+from mypy_extensions import mypyc_attr
+
+from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel, is_step_time
+from headway_scheduler.core.state.speculation_record import SHORTEST_SEARCH_PAUSE, SpeculationRecord
+
+TRIES = 2
+SHORTEST_PAUSE = 16
+LONGEST_PAUSE = 512
+STEPS_BETWEEN_TRIES = 16
+LEAST_MEAN = 0.2
+EARNING_MEAN = 0.5
+"""With this mean of accepted tokens the next pause is a short one again."""
+MARGIN = 1.5
+_GAIN = 0.3
+_COST_GAIN = 0.2
+_LARGEST_COST = 2.0
+"""A proposal costs so many times a step at most; one that took longer has waited for something else."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SpeculationPolicy:
+    """Decides for the rows of one executor, which proposes ``max_tokens`` tokens a row at most, 0 for never."""
+
+    def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
+        self.max_tokens = max_tokens
+        self._step_times = step_times
+        self._first_pause = SHORTEST_PAUSE
+        self._proposal_s = -1.0  # what a proposal costs; below 0 while no step with one was timed
+
+    def is_time_to_try(self, step: int, num_rows: int) -> bool:
+        """Whether requests that only try may do so in ``step``, beside ``num_rows`` rows that decode."""
+        return step % min(STEPS_BETWEEN_TRIES, num_rows) == 0
+
+    def choose(
+        self,
+        candidates: Sequence[tuple[SpeculationRecord, int]],
+        decoding: StepShape,
+        step: int,
+        objective_s: float | None,
+    ) -> list[int]:
+        """How many tokens each candidate may speculate in ``step``, 0 for not at all.
+
+        A candidate is a record and the computed tokens of its row, among the rows of ``decoding``, not in a pause.
+        ``objective_s``: what a step should not take longer than.
+        """
+        proven = [(record, position) for record, position in candidates if record.is_proven]
+        if proven and not self._pays([record for record, _ in proven], decoding, objective_s):
+            for record, position in proven:
+                self._pause(record, position)
+            proven = []
+        if not proven and not self.is_time_to_try(step, decoding.num_rows):
+            return [0] * len(candidates)
+        return [
+            min(record.num_wanted, self.max_tokens) if record.resumes_at <= position else 0
+            for record, position in candidates
+        ]
+
+    def _pays(self, proven: list[SpeculationRecord], decoding: StepShape, objective_s: float | None) -> bool:
+        num_proposed = round(sum(record.mean_proposed for record in proven))
+        step_s = self._step_times.predict_s(decoding)
+        if step_s is not None:
+            proposing_s = step_s + num_proposed * self._proposal_s
+            if self._proposal_s < 0.0:
+                with_proposals = decoding._replace(num_tokens=decoding.num_tokens + num_proposed)
+                proposing_s = self._step_times.predict_s(with_proposals) or step_s
+            gain = sum(record.mean_accepted for record in proven)
+            if gain * step_s < MARGIN * (proposing_s - step_s) * decoding.num_rows:
+                return False
+            if objective_s is not None and step_s <= objective_s < proposing_s:
+                return False
+        for record in proven:
+            if record.mean_accepted >= EARNING_MEAN:
+                record.pause = self._first_pause = SHORTEST_PAUSE
+                record.search_pause = SHORTEST_SEARCH_PAUSE
+        return True
+
+    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
+        """A step of this shape and so many proposals beside it took ``duration_s`` seconds."""
+        alone_s = self._step_times.predict_s(shape)
+        if not num_proposed or alone_s is None or not is_step_time(duration_s):
+            return
+        cost_s = min(max(duration_s - alone_s, 0.0) / num_proposed, _LARGEST_COST * alone_s)
+        if self._proposal_s < 0.0:
+            self._proposal_s = cost_s
+        else:
+            self._proposal_s += _COST_GAIN * (cost_s - self._proposal_s)
+
+    def learn(
+        self,
+        record: SpeculationRecord,
+        num_computed_tokens: int,
+        *,
+        num_allowed: int,
+        num_proposed: int,
+        num_accepted: int,
+    ) -> None:
+        """A step in which ``num_allowed`` tokens might be proposed has returned; so many are computed now."""
+        record.num_proposed_tokens += num_proposed
+        record.num_accepted_tokens += num_accepted
+        record.mean_accepted += _GAIN * (num_accepted - record.mean_accepted)
+        record.mean_proposed += _GAIN * (num_proposed - record.mean_proposed)
+        if num_accepted:
+            record.is_proven = True
+            record.num_misses = 0
+            if num_accepted < num_proposed:
+                record.num_wanted = num_accepted + 1
+            elif num_proposed == num_allowed:
+                record.num_wanted = min(max(2 * num_allowed, record.num_wanted), self.max_tokens)
+        elif num_proposed:
+            record.num_misses += 1
+            record.num_wanted = max(record.num_wanted // 2, 1)
+        if record.is_proven:
+            if record.mean_accepted < LEAST_MEAN:
+                self._pause(record, num_computed_tokens)
+        elif not num_proposed:
+            record.search_again_after(num_computed_tokens)
+        elif record.num_misses >= TRIES:
+            self._pause(record, num_computed_tokens)
+
+    def _pause(self, record: SpeculationRecord, num_computed_tokens: int) -> None:
+        """It does not pay: leave it alone for a while."""
+        if not record.pause:
+            record.pause = self._first_pause
+            self._first_pause = min(2 * self._first_pause, LONGEST_PAUSE)
+        record.resumes_at = num_computed_tokens + record.pause
+        record.pause = min(2 * record.pause, LONGEST_PAUSE)
+        record.is_proven = False
+        record.num_misses = 0

@@ -1,0 +1,78 @@
+"""What steps turn out to cost.
+
+Owns: which steps are worth learning from, and how long each took. Must not know: what is learned from them.
+
+A step has taken the time since it was sent, or since the answer before it if that came later: steps follow each other on
+the device, and this is the gap that the requests of the step have seen.
+"""
+
+from headway_scheduler.core.policies.step_time import StepShape, prefill_pairs
+from headway_scheduler.core.policies.token_budget import TokenBudget
+from headway_scheduler.core.step.step_plan import StepLoad, StepPlan
+
+PROMPTS_ALIKE = 8
+"""Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
+DECODES_ALIKE = 32
+"""Of steps without a prompt, which hardly differ, one in so many."""
+SPECULATIONS_ALIKE = 4
+"""Of steps without a prompt that speculate, one in so many."""
+
+
+class StepObserver:
+    """Feeds a budget, and the model of step times that it was made with.
+
+    ``is_wanted``: somebody asks for step times. ``wants_each_prompt``: each step with a prompt counts, not one now and then.
+    """
+
+    def __init__(self, budget: TokenBudget, *, is_wanted: bool, wants_each_prompt: bool) -> None:
+        self.is_wanted = is_wanted
+        self.last_answer_time = 0.0
+        """When the newest answer came, in seconds."""
+        self._budget = budget
+        self._stride_with_prompt = 1 if wants_each_prompt else PROMPTS_ALIKE
+        self._stride_without_prompt = PROMPTS_ALIKE if wants_each_prompt else DECODES_ALIKE
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Steps count from 0 again."""
+        self._next_without_prompt = 0
+        self._next_with_prompt = 0
+        self._next_speculating = 0
+        self.last_answer_time = 0.0
+
+    def is_worth_it(self, plan: StepPlan, step: int) -> bool:
+        """Whether ``load`` should be asked for this step."""
+        if not self.is_wanted:
+            return False
+        if plan.chunks:
+            if step < self._next_with_prompt:
+                return False
+            self._next_with_prompt = step + self._stride_with_prompt
+        elif plan.speculating:
+            if step < self._next_speculating:
+                return False
+            self._next_speculating = step + SPECULATIONS_ALIKE
+        else:
+            if step < self._next_without_prompt:
+                return False
+            self._next_without_prompt = step + self._stride_without_prompt
+        return True
+
+    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
+        """What a step has to do: its plan beside the rows that decode."""
+        chunks = plan.chunks
+        shape = StepShape(
+            decoding.num_tokens + plan.num_chunk_tokens,
+            decoding.num_rows + len(chunks),
+            decoding.num_context_tokens + sum(chunk.start for chunk in chunks),
+            sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in chunks),
+        )
+        return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
+
+    def duration_s(self, load: StepLoad, now: float) -> float:
+        """What a step with this load, which has returned, has taken."""
+        return now - max(load.sent_time, self.last_answer_time)
+
+    def learn(self, load: StepLoad, now: float) -> None:
+        """A step with this load, which moved no blocks and did not speculate, has returned."""
+        self._budget.observe(load.shape, self.duration_s(load, now), load.objective_s)

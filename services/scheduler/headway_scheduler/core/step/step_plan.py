@@ -1,0 +1,222 @@
+"""A step while it is put together, and while it is in flight.
+
+Owns: the parts of one step. Must not know: how rows and blocks are chosen.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+from mypy_extensions import mypyc_attr
+
+from headway_proto.columns import encode_column, encode_columns
+from headway_proto.step import NewRequest
+from headway_scheduler.core.policies.step_time import StepShape
+from headway_scheduler.core.state.indices import BlockIndices, RowIndices
+from headway_scheduler.core.state.request import Request
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PrefillChunk:
+    """Part of a prompt in a step.
+
+    Its tokens begin at position ``start``. When the step returns, ``num_computed_tokens`` tokens of ``request`` are in the blocks of ``row``, provided that the
+    request has not been preempted since (its ``num_preemptions`` is still ``stay``). ``completes``: it samples.
+    """
+
+    __slots__ = ("completes", "num_computed_tokens", "request", "row", "start", "stay")
+
+    def __init__(self, request: Request, row: int, start: int, num_computed_tokens: int, completes: bool) -> None:
+        self.request = request
+        self.row = row
+        self.start = start
+        self.stay = request.num_preemptions
+        self.num_computed_tokens = num_computed_tokens
+        self.completes = completes
+
+    @property
+    def end_of_prompt_logprobs(self) -> int:
+        """Behind the last position whose log probability follows from these tokens; ``start`` + 1 is the first."""
+        return max(min(self.num_computed_tokens + 1, self.request.new.num_prompt_tokens), self.start + 1)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether the request still runs where its tokens go."""
+        request = self.request
+        return request.row == self.row and request.num_preemptions == self.stay
+
+
+class StepLoad(NamedTuple):
+    """What a step had to do, and by when: sent at ``sent_time``, under an objective of ``objective_s`` seconds or none."""
+
+    shape: StepShape
+    sent_time: float
+    objective_s: float | None
+
+
+class StepPlan:
+    """A step being put together: what is left of the budget, and the parts of the message."""
+
+    __slots__ = (
+        "_block_ids",
+        "_block_rows",
+        "budget",
+        "chunks",
+        "exceptions",
+        "held_back",
+        "max_new_requests",
+        "new_requests",
+        "newest_prompts",
+        "now",
+        "num_chunk_tokens",
+        "num_promised_blocks",
+        "num_speculative_tokens",
+        "short_of_blocks",
+        "sits_out",
+        "speculating",
+    )
+
+    def __init__(self, budget: int, now: float) -> None:
+        self.budget = budget
+        self.now = now
+        self.num_chunk_tokens = 0
+        self.exceptions: list[tuple[int, int]] = []
+        """(row, tokens) of live rows that do not run exactly one token."""
+        self.new_requests: list[NewRequest] = []
+        self.chunks: list[PrefillChunk] = []
+        self.newest_prompts: list[Request] | None = None
+        """Whose prompts were planned or sent last, the latest first, once somebody has asked."""
+        self.num_promised_blocks = 0
+        """Fenced blocks that rows already sit out for."""
+        self.short_of_blocks = False
+        self.sits_out: Collection[int] = ()
+        """Live rows that may not be part of this step, whatever they are doing."""
+        self.held_back: list[int] = []
+        """Rows that would decode in this step, and do in the next."""
+        self.max_new_requests = budget
+        self.speculating: list[tuple[int, int]] = []
+        """(row, most proposals) of decoding rows that may speculate, rows ascending."""
+        self.num_speculative_tokens = 0
+        self._block_rows: list[RowIndices] = []
+        self._block_ids: list[BlockIndices] = []
+
+    def add_blocks(self, rows: RowIndices, blocks: BlockIndices) -> None:
+        """Append ``blocks[i]`` to the table of ``rows[i]``."""
+        if len(blocks):
+            self._block_rows.append(rows)
+            self._block_ids.append(blocks)
+
+    def add_chunk(self, row: int, num_tokens: int) -> None:
+        """Run ``num_tokens`` tokens of ``row``."""
+        self.num_chunk_tokens += num_tokens
+        if num_tokens != 1:
+            self.exceptions.append((row, num_tokens))
+
+    def let_speculate(self, row: int, num_tokens: int) -> None:
+        """Let ``num_tokens`` tokens be proposed for ``row``, above those before it."""
+        self.speculating.append((row, num_tokens))
+        self.num_speculative_tokens += num_tokens
+
+    def rows_in_prompt(self) -> set[int]:
+        """Rows that run part of their prompt in this step: they cannot leave it any more."""
+        return {chunk.row for chunk in self.chunks}
+
+    def drop_row(self, row: int) -> None:
+        """Forget what was planned for a row that is preempted after all."""
+        self.newest_prompts = None
+        self.exceptions = [exception for exception in self.exceptions if exception[0] != row]
+        if row in self.held_back:
+            self.held_back.remove(row)
+        for index, rows in enumerate(self._block_rows):
+            stays = rows != row
+            self._block_rows[index] = rows[stays]
+            self._block_ids[index] = self._block_ids[index][stays]
+
+    def new_blocks(self) -> bytes:
+        """The column group (row, block id)."""
+        if not self._block_ids:
+            return b""
+        if len(self._block_ids) == 1:
+            return encode_columns((self._block_rows[0], self._block_ids[0]))
+        return encode_columns((np.concatenate(self._block_rows), np.concatenate(self._block_ids)))
+
+    def speculative_tokens(self) -> bytes:
+        """The column group (row, most proposals)."""
+        if not self.speculating:
+            return b""
+        rows, counts = zip(*self.speculating, strict=True)
+        return encode_column([*rows, *counts])
+
+    def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
+        """The column group (row, tokens) of all exceptions, rows ascending."""
+        exceptions = dict(self.exceptions)
+        for rows in sitting_out:
+            if rows:
+                exceptions.update(dict.fromkeys(rows, 0))
+        if not exceptions:
+            return b""
+        in_order = sorted(exceptions)
+        return encode_column(in_order + [exceptions[row] for row in in_order])
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class InFlightStep:
+    """A step sent and not yet answered.
+
+    ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
+    still owed the token of this step (None: there is none, or nobody wants it). ``digest`` of the mirrored state after the step, if the
+    executor reports it for this one. ``load`` is what the step's time may be judged by, ``num_moved_blocks`` how many blocks it swaps.
+    ``speculating``: of the sampling rows those that may bring more, each with the most proposals it may run.
+    """
+
+    __slots__ = (
+        "_samples",
+        "chunks",
+        "digest",
+        "leavers",
+        "load",
+        "num_moved_blocks",
+        "sampling_rows",
+        "speculating",
+        "step",
+    )
+
+    def __init__(
+        self,
+        step: int,
+        sampling_rows: RowIndices,
+        chunks: list[PrefillChunk],
+        *,
+        digest: int | None,
+        load: StepLoad | None,
+        num_moved_blocks: int,
+        speculating: list[tuple[int, int]],
+    ) -> None:
+        self.step = step
+        self.speculating = speculating
+        self.sampling_rows = sampling_rows
+        self.chunks = chunks
+        self.digest = digest
+        self.load = load
+        self.num_moved_blocks = num_moved_blocks
+        self.leavers: dict[int, Request | None] = {}
+        self._samples = b""  # for each row up to the last that samples whether it does, once somebody has asked
+
+    def ran_rows(self) -> set[int]:
+        """The rows that run in this step for the requests that still own them."""
+        rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks)}
+        return rows.difference(self.leavers)
+
+    def samples(self, row: int) -> bool:
+        """Whether this step brings a token for ``row``."""
+        if not self._samples and len(self.sampling_rows):
+            samples = np.zeros(int(self.sampling_rows[-1]) + 1, dtype=np.bool_)
+            samples[self.sampling_rows] = True
+            self._samples = samples.tobytes()
+        return row < len(self._samples) and self._samples[row] != 0
+
+    def places_of(self, row: int) -> slice:
+        """Where ``row`` is among the sampling rows: one place, or none."""
+        place = int(self.sampling_rows.searchsorted(row))
+        found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
+        return slice(place, place + int(found))

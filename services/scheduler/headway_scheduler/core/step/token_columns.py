@@ -1,0 +1,79 @@
+"""Whose tokens a step has brought, as columns.
+
+Owns: the columns of an answer's tokens. Must not know: when a request ends, or who listens.
+
+A step in which the same rows sample as in the one before looks nobody up again: what does not change while a request has
+its row is kept for as long as the rows are the same array.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_scheduler.core.memory.row_table import RowTable
+from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
+from headway_scheduler.core.state.request import Request
+
+
+class TokenColumns(NamedTuple):
+    """Owner, handle, output index and id of new tokens, one entry each."""
+
+    owners: Int32Array
+    handles: Int32Array
+    indices: Int32Array
+    token_ids: Int32Array
+
+    def with_further(self, entries: list[tuple[int, int, int, int]]) -> "TokenColumns":
+        """These and further tokens: owner, handle, output index and id of each."""
+        columns = np.asarray(entries, dtype=np.int32).T
+        return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
+
+    def with_late(self, late: list[tuple[Request, int]]) -> "TokenColumns":
+        """These and the tokens of requests that have lost their row, each the newest of its request."""
+        entries = [
+            (
+                request.new.origin.owner,
+                request.new.origin.handle,
+                len(request.token_ids) - 1 - request.new.num_prompt_tokens,
+                token_id,
+            )
+            for request, token_id in late
+        ]
+        return self.with_further(entries)
+
+
+class SamplingOrigins:
+    """Of the rows that sampled last: whose they are, where their tokens begin (``first_token``), and ``last_position``."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._of: RowIndices = NO_ROWS
+        self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
+        self._num_by_tenant: NDArray[np.intp] | None = None
+        self.last_position = EMPTY_COLUMN
+        self.first_token = np.empty(0, dtype=np.int64)
+
+    @property
+    def num_by_tenant(self) -> NDArray[np.intp]:
+        """How many of them are of each tenant, by its place."""
+        if self._num_by_tenant is None:
+            self._num_by_tenant = np.bincount(self._rows.tenant[self._of])
+        return self._num_by_tenant
+
+    def look_up(self, sampling_rows: RowIndices) -> None:
+        """Know whose ``sampling_rows`` are."""
+        if self._of is sampling_rows:
+            return
+        rows = self._rows
+        self._of = sampling_rows
+        self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
+        self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
+        self.last_position = rows.last_position[sampling_rows]
+        self.first_token = rows.first_token[sampling_rows]
+        self._num_by_tenant = None
+
+    def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:
+        """The tokens that these rows have taken at ``positions``."""
+        return TokenColumns(self._owners, self._handles, positions - self._num_prompt_tokens, token_ids)
