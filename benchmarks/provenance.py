@@ -11,7 +11,12 @@ from pathlib import Path
 
 def provenance(seed: int) -> dict[str, object]:
     """What to store beside every measured figure."""
-    return {"commit": _commit(), "seed": seed, "python": platform.python_version(), "hardware": _hardware()}
+    return {
+        "commit": commit_of(Path(__file__).parent),
+        "seed": seed,
+        "python": platform.python_version(),
+        "hardware": _hardware(),
+    }
 
 
 def _hardware() -> dict[str, object]:
@@ -32,11 +37,11 @@ def _processor() -> str:
     return " ".join([values.get("model name", platform.machine()), *extensions])
 
 
-def _commit() -> str:
-    """The commit measured, marked when the tree differs from it."""
+def commit_of(directory: Path) -> str:
+    """The commit of the checkout that a directory is in, marked when the tree differs from it."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607 (whichever git is there)
-        cwd=Path(__file__).parent,
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,

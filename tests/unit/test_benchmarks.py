@@ -478,3 +478,30 @@ def test_speculation(tmp_path):
         for batch in (1, 16)
     ]
     assert min(row["speed_up"] for row in record["speeds"]) > 0
+
+
+def test_by_turns_compares_within_a_round_and_changes_who_begins(monkeypatch, tmp_path):
+    sys.path.insert(0, str(BENCHMARKS))
+    import by_turns
+
+    begun = []
+
+    def measure(root, work):
+        begun.append(root)
+        return [10.0 if root == tmp_path else 12.0] * len(work.figures)
+
+    monkeypatch.setattr(by_turns, "measure", measure)
+    rows = by_turns.compare(tmp_path, ["scheduler", "gateway"], 2)
+    ratios = {row["figure"]: row["time_ratio"] for row in rows}
+    assert ratios["step, 256 rows, default, us"] == pytest.approx(1.2)
+    assert ratios["gateway tokens/s"] == pytest.approx(10 / 12)
+    assert begun == [tmp_path, by_turns.HERE, by_turns.HERE, tmp_path] * 2
+
+
+def test_by_turns_refuses_unknown_work(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "by_turns.py"), "--before", str(tmp_path), "--works", "gpu"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--works: 'gpu' is not allowed; allowed: scheduler, gateway, cpu" in done.stderr
