@@ -481,7 +481,6 @@ def test_speculation(tmp_path):
 
 
 def test_by_turns_compares_within_a_round_and_changes_who_begins(monkeypatch, tmp_path):
-    sys.path.insert(0, str(BENCHMARKS))
     import by_turns
 
     begun = []
