@@ -14,6 +14,7 @@ from msgspec import Meta
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
 from headway_process.addresses import check_link_address, check_metrics_address
 from headway_process.ranges import check_ranges
+from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -83,22 +84,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes"
         ),
     ] = ""
-    metrics_address: Annotated[
-        str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
-    ] = ""
-    metrics_token_file: Annotated[
-        str,
-        Meta(
-            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
-        ),
-    ] = ""
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
-    ] = "info"
-    log_format: Annotated[
-        Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
-    ] = "console"
-    exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
+    metrics_address: MetricsAddress = ""
+    metrics_token_file: MetricsTokenFile = ""
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
+    exit_with_parent: ExitWithParent = False
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         "block_size": (1, _MAX_BLOCK_SIZE),

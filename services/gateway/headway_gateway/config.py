@@ -17,6 +17,7 @@ from headway_gateway.credentials import GENERATE, Caller, TokenFile
 from headway_process.addresses import check_link_address, check_metrics_address, is_loopback
 from headway_process.installation import install_advice
 from headway_process.ranges import check_ranges
+from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsTokenFile
 
 _SHOWN_VALUE_CHARS = 64
 _LEAST_RATE = 0.001
@@ -129,19 +130,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; with several workers the ports from this one on; empty: none"
         ),
     ] = ""
-    metrics_token_file: Annotated[
-        str,
-        Meta(
-            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
-        ),
-    ] = ""
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
-    ] = "info"
-    log_format: Annotated[
-        Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
-    ] = "console"
-    exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
+    metrics_token_file: MetricsTokenFile = ""
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
+    exit_with_parent: ExitWithParent = False
     reuse_port: Annotated[
         bool, Meta(description="share grpc_address with other processes that do the same (set for workers)")
     ] = False

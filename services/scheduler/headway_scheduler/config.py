@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from headway_process.addresses import check_link_address, check_metrics_address
 from headway_process.ranges import check_ranges
+from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
@@ -136,22 +137,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     flight_log_mib: Annotated[int, Meta(description="most MiB that are kept in flight_log; the oldest go first")] = 256
     grace_s: Annotated[float, Meta(description="seconds that running requests get to finish after SIGTERM")] = 10.0
-    metrics_address: Annotated[
-        str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
-    ] = ""
-    metrics_token_file: Annotated[
-        str,
-        Meta(
-            description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
-        ),
-    ] = ""
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
-    ] = "info"
-    log_format: Annotated[
-        Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
-    ] = "console"
-    exit_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = False
+    metrics_address: MetricsAddress = ""
+    metrics_token_file: MetricsTokenFile = ""
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
+    exit_with_parent: ExitWithParent = False
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         "max_num_batched_tokens": (1, 1 << 24),
