@@ -1,0 +1,212 @@
+"""What operators and tools may read from the scheduler: figures, requests, rows and the cache's changes.
+
+Owns: the read-only questions about a ``Scheduler``. Must not know: who asks, or how answers travel. No decision
+changes because of a question.
+"""
+
+from typing import NamedTuple
+
+from headway_proto.columns import Int32Array
+from headway_scheduler.core.memory.cache_log import CacheEntry
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
+from headway_scheduler.core.memory.prefix_cache import PINNED, REUSED
+from headway_scheduler.core.memory.prefix_statistics import TenantPrefixUse
+from headway_scheduler.core.policies.step_time import StepTimeFigures
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.indices import RowIndices
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
+
+
+class SchedulerFigures(NamedTuple):
+    """The figures of one moment. The defaults are those of a scheduler that has no executor yet."""
+
+    step: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preempted: int = 0
+    num_waiting_tokens: int = 0
+    num_in_flight_steps: int = 0
+    num_budget_tokens: int = 0
+    budget_margin: float = 1.0
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_pinned_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    recent_prefix_hit_rate: float = 0.0
+    steps_until_shortage: int | None = None
+
+
+class RequestFigures(NamedTuple):
+    """One live request at one moment. Without a row it holds no blocks and nothing of it is computed."""
+
+    num_tokens: int
+    """Prompt and received output."""
+    num_computed_tokens: int
+    num_blocks: int
+
+
+class CachePart(NamedTuple):
+    """A part of the cache's changes, and where the next part begins."""
+
+    entries: tuple[CacheEntry, ...]
+    next_index: int
+    has_more: bool
+
+
+class SchedulerView:
+    """Reads from one ``Scheduler``, across its epochs."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The limits that the scheduler was made with."""
+        return self._core.limits
+
+    @property
+    def capacity(self) -> ExecutorCapacity:
+        """What the executor holds."""
+        return self._core.capacity
+
+    @property
+    def epoch(self) -> int:
+        """The epoch. The cache begins empty with each."""
+        return self._core.epoch
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """Totals since the process started."""
+        return self._core.counters
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens that a step may have with this executor."""
+        return self._core.max_num_batched_tokens
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may run at once with this executor; also the number of rows."""
+        return self._core.max_running
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return self._core.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return self._core.num_waiting
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that are not free, 0 to 1."""
+        pool = self._core.pool
+        return 1.0 - pool.num_free / pool.num_blocks
+
+    @property
+    def step_times(self) -> StepTimeFigures | None:
+        """The model of step times; None while it has learned nothing."""
+        return self._core.step_time_figures
+
+    @property
+    def alone(self) -> Request | None:
+        """The request that runs alone, if one does."""
+        return self._core.alone
+
+    def figures(self) -> SchedulerFigures:
+        """The figures of this moment; O(blocks)."""
+        core = self._core
+        worth = core.cache.num_worth()
+        return SchedulerFigures(
+            step=core.next_step,
+            num_running=core.num_running,
+            num_waiting=core.num_waiting,
+            num_preempted=core.num_preempted,
+            num_waiting_tokens=core.num_waiting_tokens,
+            num_in_flight_steps=core.num_in_flight,
+            num_budget_tokens=core.budget_in_force,
+            budget_margin=core.budget_margin,
+            num_total_blocks=core.pool.num_blocks,
+            num_free_blocks=core.pool.num_free,
+            num_cached_blocks=core.cache.num_cached,
+            num_reused_blocks=worth[REUSED],
+            num_pinned_blocks=worth[PINNED],
+            num_host_blocks=core.swapping.num_host_blocks,
+            num_free_host_blocks=core.swapping.num_free_host_blocks,
+            recent_prefix_hit_rate=core.prefix_statistics.recent_hit_rate,
+            steps_until_shortage=core.steps_until_shortage(),
+        )
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def find(self, origin: Origin) -> Request | None:
+        """The live request of this origin."""
+        return self._core.find(origin)
+
+    def requests(self) -> list[Request]:
+        """All live requests by arrival; O(n log n)."""
+        return self._core.requests()
+
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that start before this one, in their order; O(n log n)."""
+        return self._core.ahead_of(request)
+
+    def num_tokens_of(self, request: Request) -> int:
+        """The tokens of a live request, prompt and received output."""
+        return self._core.num_tokens_of(request)
+
+    def figures_of(self, request: Request) -> RequestFigures:
+        """The state of a live request."""
+        rows, row = self._core.rows, request.row
+        if row < 0:
+            return RequestFigures(len(request.token_ids), 0, 0)
+        return RequestFigures(int(rows.num_tokens[row]), int(rows.num_computed_tokens[row]), int(rows.num_blocks[row]))
+
+    # ---------------------------------------------------------------------------------------------------------- rows
+
+    def request_in(self, row: int) -> Request:
+        """The request that owns a live row."""
+        return self._core.rows.request_in(row)
+
+    def owners(self) -> dict[int, Request]:
+        """The requests that have a row, by row, ascending."""
+        rows = self._core.rows
+        found: dict[int, Request] = {}
+        for row in rows.live_rows().tolist():
+            found[row] = rows.request_in(row)
+        return found
+
+    def live_rows(self) -> RowIndices:
+        """The rows that have a request, ascending."""
+        return self._core.rows.live_rows()
+
+    def num_computed_in(self, rows: RowIndices) -> Int32Array:
+        """The tokens computed in each of these rows after the steps scheduled so far; shape ``[len(rows)]``."""
+        return self._core.rows.num_computed_tokens[rows]
+
+    # ----------------------------------------------------------------------------------------------- cache and tenants
+
+    def cache_changes(self, index: int | None, most_blocks: int) -> CachePart:
+        """Changes of the prefix cache from ``index`` on; all that it holds, if ``index`` is None or too long ago."""
+        entries, next_index = self._core.cache.changes(index, most_blocks)
+        return CachePart(entries, next_index, self._core.cache.has_changes_from(next_index))
+
+    def pinned_prefixes(self) -> tuple[PinnedPrefix, ...]:
+        """The pins, in the order in which they were made."""
+        return self._core.pinned_prefixes.list()
+
+    def prefix_use(self) -> dict[str, TenantPrefixUse]:
+        """What the prefix cache saved for each tenant, the one heard of last at the end."""
+        return dict(self._core.prefix_statistics.tenants)
+
+    def service_of(self, tenant: str) -> float | None:
+        """The weighted service of a tenant in the order's books; None under an order without books."""
+        return self._core.service_counter_of(tenant)
