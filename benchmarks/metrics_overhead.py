@@ -30,6 +30,7 @@ from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.process import relax_collector
@@ -59,6 +60,7 @@ class NotedBench(Bench):
         self.noted: ServingStatistics | None = None
         self.engine = SchedulerEngine(self.core.limits, incarnation=1)
         self.engine.core = self.core
+        self.view = SchedulerView(self.core)
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
 
     def update(self, frame: bytes) -> StepEvents:
@@ -95,9 +97,9 @@ class Reader:
 def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) -> None:
     """What the engine does for the figures in each step."""
     kept.step_tokens.observe(bench.num_running)
-    kept.note_answer(events, 0, now)
+    kept.count_answer(events, 0, now)
     if now >= kept.next_mark_at:
-        kept.keep_time(now, bench.core)
+        kept.keep_time(now, bench.view)
 
 
 def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool
     bench = NotedBench(num_running, arguments.seed)
     bench.settle()
     relax_collector()
-    bench.engine.statistics.note_epoch(bench.now)
+    bench.engine.statistics.count_epoch(bench.now)
     load = Load(bench, arguments.steps, has_churn=has_churn)
     noting = by_turns(load, None, ("without", "noted"), arguments.turns, 0.0)
     endpoint = MetricsEndpoint("127.0.0.1:0", "", lambda: families_of(bench.snapshots.ask()))
@@ -166,7 +168,7 @@ class Load:
         if bench.noted is not None:
             for end in ending:
                 assert end is not None
-                bench.noted.note_end(end, bench.now)
+                bench.noted.count_end(end, bench.now)
         return (time.perf_counter_ns() - start) / 1e3 + bench.timed_step(arrivals)
 
 

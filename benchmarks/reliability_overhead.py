@@ -47,9 +47,9 @@ from headway_scheduler import ingress_link
 from headway_scheduler.brake import Brake
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.executor_link import ExecutorLink
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.process import relax_collector
-from headway_scheduler.step_link import StepLink
 from headway_scheduler.transport import Transport
 from provenance import provenance
 
@@ -112,9 +112,9 @@ def hold_without_bounds(
 PARTS: dict[str, tuple[tuple[object, str, object], ...]] = {
     "checksums": ((framing, "zlib", NoChecksum),),
     "health": (
-        (StepLink, "tick", no_events),
+        (ExecutorLink, "tick", no_events),
         (IngressLinks, "tick", no_events),
-        (Brake, "note_answer", nothing),
+        (Brake, "count_answer", nothing),
         (Pulse, "beat", nothing),
     ),
     "bounds": (
@@ -158,8 +158,8 @@ class EngineBench:
             eos_token_ids=(2,), max_num_rows=self.num_running,
         )  # fmt: skip
         self.engine.executor_frame(b"executor", self.executor.encode(step.ExecutorHello(1, info)), self.now)
-        opened = self.reader.decode(self.engine.step_link.outgoing.pop()[1])
-        self.engine.step_link.outgoing.clear()
+        opened = self.reader.decode(self.engine.executor_link.outgoing.pop()[1])
+        self.engine.executor_link.outgoing.clear()
         self.executor.begin_epoch(opened.epoch)
         hello = ingress.GatewayHello(incarnation=1, link=1)
         self.engine.gateway_frame(b"gateway", self.gateway.encode(hello), self.now)
@@ -186,7 +186,7 @@ class EngineBench:
         oldest = core._in_flight[0]  # noqa: SLF001 (the benchmark plays the executor)
         self.num_heard += len(self.engine.gateways.outgoing)
         self.engine.gateways.outgoing.clear()
-        self.engine.step_link.outgoing.clear()
+        self.engine.executor_link.outgoing.clear()
         heard = self.gateway.encode(ingress.GatewayHeartbeat(received=self.num_heard + 1))
         self.engine.gateway_frame(b"gateway", heard, self.now)
         output = step.ExecutorOutput(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fuzz.limits import bounded, examples
 from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_executor.step_link import StepLink as ExecutorLink
+from headway_executor.step_link import StepLink
 from headway_gateway.ingress_link import IngressLink, LiveSequence
 from headway_proto import ingress, operations, step
 from headway_proto.columns import encode_column
@@ -192,15 +192,15 @@ def test_the_scheduler_takes_any_message_from_anybody(limits: bool, script: list
             if encodable(body) is None:
                 continue
             if type(body) in TO_SCHEDULER_STEP:
-                engine.executor_frame(b"e%d" % peer, executor.frame(body, damage, engine.step_link.epoch), now)
+                engine.executor_frame(b"e%d" % peer, executor.frame(body, damage, engine.executor_link.epoch), now)
             else:
                 links = engine.gateways.links()
                 epoch = links[-1].epoch if links else 0
                 engine.gateway_frame(b"g%d" % (0 if links else peer), gateway.frame(body, damage, epoch), now)
             engine.run(now)
-            engine.step_link.outgoing.clear()
+            engine.executor_link.outgoing.clear()
             engine.gateways.outgoing.clear()
-            engine.notices.clear()
+            engine.notices.take()
 
 
 sane_sampling = st.just(SamplingParams())
@@ -242,11 +242,11 @@ def test_the_scheduler_takes_plausible_messages_with_any_values(script: list[Any
             if encodable(body) is None:
                 continue
             if isinstance(body, step.ExecutorOutput):
-                engine.executor_frame(b"e", executor.frame(body, 0, engine.step_link.epoch), now)
+                engine.executor_frame(b"e", executor.frame(body, 0, engine.executor_link.epoch), now)
             elif engine.gateways.links():
                 engine.gateway_frame(b"g", gateway.frame(body, 0, engine.gateways.links()[-1].epoch), now)
             engine.run(now)
-            engine.step_link.outgoing.clear()
+            engine.executor_link.outgoing.clear()
             engine.gateways.outgoing.clear()
         assert engine.core is not None
         assert len(engine.gateways.links()) == 1
@@ -255,7 +255,7 @@ def test_the_scheduler_takes_plausible_messages_with_any_values(script: list[Any
 @examples(150)
 @given(script=st.lists(st.tuples(message_of(TO_EXECUTOR), steps), max_size=12))
 def test_the_executors_link_takes_any_message(script: list[Any]) -> None:
-    link = ExecutorLink(incarnation=1, info=INFO)
+    link = StepLink(incarnation=1, info=INFO)
     wire = Wire(TO_EXECUTOR)
     now = 0.0
     with bounded():
@@ -397,13 +397,13 @@ def test_an_executor_that_answers_and_sometimes_lies(script: list[Any]) -> None:
             if submit is not None and encodable(submit) is not None:
                 engine.gateway_frame(b"g", gateway.frame(submit, 0, engine.gateways.links()[-1].epoch), now)
             engine.run(now)
-            sent, engine.step_link.outgoing[:] = list(engine.step_link.outgoing), []
+            sent, engine.executor_link.outgoing[:] = list(engine.executor_link.outgoing), []
             for _, data in sent:
                 body = reader.decode(data).body
                 if isinstance(body, step.NewEpoch):
                     state.begin_epoch()
                     executor.writer.begin_epoch(body.epoch)
-                if not isinstance(body, step.SchedulerOutput) or body.epoch != engine.step_link.epoch:
+                if not isinstance(body, step.SchedulerOutput) or body.epoch != engine.executor_link.epoch:
                     continue
                 batch = state.apply(body).batch  # What a scheduler sends is never impossible.
                 digest = None if body.step % step.DIGEST_INTERVAL_STEPS else state.digest()
@@ -414,4 +414,4 @@ def test_an_executor_that_answers_and_sometimes_lies(script: list[Any]) -> None:
                 answer = msgspec.structs.replace(answer, **lie) if lie else answer
                 engine.executor_frame(b"e", executor.frame(answer, 0, None), now)
             engine.gateways.outgoing.clear()
-            engine.notices.clear()
+            engine.notices.take()

@@ -213,7 +213,7 @@ class Client:
                 return
             origin = Origin(owner, sequence.handle)
             core = scheduler.engine.core
-            is_live = origin in scheduler.engine._unjudged or (core is not None and core.find(origin) is not None)
+            is_live = origin in scheduler.engine.early or (core is not None and core.find(origin) is not None)
             invariants.cancel_bound(is_live, f"request {self.plan.number}")
 
         world.at(max(world.now, link.last[UP]) + 2 * world.schedule.settings.wire_s + 1e-4, look)

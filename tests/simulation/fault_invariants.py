@@ -10,12 +10,13 @@ from collections.abc import Collection, Sequence
 
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.brake import MAX_LOSSES, Name
+from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import LEAST_STEP_TOKENS, SchedulerEngine
+from headway_scheduler.live_sequences import Name
 
 NAMES = (
     "BLOCK-CONSERVATION",
@@ -195,10 +196,11 @@ def no_endless_overtaking(overtaken: dict[int, int], num_older: dict[int, int]) 
 def bounded(engine: SchedulerEngine) -> None:
     """Every queue is within its cap, and no index outlives what it points to."""
     limits, core = engine.limits, engine.core
-    require(len(engine._unjudged) <= limits.max_num_waiting, "BOUNDED", f"{len(engine._unjudged)} unjudged")
-    require(len(engine._origin_of) == len(engine._names), "BOUNDED", "names and origins differ in number")
-    num_bytes = sum(len(submit.token_ids) for submit in engine._unjudged.values())
-    require(engine._num_unjudged_bytes == num_bytes, "BOUNDED", f"{engine._num_unjudged_bytes} bytes, not {num_bytes}")
+    early, live = engine.early, engine.live
+    require(len(early) <= limits.max_num_waiting, "BOUNDED", f"{len(early)} wait for an executor")
+    require(len(live._by_name) == len(live._by_origin), "BOUNDED", "names and origins differ in number")
+    num_bytes = sum(len(submit.token_ids) for submit in early._submits.values())
+    require(early._num_bytes == num_bytes, "BOUNDED", f"{early._num_bytes} bytes, not {num_bytes}")
     if core is None:
         return
     waiting_counted(core)
@@ -206,7 +208,9 @@ def bounded(engine: SchedulerEngine) -> None:
     # Those that ran may have to wait again, beside a full queue.
     most = limits.max_num_waiting + limits.max_num_seqs * limits.max_steps_in_flight
     require(core.num_waiting <= most, "BOUNDED", f"{core.num_waiting} wait; allowed: {most}")
-    require(engine._names.keys() == core._requests.keys(), "BOUNDED", "the engine's names are not the core's requests")
+    require(
+        live._by_origin.keys() == core._requests.keys(), "BOUNDED", "the engine's names are not the core's requests"
+    )
     require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
 
 
@@ -279,7 +283,7 @@ def nobody_gone_is_suspected(engine: SchedulerEngine, without_a_gateway: Collect
     """The brake knows of everybody who has ended; who has only lost its gateway may come back."""
     for name in engine.brake._suspicions:
         require(
-            name in engine._origin_of or name in without_a_gateway,
+            engine.live.named(name) is not None or name in without_a_gateway,
             "NO-ORPHAN",
             f"{name.request_id} has ended, and is suspected",
         )
@@ -346,7 +350,7 @@ def is_found_guilty(engine: SchedulerEngine, end: Finished) -> bool:
     """
     if not end.error.startswith("the executor was lost"):
         return False
-    num_epochs = engine.step_link.epoch - engine.step_link.incarnation % (1 << 30)
+    num_epochs = engine.executor_link.epoch - engine.executor_link.incarnation % (1 << 30)
     require(num_epochs >= MAX_LOSSES, "ISOLATION", f"found guilty in epoch {num_epochs} of this scheduler")
     return True
 

@@ -23,6 +23,7 @@ from headway_scheduler import administration, brake, serving_statistics
 from headway_scheduler.core.admission import fair_queue, waiting_queue
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.flight.recorder import FlightRecorder
 from simulation.census import census
 from simulation.fault_executor import Silent
 from simulation.fault_process import START_S
@@ -78,7 +79,7 @@ MAY_GROW = (
     # Numbers that say which one it is, or how many there have been.
     _MayGrow("*epoch", None, "lives of a link or of an executor are numbered"),
     _MayGrow("*incarnation", None, "names of lives"),
-    _MayGrow("engine.step_link._executor", None, "the name of a life"),
+    _MayGrow("engine.executor_link._executor", None, "the name of a life"),
     _MayGrow("*.next_sequence", None, "frames are numbered"),
     _MayGrow("*._next_sequence", None, "frames are numbered"),
     _MayGrow("executor._link._expected_sequence", None, "frames are numbered"),
@@ -231,15 +232,16 @@ def _before_any_work(world: "FaultWorld") -> tuple[SchedulerEngine, IngressLink]
     """A scheduler and one of its gateways, with an executor and as many gateways as there are."""
     engine = world.scheduler.engine
     info = world.executors[-1].info if engine.info is None else engine.info
-    recorder = None if engine.recorder is None else recorder_into(MemoryLog(), engine.limits)
+    recorder = recorder_into(MemoryLog(), engine.limits) if isinstance(engine.recorder, FlightRecorder) else None
     fresh = SchedulerEngine(engine.limits, 1, recorder)
     links = [IngressLink(incarnation=number, now=0.0) for number in range(len(world.gateways))]
     cycle = _executor_of(info)
     _join(fresh, cycle, links)
     if recorder is not None:
         recorder.flush(0.0, fresh.core)
-    for outgoing in (fresh.step_link.outgoing, fresh.gateways.outgoing, fresh.notices):
-        outgoing.clear()  # type: ignore[attr-defined]
+    for outgoing in (fresh.executor_link.outgoing, fresh.gateways.outgoing):
+        outgoing.clear()
+    fresh.notices.take()
     return fresh, links[0]
 
 
@@ -253,7 +255,7 @@ def _join(fresh: SchedulerEngine, cycle: StepCycle, links: list[IngressLink]) ->
         for frame in link.take_frames():
             fresh.gateway_frame(bytes([number]), frame, now)
     fresh.run(now)
-    for _, frame in fresh.step_link.outgoing:
+    for _, frame in fresh.executor_link.outgoing:
         for answer in cycle.receive(frame, now):
             fresh.executor_frame(b"executor", answer, now)
     for peer, frame in fresh.gateways.outgoing:

@@ -13,15 +13,15 @@ from headway_proto.ingress import (
     gateway_frame_reader,
 )
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.brake import Name
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, StepAnswered
 from headway_scheduler.ingress_link import GatewayGone
-from headway_scheduler.step_link import TAKEOVER_SILENCE_S, StepAnswered
+from headway_scheduler.live_sequences import Name
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation
@@ -40,8 +40,8 @@ class WatchedEngine(SchedulerEngine):
     def __init__(self, process: "SchedulerProcess", limits: SchedulerLimits, incarnation: int) -> None:
         super().__init__(limits, incarnation, process.world.new_recorder(limits))
         self._process = process
-        self._send_step = self.step_link.send_step
-        self.step_link.send_step = self._watched_send  # type: ignore[method-assign]
+        self._send_step = self.executor_link.send_step
+        self.executor_link.send_step = self._watched_send  # type: ignore[method-assign]
 
     def _watched_send(self, output: SchedulerOutput) -> None:
         self._process.on_step(output)
@@ -49,14 +49,14 @@ class WatchedEngine(SchedulerEngine):
 
     def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
         origin, name = Origin(owner, submit.handle), Name(submit.request_id, submit.index)
-        invariants.taken_once(origin in self._names or origin in self._unjudged, f"handle {submit.handle}")
+        invariants.taken_once(self.live.get(origin) is not None or origin in self.early, f"handle {submit.handle}")
         num_held = len(submit.token_ids) // 4 - submit.num_prompt_tokens
         self._process.next_index.setdefault((owner, submit.handle), num_held)
         sequence = self._process.world.client_of(submit.request_id).sequence
         if sequence is not None and sequence.handle == submit.handle:
             invariants.as_asked(submit, sequence.submission)
         super()._on_submit(owner, submit, now)
-        if origin in self._names:
+        if self.live.get(origin) is not None:
             self._process.without_a_gateway.discard(name)
             request = None if self.core is None else self.core.find(origin)
             if request is not None and request.latest_start is not None:
@@ -69,13 +69,15 @@ class WatchedEngine(SchedulerEngine):
             return False
         return sequence.num_cached_tokens is not None or len(sequence.tokens) > sequence.num_held
 
-    def _shed(self, end: FinishedEvent) -> None:
-        name = self._names[end.origin]
+    def _on_shed(self, core: Scheduler, end: FinishedEvent) -> None:
+        live = self.live.get(end.origin)
+        assert live is not None
+        name = live.name
         invariants.owed_an_end(self._has_been_told(name, end.origin.handle), name.request_id)
-        super()._shed(end)
+        super()._on_shed(core, end)
 
     def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
-        self._process.without_a_gateway |= {name for origin, name in self._names.items() if origin.owner == event.owner}
+        self._process.without_a_gateway |= {live.name for live in self.live.of_owner(event.owner)}
         super()._on_gateway_gone(event, now)
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
@@ -83,7 +85,7 @@ class WatchedEngine(SchedulerEngine):
         assert core is not None
         oldest = core._in_flight[0].step if core._in_flight else -1
         given = (output.epoch, process.frame_epoch, output.step, incarnation_of(process.peer))
-        invariants.epoch_fence("an answer", given, (core.epoch, core.epoch, oldest, self.step_link._executor))
+        invariants.epoch_fence("an answer", given, (core.epoch, core.epoch, oldest, self.executor_link._executor))
         failed = [(blocks, core.cache.holds(blocks).tolist()) for blocks in process.blocks_of_failed(core, output)]
         super()._on_answer(event, now)
         if core.epoch == output.epoch:
@@ -145,31 +147,30 @@ class SchedulerProcess(Process):
                 if not peer.startswith(b"e"):
                     engine.gateway_frame(peer, data, now)
             engine.run(now)
-            self._send_steps()
+            self._send_step_frames()
             self._send_news()
-            if engine.recorder is not None:
-                engine.recorder.flush(now, engine.core)
-            engine.notices.clear()
+            engine.recorder.flush(now, engine.core)
+            engine.notices.take()
             self.check()
         self.wake_at(engine.next_deadline)
 
     def _take_in(self, peer: bytes, data: bytes) -> None:
         engine, now = self.engine, self.world.now
         self.peer, self.frame_epoch = peer, int.from_bytes(data[4:8], "little")
-        before = engine.step_link._peer
+        before = engine.executor_link._peer
         engine.executor_frame(peer, data, now)
-        after = engine.step_link._peer
+        after = engine.executor_link._peer
         if before is not None and before != after is not None:
             silent_s = now - self._heard.get(before, START_S)
             invariants.one_executor(silent_s, TAKEOVER_SILENCE_S, before.decode())
         if peer in {before, after}:
             self._heard[peer] = now
-        self._send_steps()
+        self._send_step_frames()
 
-    def _send_steps(self) -> None:
+    def _send_step_frames(self) -> None:
         engine, world = self.engine, self.world
         unreachable: list[bytes] = []
-        outgoing, engine.step_link.outgoing = engine.step_link.outgoing, []
+        outgoing, engine.executor_link.outgoing = engine.executor_link.outgoing, []
         for peer, frame in outgoing:
             if peer not in unreachable and not world.send_down(peer, frame):
                 unreachable.append(peer)

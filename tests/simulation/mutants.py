@@ -26,7 +26,7 @@ from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
-from headway_scheduler import compiled_core, ingress_link
+from headway_scheduler import compiled_core, delivery, engine, ingress_link
 from headway_scheduler.administration import Administration
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.objectives import TightestObjective
@@ -40,8 +40,10 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import FinishReason, RequestStatus
 from headway_scheduler.core.step.stop_tokens import StopTokens
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.executor_link import ExecutorLink, ExecutorLost, StepAnswered
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
-from headway_scheduler.step_link import ExecutorLost, StepAnswered, StepLink
+from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.submissions import EarlySubmissions
 from simulation.fault_schedule import draw
 from simulation.fault_world import run
 
@@ -344,7 +346,7 @@ def output_lost_with_the_epoch(original):
 # -------------------------------------------------------------------------------------------------------- the step link
 
 
-@_mutant("the scheduler takes answers of an epoch that is over", (StepLink, "_on_numbered"))
+@_mutant("the scheduler takes answers of an epoch that is over", (ExecutorLink, "_on_numbered"))
 def stale_epoch_accepted(original):
     def on_numbered(self, frame, now):
         if frame.epoch != self.epoch and isinstance(frame.body, ExecutorOutput):
@@ -354,7 +356,7 @@ def stale_epoch_accepted(original):
     return on_numbered
 
 
-@_mutant("answers of an executor that was replaced are taken", (StepLink, "receive"))
+@_mutant("answers of an executor that was replaced are taken", (ExecutorLink, "receive"))
 def replaced_executor_not_fenced(original):
     def receive(self, peer, data, now):
         frame = self._reader.decode(data) if len(data) > 3 and data[3] == 16 and self._peer is not None else None
@@ -365,12 +367,12 @@ def replaced_executor_not_fenced(original):
     return receive
 
 
-@_mutant("an executor's request for a new epoch is overheard", (StepLink, "_on_resync"))
+@_mutant("an executor's request for a new epoch is overheard", (ExecutorLink, "_on_resync"))
 def resync_swallowed(original):
     return lambda self, frame, request, now: []
 
 
-@_mutant("an executor that was lost stays in its epoch", (StepLink, "_lose"))
+@_mutant("an executor that was lost stays in its epoch", (ExecutorLink, "_lose"))
 def lost_executor_keeps_its_epoch(original):
     def lose(self, reason):
         self._peer = None
@@ -379,7 +381,9 @@ def lost_executor_keeps_its_epoch(original):
     return lose
 
 
-@_mutant("an executor is known by its connection, and when it makes another it is overheard", (StepLink, "_on_hello"))
+@_mutant(
+    "an executor is known by its connection, and when it makes another it is overheard", (ExecutorLink, "_on_hello")
+)
 def connection_taken_for_life(original):
     def on_hello(self, peer, hello, now):
         if hello.incarnation == self._executor and peer != self.first_peer:
@@ -390,7 +394,7 @@ def connection_taken_for_life(original):
     return on_hello
 
 
-@_mutant("any executor that says hello takes over from one that lives", (StepLink, "_on_hello"))
+@_mutant("any executor that says hello takes over from one that lives", (ExecutorLink, "_on_hello"))
 def takeover_of_the_living(original):
     def on_hello(self, peer, hello, now):
         if self._peer is not None and peer != self._peer:
@@ -400,7 +404,7 @@ def takeover_of_the_living(original):
     return on_hello
 
 
-@_mutant("the most tokens that an executor takes are forgotten", (StepLink, "_respect"))
+@_mutant("the most tokens that an executor takes are forgotten", (ExecutorLink, "_respect"))
 def smaller_steps_forgotten(original):
     return lambda self, max_num_batched_tokens: None
 
@@ -483,13 +487,13 @@ def credits_ignored(original):
     return flush
 
 
-@_mutant("the last token before an end is not delivered", (SchedulerEngine, "_deliver_tokens"))
+@_mutant("the last token before an end is not delivered", (delivery, "_deliver_tokens"))
 def last_token_dropped(original):
-    def deliver_tokens(self, events):
+    def deliver_tokens(links, events):
         if events.finished:
             shorter = {name: getattr(events, name)[:-1] for name in ("owners", "handles", "indices", "token_ids")}
             events = msgspec.structs.replace(events, **shorter)
-        original(self, events)
+        original(links, events)
 
     return deliver_tokens
 
@@ -633,15 +637,15 @@ def _cache_scope_cut_short(original):
     return scoped
 
 
-@_mutant("what was told of traces is never forgotten", (SchedulerEngine, "_forget"))
+@_mutant("the record of a sequence with a trace is never forgotten", (LiveSequences, "remove"))
 def traceparents_kept(original):
-    def forget(self, origin):
-        before = self._traceparents.get(origin)
-        original(self, origin)
-        if before is not None:
-            self._traceparents[origin] = before
+    def remove(self, origin):
+        live = original(self, origin)
+        if live is not None and live.traceparent:
+            self._by_name[live.name] = live
+        return live
 
-    return forget
+    return remove
 
 
 @_mutant("what is submitted again does not say that it has run", (LiveSequence, "to_submit"))
@@ -649,9 +653,9 @@ def has_run_not_told(original):
     return lambda self: msgspec.structs.replace(original(self), has_run=False)
 
 
-@_mutant("that a request has run is not passed on to the core", (SchedulerEngine, "_new_request"))
+@_mutant("that a request has run is not passed on to the core", (engine, "new_request"))
 def has_run_not_passed_on(original):
-    return lambda self, owner, submit: msgspec.structs.replace(original(self, owner, submit), has_run=False)
+    return lambda *arguments: msgspec.structs.replace(original(*arguments), has_run=False)
 
 
 @_mutant("what is held for a gateway is counted for ever", (GatewayLink, "flush"))
@@ -670,10 +674,10 @@ def abort_before_the_executor_ignored(original):
     return lambda self, owner, abort, now: None if self.core is None else original(self, owner, abort, now)
 
 
-@_mutant("tokens of who gave up before an executor joined count as waiting", (SchedulerEngine, "_forget_unjudged"))
+@_mutant("tokens of who gave up before an executor joined count as waiting", (EarlySubmissions, "remove"))
 def unjudged_bytes_kept(original):
     del original
-    return lambda self, origin: self._unjudged.pop(origin, None)
+    return lambda self, origin: self._submits.pop(origin, None)
 
 
 @_mutant("ids of what has ended are remembered for ever", (Administration, "remember_ended"))

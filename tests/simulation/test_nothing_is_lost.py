@@ -76,8 +76,8 @@ def assert_quiet(world: World) -> None:
     world.run_until(lambda: core.num_in_flight == 0, 5)
     assert core.num_unfinished == 0
     assert core.pool.num_free == core.pool.num_blocks
-    assert world.engine._names == {}
-    assert world.engine._origin_of == {}
+    assert world.engine.live._by_origin == {}
+    assert world.engine.live._by_name == {}
 
 
 def run_undisturbed(world: World, count: int) -> Scheduler:

@@ -174,9 +174,9 @@ class World:
 
     def _collect(self) -> None:
         engine, executor = self.engine, self.executor
-        for peer, frame in engine.step_link.outgoing:
+        for peer, frame in engine.executor_link.outgoing:
             self._send(peer, "down", frame, self._to_executor)
-        engine.step_link.outgoing.clear()
+        engine.executor_link.outgoing.clear()
         for peer, frame in engine.gateways.outgoing:
             self._send(peer, "down", frame, self._to_gateway)
         engine.gateways.outgoing.clear()

@@ -102,10 +102,10 @@ class Bench:
         frames = self.cycle.tick(self.now) + self.cycle.collect(self.now)
         self._to_engine(frames)
         self.engine.run(self.now)
-        for peer, frame in self.engine.step_link.outgoing:
+        for peer, frame in self.engine.executor_link.outgoing:
             if peer == self.peer and self.cycle.device_lost is None:
                 self._to_engine(self.cycle.receive(frame, self.now))
-        self.engine.step_link.outgoing.clear()
+        self.engine.executor_link.outgoing.clear()
         for _, frame in self.engine.gateways.outgoing:
             self.gateway.receive(frame, self.now)
         self.engine.gateways.outgoing.clear()
@@ -113,8 +113,7 @@ class Bench:
         self.gateway.take_news()
         for frame in self.gateway.take_frames():
             self.engine.gateway_frame(b"gateway", frame, self.now)
-        self.num_epochs += sum(notice.event == "epoch opened" for notice in self.engine.notices)
-        self.engine.notices.clear()
+        self.num_epochs += sum(notice.event == "epoch opened" for notice in self.engine.notices.take())
         if self.cycle.device_lost is not None:
             self.start_executor()
 

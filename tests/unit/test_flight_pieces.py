@@ -119,7 +119,6 @@ def test_a_copy_made_of_pieces_is_whole_and_up_to_now(
 
 def test_what_was_not_even_handed_to_the_log_is_in_the_copy(world: AskedWorld, tmp_path: Path) -> None:
     world.ask_for(3)
-    assert world.engine.recorder is not None
     before = replayed(world.log.directory).num_records
     for _ in range(5):
         world.engine.recorder.paused(is_paused=False)

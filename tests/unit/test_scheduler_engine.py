@@ -15,7 +15,7 @@ from headway_proto.operations import AdminReply
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.engine import Notice
+from headway_scheduler.notices import Notice
 from simulation.world import World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=6)
@@ -377,16 +377,16 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def test_notices_of_requests_carry_their_ids_and_come_only_if_wanted(world: World) -> None:
     def run(handle: int) -> list[Notice]:
-        world.engine.notices.clear()
+        world.engine.notices.take()
         good = submit(
             world, msgspec.structs.replace(GOOD, handle=handle, request_id=f"r{handle}", traceparent=TRACEPARENT)
         )
         bad = submit(world, msgspec.structs.replace(GOOD, handle=handle + 1, max_tokens=0))
         world.run_until(lambda: good.end is not None and bad.end is not None, 5)
-        return world.engine.notices
+        return world.engine.notices.take()
 
     assert run(1) == []
-    world.engine.tells_requests = True
+    world.engine.notices.includes_requests = True
     notices = run(11)
     assert [notice.event for notice in notices] == ["request accepted", "request refused", "request finished"]
     assert {notice.level for notice in notices} == {"debug"}
@@ -403,6 +403,6 @@ def test_a_request_that_fails_is_told_of_at_any_level() -> None:
     world = World(LIMITS, config, num_gateways=1, seed=2)
     bad = submit(world, msgspec.structs.replace(GOOD, request_id="b", token_ids=encode_column([1, 2, 96])))
     world.run_until(lambda: bad.end is not None, 5)
-    (notice,) = [notice for notice in world.engine.notices if notice.event == "request failed"]
+    (notice,) = [notice for notice in world.engine.notices.take() if notice.event == "request failed"]
     assert (notice.level, notice.details["request_id"]) == ("warning", "b")
     assert notice.details["error"]

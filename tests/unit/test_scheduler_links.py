@@ -4,24 +4,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_executor.step_link import StepLink as ExecutorLink
+from headway_executor.step_link import StepLink
 from headway_proto import ingress, step
 from headway_proto.columns import decode_columns
 from headway_proto.framing import FrameWriter
 from headway_proto.ingress import MAX_UNACKNOWLEDGED_FRAMES, GatewayHeartbeat, GatewayHello, SchedulerHello, Tokens
 from headway_proto.step import BackendInfo, ExecutorHeartbeat, ExecutorHello, ExecutorOutput, NewEpoch, ResyncRequest
-from headway_scheduler.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
-from headway_scheduler.step_link import (
+from headway_scheduler.executor_link import (
     SILENCE_TIMEOUT_S,
     TAKEOVER_SILENCE_S,
     EpochOpened,
+    ExecutorLink,
     ExecutorLost,
     ExecutorRefused,
     StepAnswered,
     StepEvent,
     StepFailed,
-    StepLink,
 )
+from headway_scheduler.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
 
 
 def news() -> Announcement:
@@ -56,11 +56,11 @@ class Executor:
 
 
 @pytest.fixture
-def link() -> StepLink:
-    return StepLink(incarnation=77)
+def link() -> ExecutorLink:
+    return ExecutorLink(incarnation=77)
 
 
-def join(link: StepLink, executor: Executor, now: float) -> int:
+def join(link: ExecutorLink, executor: Executor, now: float) -> int:
     *lost, event = link.receive(executor.peer, executor.hello(), now)
     assert isinstance(event, EpochOpened)
     assert all(isinstance(other, ExecutorLost) for other in lost)
@@ -71,7 +71,7 @@ def join(link: StepLink, executor: Executor, now: float) -> int:
     return event.epoch
 
 
-def talk(link: StepLink, executor: ExecutorLink, now: float) -> list[StepEvent]:
+def talk(link: ExecutorLink, executor: StepLink, now: float) -> list[StepEvent]:
     """Carry frames both ways until neither side has any more; what the scheduler's side had to say."""
     events: list[StepEvent] = []
     frames = executor.tick(now).frames
@@ -84,9 +84,9 @@ def talk(link: StepLink, executor: ExecutorLink, now: float) -> list[StepEvent]:
 
 
 @pytest.mark.parametrize("lost", ["unreachable", "silent"])
-def test_an_executor_that_was_given_up_and_lives_is_taken_back(link: StepLink, lost: str) -> None:
+def test_an_executor_that_was_given_up_and_lives_is_taken_back(link: ExecutorLink, lost: str) -> None:
     """It noticed nothing, so that it still is in the epoch in which it was given up."""
-    executor = ExecutorLink(incarnation=1, info=INFO)
+    executor = StepLink(incarnation=1, info=INFO)
     talk(link, executor, 0.0)
     assert executor.running
     now = 1.0 if lost == "unreachable" else SILENCE_TIMEOUT_S + 1.0
@@ -101,14 +101,14 @@ def test_an_executor_that_was_given_up_and_lives_is_taken_back(link: StepLink, l
     assert executor.epoch == link.epoch
 
 
-def test_repeated_hellos_do_not_open_more_epochs(link: StepLink) -> None:
+def test_repeated_hellos_do_not_open_more_epochs(link: ExecutorLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)
     assert link.receive(executor.peer, executor.hello(), 0.1) == []
     assert len(link.receive(executor.peer, executor.hello(), 0.6)) == 1
 
 
-def test_a_silent_executor_is_told_apart(link: StepLink) -> None:
+def test_a_silent_executor_is_told_apart(link: ExecutorLink) -> None:
     assert link.executor_state(0.0) == "absent"
     executor = Executor(1)
     join(link, executor, 0.0)
@@ -119,7 +119,7 @@ def test_a_silent_executor_is_told_apart(link: StepLink) -> None:
     assert link.executor_state(1.0) == "absent"
 
 
-def test_an_answer_of_an_older_epoch_has_no_effect(link: StepLink) -> None:
+def test_an_answer_of_an_older_epoch_has_no_effect(link: ExecutorLink) -> None:
     executor = Executor(1)
     first = join(link, executor, 0.0)
     late = executor.writer.encode(ExecutorOutput(epoch=first, step=0))
@@ -128,7 +128,7 @@ def test_an_answer_of_an_older_epoch_has_no_effect(link: StepLink) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gap", "corruption"])
-def test_a_broken_thread_opens_a_new_epoch(link: StepLink, damage: str) -> None:
+def test_a_broken_thread_opens_a_new_epoch(link: ExecutorLink, damage: str) -> None:
     executor = Executor(1)
     epoch = join(link, executor, 0.0)
     frame = executor.writer.encode(ExecutorOutput(epoch=epoch, step=0))
@@ -142,7 +142,7 @@ def test_a_broken_thread_opens_a_new_epoch(link: StepLink, damage: str) -> None:
     assert link.num_damaged_frames == (damage == "corruption")
 
 
-def test_a_duplicate_is_answered_once(link: StepLink) -> None:
+def test_a_duplicate_is_answered_once(link: ExecutorLink) -> None:
     executor = Executor(1)
     epoch = join(link, executor, 0.0)
     frame = executor.writer.encode(ExecutorOutput(epoch=epoch, step=0))
@@ -151,7 +151,7 @@ def test_a_duplicate_is_answered_once(link: StepLink) -> None:
     assert link.receive(executor.peer, frame, 0.2) == []
 
 
-def test_a_resync_request_counts_once_however_often_it_is_repeated(link: StepLink) -> None:
+def test_a_resync_request_counts_once_however_often_it_is_repeated(link: ExecutorLink) -> None:
     executor = Executor(1)
     epoch = join(link, executor, 0.0)
     request = ResyncRequest(1, "lost the thread")
@@ -160,7 +160,7 @@ def test_a_resync_request_counts_once_however_often_it_is_repeated(link: StepLin
     assert link.epoch == epoch + 1
 
 
-def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink) -> None:
+def test_smaller_steps_are_asked_for_until_another_executor_joins(link: ExecutorLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)
     (event,) = link.receive(executor.peer, executor.writer.encode(ResyncRequest(1, "out of memory", 40)), 1.0)
@@ -176,7 +176,7 @@ def test_smaller_steps_are_asked_for_until_another_executor_joins(link: StepLink
 
 @pytest.mark.parametrize("noticed", ["unreachable", "silent"])
 def test_an_executor_that_connects_again_is_the_same_one_and_takes_no_larger_steps(
-    link: StepLink, noticed: str
+    link: ExecutorLink, noticed: str
 ) -> None:
     executor = Executor(1)
     first = join(link, executor, 0.0)
@@ -199,7 +199,7 @@ def test_an_executor_that_connects_again_is_the_same_one_and_takes_no_larger_ste
     assert event.info.max_num_batched_tokens == 0
 
 
-def test_a_wish_for_smaller_steps_that_comes_late_holds_for_the_next_epoch(link: StepLink) -> None:
+def test_a_wish_for_smaller_steps_that_comes_late_holds_for_the_next_epoch(link: ExecutorLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)
     late = executor.writer.encode(ResyncRequest(1, "out of memory", 40))
@@ -211,7 +211,7 @@ def test_a_wish_for_smaller_steps_that_comes_late_holds_for_the_next_epoch(link:
     assert event.info.max_num_batched_tokens == 40
 
 
-def test_a_step_that_failed_is_told_with_the_epoch_and_a_limit_can_be_lifted(link: StepLink) -> None:
+def test_a_step_that_failed_is_told_with_the_epoch_and_a_limit_can_be_lifted(link: ExecutorLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)
     (event,) = link.receive(executor.peer, executor.writer.encode(ResyncRequest(1, "broken", 40, 7)), 1.0)
@@ -221,7 +221,7 @@ def test_a_step_that_failed_is_told_with_the_epoch_and_a_limit_can_be_lifted(lin
     assert (event.info.max_num_batched_tokens, event.failure) == (0, None)
 
 
-def test_an_executor_that_leaves_is_not_waited_for(link: StepLink) -> None:
+def test_an_executor_that_leaves_is_not_waited_for(link: ExecutorLink) -> None:
     first, second = Executor(1), Executor(2)
     join(link, first, 0.0)
     leaving = ResyncRequest(1, "no device", is_leaving=True)
@@ -229,7 +229,7 @@ def test_an_executor_that_leaves_is_not_waited_for(link: StepLink) -> None:
     join(link, second, 0.2)
 
 
-def test_a_second_executor_takes_over_only_from_a_silent_one(link: StepLink) -> None:
+def test_a_second_executor_takes_over_only_from_a_silent_one(link: ExecutorLink) -> None:
     first, second = Executor(1), Executor(2)
     join(link, first, 0.0)
     assert link.receive(second.peer, second.hello(), TAKEOVER_SILENCE_S - 0.1) == []
@@ -238,7 +238,7 @@ def test_a_second_executor_takes_over_only_from_a_silent_one(link: StepLink) -> 
     assert link.receive(first.peer, first.writer.encode(ExecutorHeartbeat(1, 0)), 1.3) == []
 
 
-def test_an_unreachable_executor_is_replaced_at_once(link: StepLink) -> None:
+def test_an_unreachable_executor_is_replaced_at_once(link: ExecutorLink) -> None:
     first, second = Executor(1), Executor(2)
     join(link, first, 0.0)
     assert link.unreachable(first.peer) == [ExecutorLost("unreachable")]
@@ -252,7 +252,7 @@ def test_an_unreachable_executor_is_replaced_at_once(link: StepLink) -> None:
      {"num_host_blocks": -1}, {"swap_us_per_block": float("nan")}, {"eos_token_ids": (10,)}, {"model_name": "x" * 5000}],
 )  # fmt: skip
 def test_an_executor_that_announces_what_cannot_be_is_refused_and_told_of_once(
-    link: StepLink, field: dict[str, object]
+    link: ExecutorLink, field: dict[str, object]
 ) -> None:
     impossible = ExecutorHello(1, msgspec.structs.replace(INFO, **field))
     writer = step.executor_frame_writer()
@@ -264,7 +264,7 @@ def test_an_executor_that_announces_what_cannot_be_is_refused_and_told_of_once(
     join(link, Executor(2), 0.2)
 
 
-def test_silence_ends_the_link_and_a_revived_executor_is_told_to_say_hello(link: StepLink) -> None:
+def test_silence_ends_the_link_and_a_revived_executor_is_told_to_say_hello(link: ExecutorLink) -> None:
     executor = Executor(1)
     join(link, executor, 0.0)
     (event,) = link.tick(SILENCE_TIMEOUT_S + 0.1)

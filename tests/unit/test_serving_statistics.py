@@ -9,6 +9,7 @@ from headway_gateway.ingress_link import LiveSequence
 from headway_proto import operations
 from headway_proto.operations import Status
 from headway_proto.sampling import SamplingParams
+from headway_scheduler import status_report
 from headway_scheduler.core.state.counters import Preemption, PreemptionMode, PreemptionReason, WasteReason
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.serving_statistics import MAX_TENANTS, ServingStatistics
@@ -32,7 +33,7 @@ def ready_world(**limits: object) -> World:
 
 
 def status_of(world: World) -> Status:
-    return world.engine.administration.status(world.now)
+    return status_report.status_of(world.engine, world.now)
 
 
 def submit(world: World, name: str, num_tokens: int, *, tenant: str = "") -> LiveSequence:

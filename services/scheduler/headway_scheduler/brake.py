@@ -1,20 +1,21 @@
-"""Which request brings the executor down, found without failing those that ran beside it.
+"""Finds the request that brings the executor down, without failing the requests that ran beside it.
 
-Owns: who was in the steps that were lost, who has to run alone because of it, and who is found guilty; how long to wait
-after a step that failed.
-Must not know: rows, frames, the clock, or why an executor was lost.
+Owns: which requests were in lost steps, which has to run alone because of it, and which is found guilty; the pause after a
+step that failed. Must not know: rows, frames, the clock, or why an executor was lost.
 
-When an executor is lost, or a step fails, any request of the steps in flight may be to blame, or none: somebody may have
-pulled a plug. So everything is tried again first. A request that is lost ``LOSSES_BEFORE_TRIAL`` times without having come
-further in between is *suspect*, and runs alone: one suspect at a time, the newest first, and nobody else meanwhile. So that
-this does not take long, those who were in lost steps once come back a few at a time (``core.start_window``). Whoever
-comes as far as the lost steps would have brought it is acquitted. Whoever is lost for the ``MAX_LOSSES``th time, and alone,
-is guilty. So one bad request costs ``MAX_LOSSES`` executors at most, and the others a pause.
+When an executor is lost, or a step fails, any request of the steps in flight may be to blame, or none: perhaps somebody
+pulled a plug. So everything is tried again first. A request that is lost ``LOSSES_BEFORE_TRIAL`` times without progress in
+between is a *suspect* and runs alone: one suspect at a time, the newest first. The requests of a first loss start again a
+few at a time (``core.start_window``), so that few become suspects. A suspect that gets the tokens that the lost steps would
+have brought is acquitted. A request that is lost for the ``MAX_LOSSES``th time, and alone, is guilty. So one bad request
+costs at most ``MAX_LOSSES`` executors, and the others a pause.
 
-A request that dies further on each time, by its own or by bad luck, is not found: it has always come further.
+A request that gets further before each loss is never found guilty: it made progress each time.
 """
 
 from typing import NamedTuple
+
+from headway_scheduler.live_sequences import Name
 
 LOSSES_BEFORE_TRIAL = 2
 MAX_LOSSES = 3
@@ -22,13 +23,6 @@ MAX_SUSPICIONS = 1 << 16
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 _MAX_DOUBLINGS = 16
-
-
-class Name(NamedTuple):
-    """A sequence by its public name, which outlives its gateway's link."""
-
-    request_id: str
-    continuation: int
 
 
 class _Suspicion(NamedTuple):
@@ -39,9 +33,9 @@ class _Suspicion(NamedTuple):
 
 
 class Brake:
-    """Told of losses, answers and ends; answers who has to run alone.
+    """Counts losses, answers and ends; says which request has to run alone.
 
-    ``num_trial_tokens``: how many tokens a suspect must get to be acquitted, as many as steps can be in flight.
+    A suspect is acquitted after ``num_trial_tokens`` more tokens: as many as steps can be in flight.
     """
 
     def __init__(self, num_trial_tokens: int) -> None:
@@ -52,21 +46,21 @@ class Brake:
 
     @property
     def suspects(self) -> list[Name]:
-        """Who has to run alone, one after the other, the first in the list first."""
+        """The sequences that have to run alone, one after the other, in this order."""
         return list(reversed(self._suspects))
 
     @property
     def has_suspects(self) -> bool:
-        """Whether anybody has to run alone."""
+        """Whether a sequence has to run alone."""
         return bool(self._suspects)
 
     def num_losses_of(self, name: Name) -> int:
-        """How often in a row it has been lost."""
+        """How often in a row it was lost."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_losses
 
-    def note_loss(self, in_flight: list[tuple[Name, int]]) -> Name | None:
-        """Steps were lost; ``in_flight`` are the requests in them, each with the tokens known of it. Who is guilty of it."""
+    def count_loss(self, in_flight: list[tuple[Name, int]]) -> Name | None:
+        """Steps were lost; ``in_flight`` are the sequences in them, each with its known tokens. Return the guilty one."""
         for name, num_tokens in in_flight:
             before = self._suspicions.pop(name, None)
             has_come_further = before is not None and num_tokens - before.num_tokens >= self._num_trial_tokens
@@ -84,30 +78,30 @@ class Brake:
         return None
 
     def num_tokens_wanted(self, name: Name) -> int:
-        """With how many tokens, prompt and output, a suspect has come as far as the lost steps would have brought it."""
+        """The tokens, prompt and output, that acquit a suspect: as many as the lost steps would have brought."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_tokens + self._num_trial_tokens
 
     def is_acquitted(self, name: Name, num_tokens: int) -> bool:
-        """Whether a suspect with ``num_tokens`` tokens by now has come far enough; if so it is none any more."""
+        """Whether ``num_tokens`` tokens acquit a suspect; if so it is forgotten."""
         if num_tokens < self.num_tokens_wanted(name):
             return False
         self.forget(name)
         return True
 
     def forget(self, name: Name) -> None:
-        """It has ended, or nothing speaks against it any more."""
+        """Remove a sequence that has ended or is no suspect any more."""
         self._suspicions.pop(name, None)
         self._suspects.pop(name, None)
 
-    def note_answer(self) -> None:
+    def count_answer(self) -> None:
         """A step was answered."""
         self._num_failures = 0
 
     def pause_s(self) -> float:
-        """How long to send nothing after one more step that failed: not at all, unless nothing was answered since the last.
+        """The pause after one more step that failed; none after the first failure since an answer.
 
-        A backend that always fails would otherwise be asked as fast as it can fail.
+        Without it, a backend that always fails would be called as fast as it can fail.
         """
         self._num_failures += 1
         if self._num_failures == 1:

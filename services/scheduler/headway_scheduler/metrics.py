@@ -11,6 +11,7 @@ from headway_proto.operations import Status
 from headway_scheduler.core.state.counters import PreemptionMode, PreemptionReason, WasteReason
 from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.status_report import status_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -52,7 +53,7 @@ _NO_ENDS = {(reason.value,): 0 for reason in FinishReason}
 def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
     """Copy the figures of this moment."""
     return SchedulerSnapshot(
-        status=engine.administration.status(now),
+        status=status_of(engine, now),
         histograms={name: getattr(engine.statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
         block_size=0 if engine.info is None else engine.info.block_size,
     )

@@ -28,7 +28,7 @@ from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.pieces import LogPieces
-from headway_scheduler.flight.recorder import FlightRecorder
+from headway_scheduler.flight.recorder import FlightRecorder, NullRecorder
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.transport import Transport
 
@@ -65,7 +65,7 @@ def run(config: SchedulerConfig) -> int:
         tell_last(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
     engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62), recorder=recorder)
-    engine.tells_requests = config.log_level == "debug"
+    engine.notices.includes_requests = config.log_level == "debug"
     relax_collector()
     log.info(
         "scheduler ready",
@@ -78,12 +78,11 @@ def run(config: SchedulerConfig) -> int:
     try:
         serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
-        if recorder is not None:
-            recorder.close(time.monotonic(), engine.core)
+        recorder.close(time.monotonic(), engine.core)
         transport.close()
     log.info(
         "scheduler stopped",
-        damaged_step_frames=engine.step_link.num_damaged_frames,
+        damaged_step_frames=engine.executor_link.num_damaged_frames,
         damaged_ingress_frames=engine.gateways.num_damaged_frames,
     )
     sink.drain(_LOG_DRAIN_S)
@@ -125,38 +124,35 @@ def serve(
             engine.drain()
             log.info("draining", unfinished=engine.num_unfinished)
         if stop.count > 1 or now >= stop_by or (stop.count and not engine.num_unfinished):
-            _send(engine, transport, now)
+            _send_frames(engine, transport, now)
             return
         # The steps go out before the gateways' mail is opened: the executor must never wait for it.
         for peer, data in transport.receive(transport.executor):
             engine.executor_frame(peer, data, now)
-            _send_steps(engine, transport, now)
+            _send_step_frames(engine, transport, now)
         for peer, data in transport.receive(transport.gateways):
             engine.gateway_frame(peer, data, now)
         engine.run(now)
-        _send(engine, transport, now)
-        _note(engine, now, log)
+        _send_frames(engine, transport, now)
+        _log_notices(engine, now, log)
         if snapshots is not None and snapshots.wanted:
             snapshots.give(take_snapshot(engine, now))
-        if now >= report_rejections_at and _note_guard(transport, log):
+        if now >= report_rejections_at and _log_guard(transport, log):
             report_rejections_at = now + _REJECTIONS_INTERVAL_S
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
 
 
-def _note(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
+def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
     """Write down what has happened, now that everybody has been told."""
-    for notice in engine.notices:
+    for notice in engine.notices.take():
         getattr(log, notice.level)(notice.event, **notice.details)
-    engine.notices.clear()
-    if engine.recorder is None:
-        return
     engine.recorder.flush(now, engine.core)
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)
 
 
-def _note_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
+def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
     """Write down whom the links turned away and which key files could not be read; return whether there was anything."""
     rejections, problems = transport.take_rejections(), transport.take_key_problems()
     for one in rejections:
@@ -166,14 +162,14 @@ def _note_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger
     return bool(rejections or problems)
 
 
-def make_recorder(config: SchedulerConfig) -> FlightRecorder | None:
-    """The recorder that ``flight_log`` asks for, if it does.
+def make_recorder(config: SchedulerConfig) -> NullRecorder:
+    """The recorder that ``flight_log`` asks for; without it, one that records nothing.
 
     Raises:
         ValueError: the directory cannot be used.
     """
     if not config.flight_log:
-        return None
+        return NullRecorder()
     try:
         log = FlightLogWriter(Path(config.flight_log), config.flight_log_mib << 20)
     except OSError as error:
@@ -182,13 +178,13 @@ def make_recorder(config: SchedulerConfig) -> FlightRecorder | None:
     return FlightRecorder(log, config.limits(), version, ForkingCheckpointer(log), LogPieces(log))
 
 
-def _send_steps(engine: SchedulerEngine, transport: Transport, now: float) -> None:
-    for peer in transport.send(transport.executor, engine.step_link.outgoing):
+def _send_step_frames(engine: SchedulerEngine, transport: Transport, now: float) -> None:
+    for peer in transport.send(transport.executor, engine.executor_link.outgoing):
         engine.executor_unreachable(peer, now)
 
 
-def _send(engine: SchedulerEngine, transport: Transport, now: float) -> None:
-    _send_steps(engine, transport, now)
+def _send_frames(engine: SchedulerEngine, transport: Transport, now: float) -> None:
+    _send_step_frames(engine, transport, now)
     for peer in transport.send(transport.gateways, engine.gateways.outgoing):
         engine.gateway_unreachable(peer, now)
 

@@ -25,7 +25,7 @@ class QueuePace:
         self._since: float | None = None
         self._last = 0.0
 
-    def note_starts(self, count: int, now: float) -> None:
+    def count_starts(self, count: int, now: float) -> None:
         """``count`` requests have started for the first time."""
         if self._since is None:
             self._since = now

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from headway_process.histogram import Histogram, fine_durations
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.request import FinishReason
+from headway_scheduler.core.view import SchedulerView
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12
@@ -123,28 +123,28 @@ class ServingStatistics:
         """When ``keep_time`` has something to do."""
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
-    def note_arrival(self, tenant: str) -> None:
+    def count_arrival(self, tenant: str) -> None:
         """A request has been taken."""
         if tenant:
             self._tokens_of(tenant)
 
-    def note_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
+    def count_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
         """A step has returned and brought ``events``."""
         num_starters = len(events.first_tokens) + len(events.resumed_gaps_s)
         num_decoded = len(events.token_ids) - num_starters
         if num_decoded > 0:
             if self._starters:
-                num_decoded = self._note_first_gaps(num_decoded, now)
+                num_decoded = self._observe_first_gaps(num_decoded, now)
             self.gap_s.observe(now - self._decoded_at, num_decoded)
             self._decoded_at = now
         if num_starters:
-            self._note_starters(events, now)
+            self._observe_starters(events, now)
         if events.admitted:
-            self._note_admissions(events)
+            self._observe_admissions(events)
         self.last_answer_at = now
         self.last_device_time_us = device_time_us
 
-    def note_end(self, end: FinishedEvent, now: float) -> None:
+    def count_end(self, end: FinishedEvent, now: float) -> None:
         """A request has ended, however it did."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
@@ -164,55 +164,55 @@ class ServingStatistics:
             if num_new_tokens > 1:
                 self.time_per_output_token_s.observe(decode_s / (num_new_tokens - 1))
         if end.num_predicted_tokens is not None and end.num_output_tokens:
-            self._note_prediction(end.num_predicted_tokens, end.num_output_tokens)
+            self._observe_prediction(end.num_predicted_tokens, end.num_output_tokens)
 
-    def note_epoch(self, now: float) -> None:
+    def count_epoch(self, now: float) -> None:
         """An executor that knows nothing is ready."""
         self.num_epochs += 1
         if self.executor_since is None:
             self.executor_since = now
         self._starters.clear()
 
-    def note_executor_lost(self) -> None:
+    def count_executor_loss(self) -> None:
         """There is no executor any more."""
         self.num_executor_losses += 1
         self.executor_since = None
 
-    def keep_time(self, now: float, core: Scheduler | None) -> None:
+    def keep_time(self, now: float, view: SchedulerView | None) -> None:
         """Let what is recent move on; to be called now and then, and before figures are read."""
         if self.started_at is None:
             self.started_at = now
         if now < self.next_mark_at:
             return
         self.next_mark_at = now + MARK_INTERVAL_S
-        if core is None or not core.num_running:
+        if view is None or not view.num_running:
             self._starters.clear()  # who started has ended, or will start anew
         for histogram in self._with_recent:
             histogram.mark()
-        self._totals.append(_Totals(now, 0, 0) if core is None else _totals(core, now))
+        self._totals.append(_Totals(now, 0, 0) if view is None else _totals(view, now))
 
-    def rates(self, core: Scheduler, now: float) -> Rates:
+    def rates(self, view: SchedulerView, now: float) -> Rates:
         """Of the last seconds."""
         if not self._totals or now <= self._totals[0].time:
             return Rates(0.0, 0.0)
-        before, after = self._totals[0], _totals(core, now)
+        before, after = self._totals[0], _totals(view, now)
         elapsed_s = now - before.time
         return Rates(
             (after.num_prompt_tokens - before.num_prompt_tokens) / elapsed_s,
             (after.num_output_tokens - before.num_output_tokens) / elapsed_s,
         )
 
-    def tenant_services(self, core: Scheduler) -> list[TenantService]:
+    def tenant_services(self, view: SchedulerView) -> list[TenantService]:
         """Per tenant; O(live requests) where requests name tenants at all."""
         if not self.tenants:
             return []
         running: Counter[str] = Counter()
         waiting: Counter[str] = Counter()
         num_new_tokens: Counter[str] = Counter()
-        for request in core.requests():
+        for request in view.requests():
             new = request.new
             (running if request.row >= 0 else waiting)[new.tenant] += 1
-            num_new_tokens[new.tenant] += core.num_tokens_of(request) - len(new.token_ids)
+            num_new_tokens[new.tenant] += view.num_tokens_of(request) - len(new.token_ids)
         return [
             TenantService(
                 tenant=name,
@@ -220,12 +220,12 @@ class ServingStatistics:
                 num_waiting=waiting[name],
                 num_prompt_tokens=tokens.num_prompt_tokens,
                 num_output_tokens=tokens.num_output_tokens + num_new_tokens[name],
-                counter=core.service_counter_of(name),
+                counter=view.service_of(name),
             )
             for name, tokens in self.tenants.items()
         ]
 
-    def _note_first_gaps(self, num_decoded: int, now: float) -> int:
+    def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
         """Those that started since a row last decoded; returns how many others decode."""
         for since, count in self._starters:
             num_of_these = min(count, num_decoded)
@@ -234,7 +234,7 @@ class ServingStatistics:
         self._starters.clear()
         return num_decoded
 
-    def _note_starters(self, events: StepEvents, now: float) -> None:
+    def _observe_starters(self, events: StepEvents, now: float) -> None:
         for first in events.first_tokens:
             self.first_token_s.observe(now - first.arrival_time)
         for gap_s in events.resumed_gaps_s:
@@ -250,13 +250,13 @@ class ServingStatistics:
                     del self._starters[place]
                 return
 
-    def _note_admissions(self, events: StepEvents) -> None:
+    def _observe_admissions(self, events: StepEvents) -> None:
         for admitted in events.admitted:
             self.queue_s.observe(admitted.scheduled_time - admitted.arrival_time)
             if admitted.tenant:
                 self._tokens_of(admitted.tenant).num_prompt_tokens += admitted.num_prompt_tokens
 
-    def _note_prediction(self, predicted: int, actual: int) -> None:
+    def _observe_prediction(self, predicted: int, actual: int) -> None:
         error = self.prediction_error
         error.count += 1
         error.sum_absolute += abs(predicted - actual)
@@ -274,5 +274,5 @@ class ServingStatistics:
         return tokens
 
 
-def _totals(core: Scheduler, now: float) -> _Totals:
-    return _Totals(now, core.counters.num_prompt_tokens, core.counters.num_output_tokens)
+def _totals(view: SchedulerView, now: float) -> _Totals:
+    return _Totals(now, view.counters.num_prompt_tokens, view.counters.num_output_tokens)

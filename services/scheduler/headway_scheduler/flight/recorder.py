@@ -1,9 +1,9 @@
-"""The flight recorder: told of every call of the core, it writes them down when there is time.
+"""The flight recorder: it records every call of the core, and encodes the records when there is time.
 
-Owns: what is remembered until it is written, and when that is. Must not know: sockets, files, or what is decided.
+Owns: the records that were not written yet, and when they are written. Must not know: sockets, files, or decisions.
 
-On the way of a step there is an append of references and nothing else. ``flush`` encodes what has gathered; the process
-calls it when it is about to sleep. Compressing and writing are the log's, on its thread.
+During a step it only appends references. ``flush`` encodes them; the process calls it before it sleeps. The log compresses
+and writes on a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ from headway_scheduler.flight.records import (
 )
 
 FLUSH_RECORDS = 64
-"""So many records are written at once,"""
+"""``flush`` writes when there are so many records,"""
 FLUSH_INTERVAL_S = 0.05
-"""or those of so many seconds; a killed process loses no more, but for what came just before it went to sleep."""
+"""or when the last time is so long ago. A killed process loses no more than that and what came just before it slept."""
 
 
 class Log(Protocol):
-    """Where batches of records go. ``failure`` says why they go nowhere any more."""
+    """Takes batches of records. ``failure`` says why it no longer does."""
 
     life: int
     segment: int
@@ -68,13 +68,77 @@ Checkpointer = Callable[[Scheduler], None]
 
 
 _Sent: TypeAlias = tuple[float, Sequence[tuple[bytes, bytes]], int]
-"""A turn that is not encoded yet: when, the frames of its steps, and how many were shed."""
+"""A turn that is not encoded yet: the time, the frames of its steps, and how many requests were shed."""
 _Taken: TypeAlias = tuple[float, ExecutorOutput, tuple[FinishedEvent, ...]]
-"""An answer, likewise: when, what it was, and who ended with it."""
+"""An answer that is not encoded yet: the time, the answer, and the requests that ended with it."""
 
 
-class FlightRecorder:
-    """Told in the order of the calls. Times in seconds, monotonic."""
+class NullRecorder:
+    """Takes every call of the core, in order, and records nothing. Times in seconds, monotonic."""
+
+    pieces: LogPieces | None = None
+    """The log's files, for copies; None where there are none."""
+
+    def epoch_began(
+        self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
+    ) -> None:
+        """The core was made, or began an epoch."""
+
+    def arrived(self, now: float, new: NewRequestEvent) -> None:
+        """The core took a request."""
+
+    def refused(self, now: float, submit: Submit, rejected: Rejected) -> None:
+        """A request was refused."""
+
+    def aborted(self, now: float, origin: Origin, why: str, error: str = "") -> None:
+        """The core ended a request on order; with an ``error``, a guilty one."""
+
+    def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
+        """The core scheduled these steps, as (peer, frame), and has no more."""
+
+    def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
+        """The core had no step to schedule. ``is_idle``: it has no request at all."""
+
+    def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
+        """The core took an answer in, with which these requests ended."""
+
+    def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
+        """The core refused an answer."""
+
+    def ran_alone(self, origin: Origin | None, num_tokens: int) -> None:
+        """The core lets only this request run; None: all may run."""
+
+    def started_slowly(self, origins: tuple[Origin, ...]) -> None:
+        """The core lets these requests start again a few at a time."""
+
+    def paused(self, *, is_paused: bool) -> None:
+        """Admission was paused or resumed."""
+
+    def cache_dropped(self) -> None:
+        """The cached blocks that no request held were dropped."""
+
+    def pinned(self, name: str, tenant: str, token_ids: bytes) -> None:
+        """A prefix was pinned."""
+
+    def unpinned(self, name: str) -> None:
+        """A prefix was unpinned."""
+
+    def executor_gone(self, now: float, reason: str) -> None:
+        """There is no executor."""
+
+    def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
+        """Hand over what has gathered, if it is much or has waited long enough."""
+
+    def take_failure(self) -> str:
+        """Why recording has ended, once; empty if it goes on."""
+        return ""
+
+    def close(self, now: float, core: Scheduler | None) -> None:
+        """Write what is left."""
+
+
+class FlightRecorder(NullRecorder):
+    """Keeps each call until ``flush`` encodes it for the log."""
 
     def __init__(
         self,
@@ -89,7 +153,6 @@ class FlightRecorder:
         self._headway_version = headway_version
         self._checkpointer = checkpointer
         self.pieces = pieces
-        """The log's files, for those who want a copy; None where it has none."""
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: list[Record | _Sent | _Taken] = []
         self._num_flushed = 0
@@ -99,17 +162,13 @@ class FlightRecorder:
         self._is_failure_told = False
         self._begin_segment()
 
-    # ------------------------------------------------------------------------------------------- what the core is told
-
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
     ) -> None:
-        """The core was made, or began an epoch."""
-        self._note(EpochBegan(now, epoch, capacity, same_model, info.model_name, reason))
+        self._add(EpochBegan(now, epoch, capacity, same_model, info.model_name, reason))
 
     def arrived(self, now: float, new: NewRequestEvent) -> None:
-        """The core took a request."""
-        self._note(
+        self._add(
             Arrived(
                 now=now,
                 origin=new.origin,
@@ -130,73 +189,54 @@ class FlightRecorder:
         )
 
     def refused(self, now: float, submit: Submit, rejected: Rejected) -> None:
-        """A request was not taken."""
         num_tokens = len(submit.token_ids) // 4
-        reason, message = (
-            rejected.reason,
-            f"{rejected.field}: {rejected.message}" if rejected.field else rejected.message,
-        )
-        self._note(Refused(now, submit.request_id, submit.index, submit.tenant, num_tokens, reason, message))
+        message = f"{rejected.field}: {rejected.message}" if rejected.field else rejected.message
+        self._add(Refused(now, submit.request_id, submit.index, submit.tenant, num_tokens, rejected.reason, message))
 
     def aborted(self, now: float, origin: Origin, why: str, error: str = "") -> None:
-        """The core was told to end a request; with an ``error``, one that is to blame."""
-        self._note(Aborted(now, origin, why, error))
+        self._add(Aborted(now, origin, why, error))
 
     def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
-        """The core was asked for steps until it had no more: these, as (peer, frame)."""
         self._pending.append((now, frames, num_shed))
 
     def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
-        """The core was asked for a step and had none. ``is_idle``: it has no request at all.
-
-        Of turns without a request the first may still tidy up; those that follow it change nothing and are left out.
-        """
-        num_noted = self._num_flushed + len(self._pending)
-        if is_idle and not num_shed and num_noted == self._idle_since:
+        # Of turns without a request, the first may still tidy up. Those that follow change nothing and are left out.
+        num_recorded = self._num_flushed + len(self._pending)
+        if is_idle and not num_shed and num_recorded == self._idle_since:
             return
         self._pending.append((now, (), num_shed))
-        self._idle_since = num_noted + 1 if is_idle else -1
+        self._idle_since = num_recorded + 1 if is_idle else -1
 
     def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
-        """The core took an answer in, with which these requests ended."""
         self._pending.append((now, output, finished))
 
     def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
-        """The core refused an answer."""
-        self._note(Answered(now, output, mismatch=why))
+        self._add(Answered(now, output, mismatch=why))
 
     def ran_alone(self, origin: Origin | None, num_tokens: int) -> None:
-        """The core was told who may run."""
-        self._note(RanAlone(origin, num_tokens))
+        self._add(RanAlone(origin, num_tokens))
 
     def started_slowly(self, origins: tuple[Origin, ...]) -> None:
-        """The core was told that these come back a few at a time."""
-        self._note(StartedSlowly(origins))
+        self._add(StartedSlowly(origins))
 
     def paused(self, *, is_paused: bool) -> None:
-        """Admission was paused or resumed."""
-        self._note(Paused(is_paused))
+        self._add(Paused(is_paused))
 
     def cache_dropped(self) -> None:
-        """Cached blocks that nobody held were let go of."""
-        self._note(CacheDropped())
+        self._add(CacheDropped())
 
     def pinned(self, name: str, tenant: str, token_ids: bytes) -> None:
-        """A prefix was pinned."""
-        self._note(Pinned(name, tenant, token_ids))
+        self._add(Pinned(name, tenant, token_ids))
 
     def unpinned(self, name: str) -> None:
-        """A prefix was unpinned."""
-        self._note(Unpinned(name))
+        self._add(Unpinned(name))
 
     def executor_gone(self, now: float, reason: str) -> None:
-        """There is no executor."""
-        self._note(ExecutorGone(now, reason))
+        self._add(ExecutorGone(now, reason))
 
     # ------------------------------------------------------------------------------------------------- writing it down
 
     def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Hand over what has gathered, if it is much or has waited long enough."""
         pending = self._pending
         if not pending or (len(pending) < FLUSH_RECORDS and now < self._flush_at and not is_final):
             return
@@ -213,18 +253,16 @@ class FlightRecorder:
             self._begin_segment()
 
     def take_failure(self) -> str:
-        """Why recording has ended, once; empty if it goes on."""
         if self._is_failure_told or not self._log.failure:
             return ""
         self._is_failure_told = True
         return self._log.failure
 
     def close(self, now: float, core: Scheduler | None) -> None:
-        """Write what is left."""
         self.flush(now, core, is_final=True)
         self._log.close()
 
-    def _note(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         self._pending.append(record)
 
     def _begin_segment(self) -> None:

@@ -75,7 +75,7 @@ class ExecutorRefused(msgspec.Struct, frozen=True):
 StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
 
 
-class StepLink:
+class ExecutorLink:
     """Fed with frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
 
     def __init__(self, incarnation: int) -> None:

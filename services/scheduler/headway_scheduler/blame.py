@@ -1,0 +1,72 @@
+"""Steps were lost: which requests were in them, which one is guilty, and which one has to run alone.
+
+Owns: the way from the core's requests to the brake's names and back. Must not know: why steps were lost, frames, the clock.
+It only reads from the core; the engine gives the orders.
+"""
+
+from typing import NamedTuple
+
+from headway_scheduler.brake import MAX_LOSSES, Brake
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.notices import Notices
+
+
+class Trial(NamedTuple):
+    """The sequence that runs alone until it has ``num_tokens`` tokens; ``origin`` is None if all may run."""
+
+    origin: Origin | None
+    num_tokens: int
+
+
+class Verdict(NamedTuple):
+    """The sequences that were in the lost steps. ``guilty`` is the one to end with ``error``, if one was found."""
+
+    in_flight: tuple[Origin, ...]
+    guilty: Origin | None
+    error: str
+
+
+class Blame:
+    """Asks the brake about the sequences of the core."""
+
+    def __init__(self, brake: Brake, live: LiveSequences, notices: Notices) -> None:
+        self._brake = brake
+        self._live = live
+        self._notices = notices
+        self._judged_epoch = -1
+
+    def next_trial(self, core: Scheduler) -> Trial:
+        """The first suspect that is here and not acquitted runs alone; without one, all may run."""
+        for name in self._brake.suspects:
+            live = self._live.named(name)
+            request = None if live is None else core.find(live.origin)
+            if live is None or request is None:
+                continue  # its gateway has not submitted it again yet
+            if not self._brake.is_acquitted(name, core.num_tokens_of(request)):
+                return Trial(live.origin, self._brake.num_tokens_wanted(name))
+            self._notices.add("acquitted", request_id=name.request_id, continuation=name.continuation)
+        for name in self._brake.suspects:
+            self._brake.forget(name)
+        return Trial(None, 0)
+
+    def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
+        """Report the lost requests to the brake: those in ``step``, or in all steps in flight.
+
+        None if the losses of this epoch were judged before.
+        """
+        if self._judged_epoch == core.epoch:
+            return None
+        self._judged_epoch = core.epoch
+        in_flight = core.requests_in_flight(step)
+        found = [(self._live.get(origin), num_tokens) for origin, num_tokens in in_flight]
+        guilty = self._brake.count_loss([(live.name, num_tokens) for live, num_tokens in found if live is not None])
+        origins = tuple(origin for origin, _ in in_flight)
+        live = None if guilty is None else self._live.named(guilty)
+        if live is None:
+            return Verdict(origins, None, "")
+        name = live.name
+        self._notices.add("guilty", request_id=name.request_id, continuation=name.continuation, reason=reason)
+        error = f"the executor was lost {MAX_LOSSES} times while it ran, the last time with nothing beside it: {reason}"
+        return Verdict(origins, live.origin, error)

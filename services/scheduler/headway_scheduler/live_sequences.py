@@ -1,0 +1,70 @@
+"""The sequences that the core holds, by origin and by name.
+
+A *request* is what a client sends; it has one *sequence* for each continuation that it asks for, told apart by ``index``.
+
+Owns: one record per live sequence. Must not know: frames, the core, or why a sequence ends.
+"""
+
+from typing import NamedTuple
+
+from headway_proto.ingress import Submit
+from headway_scheduler.core.state.arrival import Origin
+
+
+class Name(NamedTuple):
+    """The public name of a sequence. It outlives the link of its gateway."""
+
+    request_id: str
+    continuation: int
+
+
+def name_of(submit: Submit) -> Name:
+    """The name of the submitted sequence."""
+    return Name(submit.request_id, submit.index)
+
+
+class LiveSequence(NamedTuple):
+    """One sequence that the core holds."""
+
+    origin: Origin
+    name: Name
+    traceparent: str
+
+
+class LiveSequences:
+    """All live sequences."""
+
+    def __init__(self) -> None:
+        self._by_origin: dict[Origin, LiveSequence] = {}
+        self._by_name: dict[Name, LiveSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_origin)
+
+    def add(self, live: LiveSequence) -> None:
+        """Add a sequence."""
+        self._by_origin[live.origin] = self._by_name[live.name] = live
+
+    def remove(self, origin: Origin) -> LiveSequence | None:
+        """Remove a sequence; None if there is none."""
+        live = self._by_origin.pop(origin, None)
+        if live is not None:
+            del self._by_name[live.name]
+        return live
+
+    def get(self, origin: Origin) -> LiveSequence | None:
+        """The sequence of this origin."""
+        return self._by_origin.get(origin)
+
+    def named(self, name: Name) -> LiveSequence | None:
+        """The sequence of this name."""
+        return self._by_name.get(name)
+
+    def of_owner(self, owner: int) -> list[LiveSequence]:
+        """The sequences that came over one link of a gateway."""
+        return [live for origin, live in self._by_origin.items() if origin.owner == owner]
+
+    def of_request(self, request_id: str) -> list[LiveSequence]:
+        """The sequences of a request, by index."""
+        found = [live for name, live in self._by_name.items() if name.request_id == request_id]
+        return sorted(found, key=lambda live: live.name.continuation)

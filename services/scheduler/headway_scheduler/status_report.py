@@ -1,0 +1,136 @@
+"""The status that operators and metrics read: the figures of the core, of serving and of the executor in one message.
+
+Owns: where each figure comes from. Must not know: commands, who asks, or what a figure means.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from headway_process.histogram import Histogram
+from headway_proto.operations import (
+    EndCount,
+    ExecutorState,
+    PolicyNames,
+    PredictionErrorState,
+    PreemptionCount,
+    RecentPercentiles,
+    Status,
+    StepTimeModelState,
+    TenantServiceState,
+    WastedTokens,
+)
+from headway_proto.step import BackendInfo
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.view import SchedulerFigures, SchedulerView
+from headway_scheduler.executor_link import ExecutorLink
+from headway_scheduler.ingress_link import IngressLinks
+from headway_scheduler.serving_statistics import ServingStatistics
+
+_BY_KIND = {"preemptions", "wasted_tokens"}
+_TOTALS = tuple(
+    name for name in SchedulerCounters.__struct_fields__ if name in Status.__struct_fields__ and name not in _BY_KIND
+)
+"""The counters that the status repeats under their own names."""
+
+
+class Reported(Protocol):
+    """The parts of a scheduler that a status is made of. ``view`` and ``info`` are None before an executor joins."""
+
+    limits: SchedulerLimits
+    executor_link: ExecutorLink
+    gateways: IngressLinks
+    statistics: ServingStatistics
+    info: BackendInfo | None
+
+    @property
+    def view(self) -> SchedulerView | None:
+        """What may be read from the core."""
+
+    @property
+    def state(self) -> str:
+        """One of ``ingress.STATE_*``."""
+
+
+def status_of(scheduler: Reported, now: float) -> Status:
+    """The figures of this moment. Without an executor, those of the core have their defaults."""
+    view, limits, statistics = scheduler.view, scheduler.limits, scheduler.statistics
+    statistics.keep_time(now, view)
+    counters = SchedulerCounters() if view is None else view.counters
+    figures = SchedulerFigures() if view is None else view.figures()
+    status = Status(
+        **figures._asdict(),
+        **{name: getattr(counters, name) for name in _TOTALS},
+        scheduler_state=scheduler.state,
+        executor_state=scheduler.executor_link.executor_state(now),
+        epoch=scheduler.executor_link.epoch,
+        num_gateways=len(scheduler.gateways),
+        max_num_batched_tokens=limits.max_num_batched_tokens if view is None else view.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_steps_in_flight=limits.max_steps_in_flight,
+        policies=PolicyNames(
+            order=limits.order, batching=limits.batching, budget=limits.budget, preemption=limits.preemption
+        ),
+        preemptions=tuple(
+            PreemptionCount(mode=kind.mode, reason=kind.reason, count=count)
+            for kind, count in sorted(counters.preemptions.items())
+        ),
+        wasted_tokens=tuple(
+            WastedTokens(reason=reason, count=count) for reason, count in sorted(counters.wasted_tokens.items())
+        ),
+        executor=_executor(scheduler.info, statistics, now),
+    )
+    status = _with_statistics(status, statistics, now)
+    return status if view is None else _with_rates(status, statistics, view, now)
+
+
+def _with_statistics(status: Status, statistics: ServingStatistics, now: float) -> Status:
+    error = statistics.prediction_error
+    ends = sorted((reason.value, count) for reason, count in statistics.ends.items())
+    return msgspec.structs.replace(
+        status,
+        uptime_s=0.0 if statistics.started_at is None else now - statistics.started_at,
+        num_epochs=statistics.num_epochs,
+        num_executor_losses=statistics.num_executor_losses,
+        ttft=_percentiles(statistics.first_token_s),
+        itl=_percentiles(statistics.gap_s),
+        queue=_percentiles(statistics.queue_s),
+        e2e=_percentiles(statistics.request_s),
+        ends=tuple(EndCount(reason=reason, count=count) for reason, count in ends),
+        prediction_error=PredictionErrorState(**msgspec.structs.asdict(error)) if error.count else None,
+    )
+
+
+def _with_rates(status: Status, statistics: ServingStatistics, view: SchedulerView, now: float) -> Status:
+    rates, model = statistics.rates(view, now), view.step_times
+    services = statistics.tenant_services(view)
+    return msgspec.structs.replace(
+        status,
+        prompt_tokens_per_s=rates.prompt_tokens_per_s,
+        output_tokens_per_s=rates.output_tokens_per_s,
+        step_time_model=None if model is None else StepTimeModelState(**model._asdict()),
+        tenant_services=tuple(TenantServiceState(**service._asdict()) for service in services),
+    )
+
+
+def _executor(info: BackendInfo | None, statistics: ServingStatistics, now: float) -> ExecutorState | None:
+    if info is None or statistics.executor_since is None:
+        return None
+    last = statistics.last_answer_at
+    return ExecutorState(
+        backend=info.backend,
+        model_name=info.model_name,
+        device=info.device,
+        dtype=info.dtype,
+        age_s=now - statistics.executor_since,
+        last_step_us=statistics.last_device_time_us,
+        last_step_age_s=-1.0 if last is None else now - last,
+    )
+
+
+def _percentiles(histogram: Histogram) -> RecentPercentiles:
+    recent = histogram.recent()
+    return RecentPercentiles(
+        count=recent.num_values, p50_ms=recent.p50 * 1e3, p90_ms=recent.p90 * 1e3, p99_ms=recent.p99 * 1e3
+    )

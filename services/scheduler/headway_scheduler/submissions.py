@@ -1,0 +1,142 @@
+"""What gateways submit, before the core takes it: the checks that need no core, and those who wait for an executor.
+
+Owns: these checks, and the submissions that cannot be checked completely yet. Must not know: links, or the core's rules.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from headway_proto import ingress
+from headway_proto.columns import INT32, decode_column
+from headway_proto.ingress import Rejected, Submit
+from headway_proto.sampling import violations
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import SchedulerLimits
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_TENANT_BYTES = 128
+MAX_TRACEPARENT_CHARACTERS = 128
+_ANY_VOCABULARY = 1 << 31
+
+
+class Problem(NamedTuple):
+    """Why a submission is refused. ``field`` may be empty."""
+
+    reason: str
+    field: str
+    message: str
+
+    def rejection(self, handle: int, retry_s: float = 0.0) -> Rejected:
+        """The answer to the gateway. With ``retry_s``, the client may try again after so many seconds."""
+        retry_ms = round(retry_s * 1e3)
+        return Rejected(
+            handle=handle, reason=self.reason, field=self.field, message=self.message, retry_after_ms=retry_ms
+        )
+
+
+class EarlySubmissions:
+    """Submissions that came before any executor did: nobody knows yet what fits.
+
+    A restarted scheduler gets its old requests back from the gateways before its executor is back.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._submits: dict[Origin, Submit] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._submits)
+
+    def __contains__(self, origin: Origin) -> bool:
+        return origin in self._submits
+
+    def is_full_for(self, submit: Submit) -> bool:
+        """Whether the queue has no place for another submission. An empty queue always has one."""
+        if not self._submits:
+            return False
+        if len(self._submits) >= self._limits.max_num_waiting:
+            return True
+        num_bytes = self._num_bytes + len(submit.token_ids)
+        return 0 < self._limits.max_waiting_tokens < num_bytes // INT32.itemsize
+
+    def add(self, owner: int, submit: Submit) -> None:
+        """Keep a submission until an executor joins."""
+        origin = Origin(owner, submit.handle)
+        self.remove(origin)
+        self._submits[origin] = submit
+        self._num_bytes += len(submit.token_ids)
+
+    def remove(self, origin: Origin) -> None:
+        """Forget a submission, if it is here."""
+        submit = self._submits.pop(origin, None)
+        if submit is not None:
+            self._num_bytes -= len(submit.token_ids)
+
+    def remove_owner(self, owner: int) -> None:
+        """Forget what came over one link."""
+        for origin in [origin for origin in self._submits if origin.owner == owner]:
+            self.remove(origin)
+
+    def take(self) -> list[tuple[int, Submit]]:
+        """Remove and return all of them with their owners, in order of arrival."""
+        taken = [(origin.owner, submit) for origin, submit in self._submits.items()]
+        self._submits.clear()
+        self._num_bytes = 0
+        return taken
+
+
+def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
+    """What is wrong with a submission by itself; None if nothing is. ``vocab_size`` is None before an executor joins."""
+    num_bytes = len(submit.token_ids)
+    if num_bytes % INT32.itemsize or not num_bytes:
+        return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")
+    checks = (
+        (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
+        (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
+        (len(submit.traceparent) <= MAX_TRACEPARENT_CHARACTERS, "traceparent", submit.traceparent, "128 characters"),
+        (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
+        (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
+        (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
+         f"at most max_tokens, {submit.max_tokens}"),
+        (ingress.PRIORITY_REALTIME <= submit.priority <= ingress.PRIORITY_LOW, "priority", submit.priority, "1 to 4"),
+    )  # fmt: skip
+    for ok, field, value, allowed in checks:
+        if not ok:
+            return Problem(ingress.REJECT_INVALID, field, f"{value!r:.64} is not allowed; allowed: {allowed}")
+    num_held = num_bytes // INT32.itemsize - submit.num_prompt_tokens
+    if num_held >= submit.max_tokens:
+        message = f"{num_held} tokens held of max_tokens {submit.max_tokens}"
+        return Problem(ingress.REJECT_OUT_OF_RANGE, "resume", message)
+    for field, message in violations(submit.sampling, _ANY_VOCABULARY if vocab_size is None else vocab_size):
+        return Problem(ingress.REJECT_INVALID, field, message)
+    return None
+
+
+def new_request(owner: int, submit: Submit, eos_token_ids: tuple[int, ...]) -> NewRequestEvent:
+    """The core's form of a submission."""
+    sampling = submit.sampling
+    stops = set(sampling.stop_token_ids)
+    if not submit.ignore_eos:
+        stops.update(eos_token_ids)
+    # The executor needs the stop ids only to forbid them until min_tokens is reached.
+    forbidden = tuple(sorted(stops)) if sampling.min_tokens else ()
+    if forbidden != sampling.stop_token_ids:
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=forbidden)
+    return NewRequestEvent(
+        origin=Origin(owner, submit.handle),
+        request_id=submit.request_id,
+        index=submit.index,
+        token_ids=decode_column(submit.token_ids),
+        num_prompt_tokens=submit.num_prompt_tokens,
+        max_tokens=submit.max_tokens,
+        sampling=sampling,
+        stop_token_ids=frozenset(stops),
+        priority=submit.priority,
+        tenant=submit.tenant,
+        ttft_slo_ms=submit.ttft_slo_ms,
+        itl_slo_ms=submit.itl_slo_ms,
+        has_run=submit.has_run,
+        num_prompt_logprobs=submit.num_prompt_logprobs,
+    )
