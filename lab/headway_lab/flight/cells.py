@@ -12,6 +12,7 @@ from headway_proto.columns import decode_columns
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, EpochBegan, Turn
 from headway_scheduler.flight.replay import Event
 
@@ -89,31 +90,31 @@ class StepCollector:
         """Something has happened."""
         match event.record:
             case Turn() if event.output is not None and core is not None:
-                self._on_step(event.output, event.now, core)
+                self._on_step(event.output, event.now, SchedulerView(core))
             case Answered() if not event.record.mismatch:
                 self._on_answer(event.record)
             case EpochBegan():
                 self._under_way.clear()
                 self._owners.clear()
 
-    def _on_step(self, output: SchedulerOutput, now: float, core: Scheduler) -> None:
+    def _on_step(self, output: SchedulerOutput, now: float, view: SchedulerView) -> None:
         is_wanted = self._wanted.first <= self.num_steps < self._wanted.end
         # The step before the first is looked at as well: who lost a row in the first had it in that.
-        cells = self._cells(output, core) if is_wanted or self.num_steps == self._wanted.first - 1 else ()
+        cells = self._cells(output, view) if is_wanted or self.num_steps == self._wanted.first - 1 else ()
         if is_wanted:
             total = output.total_num_scheduled_tokens
             step = TimelineStep(
-                self.num_steps, output.epoch, output.step, now, core.num_running, core.num_waiting, total, cells
+                self.num_steps, output.epoch, output.step, now, view.num_running, view.num_waiting, total, cells
             )
             self.steps.append(step)
             self._under_way[output.step] = step
         self.num_steps += 1
 
-    def _cells(self, output: SchedulerOutput, core: Scheduler) -> tuple[Cell, ...]:
+    def _cells(self, output: SchedulerOutput, view: SchedulerView) -> tuple[Cell, ...]:
         exceptions: dict[int, int] = {}
         if output.num_scheduled_tokens:
             exceptions = dict(zip(*decode_columns(output.num_scheduled_tokens, 2).tolist(), strict=True))
-        before, self._owners = self._owners, {row: core.rows.request_in(row) for row in core.rows.live_rows().tolist()}
+        before, self._owners = self._owners, view.owners()
         cells = {
             row: Cell(row, request.new.request_id, Kind.PREEMPTED, 0)
             for row, request in before.items()
@@ -121,7 +122,7 @@ class StepCollector:
         }
         for row, request in self._owners.items():
             num_tokens = exceptions.get(row, 1)
-            num_before = int(core.rows.num_computed_tokens[row]) - num_tokens
+            num_before = view.figures_of(request).num_computed_tokens - num_tokens
             kind = Kind.IDLE
             if num_tokens:
                 kind = Kind.PREFILL if num_before < request.num_admitted_tokens else Kind.DECODE

@@ -17,6 +17,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Aborted, Answered, Arrived, EpochBegan, ExecutorGone, Refused, Turn
 from headway_scheduler.flight.replay import Event
 
@@ -145,9 +146,10 @@ class Follower:
         record = event.record
         if core is None:
             return
+        view = SchedulerView(core)
         match record:
             case Arrived() if record.request_id == self._request_id:
-                self._on_arrival(record, core)
+                self._on_arrival(record, view)
             case Refused() if record.request_id == self._request_id:
                 self.lives.append(_refused(record))
             case ExecutorGone():
@@ -159,7 +161,7 @@ class Follower:
                 self._has_executor = True
                 self._lose_executor(record.now, f"the executor had to begin anew: {record.reason}")
             case Turn():
-                self._on_turn(event, core)
+                self._on_turn(event, view, core)
             case Answered() if not record.mismatch:
                 self._under_way.pop(record.output.step, None)
                 self._on_answer(record, event)
@@ -167,10 +169,10 @@ class Follower:
         for end in (*event.events.finished, *event.shed):
             self._on_end(end, event.now, why)
 
-    def _on_arrival(self, record: Arrived, core: Scheduler) -> None:
-        request = core.find(record.origin)
+    def _on_arrival(self, record: Arrived, view: SchedulerView) -> None:
+        request = view.find(record.origin)
         assert request is not None
-        ahead = core.ahead_of(request)
+        ahead = view.ahead_of(request)
         life = Life(
             request_id=record.request_id,
             index=record.index,
@@ -179,8 +181,8 @@ class Follower:
             num_prompt_tokens=record.num_prompt_tokens,
             max_tokens=record.max_tokens,
             arrival_s=record.now,
-            num_running=core.num_running,
-            num_waiting=core.num_waiting - 1,
+            num_running=view.num_running,
+            num_waiting=view.num_waiting - 1,
             ahead=tuple([other.new.request_id for other in ahead]),
         )
         followed = _Followed(life, request)
@@ -188,8 +190,8 @@ class Follower:
             followed.note_step(msgspec.structs.replace(step))
         if not self._has_executor:
             followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
-        elif core.num_in_flight >= core.limits.max_steps_in_flight:
-            followed.waits_for(PIPE_FULL, f"{core.num_in_flight} steps are under way", len(ahead), record.now)
+        elif view.num_in_flight >= view.limits.max_steps_in_flight:
+            followed.waits_for(PIPE_FULL, f"{view.num_in_flight} steps are under way", len(ahead), record.now)
         self.lives.append(life)
         self._followed[record.origin] = followed
 
@@ -203,30 +205,30 @@ class Follower:
                 followed.life.setbacks.append(Setback(now, why, followed.num_computed_tokens, 0))
             followed.num_computed_tokens = 0
 
-    def _on_turn(self, event: Event, core: Scheduler) -> None:
+    def _on_turn(self, event: Event, view: SchedulerView, core: Scheduler) -> None:
         output = event.output
         if output is not None:
-            prompts = tuple([(name, count) for _, name, count in prompts_in(output, core)])
+            prompts = tuple([(name, count) for _, name, count in prompts_in(output, view)])
             num_tokens = output.total_num_scheduled_tokens
             self._under_way[output.step] = FlightStep(output.epoch, output.step, event.now, num_tokens, 0, prompts)
         for followed in self._followed.values():
-            self._look_for_setback(followed, event, core)
+            self._look_for_setback(followed, event, view)
             if output is not None:
-                self._on_step(followed, output, event.now, core)
+                self._on_step(followed, output, event.now, view)
             elif followed.request.row < 0 and not event.shed:
-                self._on_waiting(followed, event.now, core)
+                self._on_waiting(followed, event.now, view, core)
 
-    def _look_for_setback(self, followed: _Followed, event: Event, core: Scheduler) -> None:
+    def _look_for_setback(self, followed: _Followed, event: Event, view: SchedulerView) -> None:
         request = followed.request
         if request.num_preemptions == followed.num_preemptions:
             return
-        why = _why_preempted(followed, event.output, core)
+        why = _why_preempted(followed, event.output, view)
         followed.life.setbacks.append(Setback(event.now, why, followed.num_computed_tokens, request.num_swapped_tokens))
         followed.num_preemptions, followed.num_ways_made = request.num_preemptions, request.num_ways_made
         followed.had_row = False
         followed.num_computed_tokens = 0
 
-    def _on_step(self, followed: _Followed, output: SchedulerOutput, now: float, core: Scheduler) -> None:
+    def _on_step(self, followed: _Followed, output: SchedulerOutput, now: float, view: SchedulerView) -> None:
         request, num_own_tokens = followed.request, 0
         if request.row >= 0:
             if not followed.had_row:
@@ -235,15 +237,15 @@ class Follower:
                 start = next(new.num_computed_tokens for new in output.scheduled_new_reqs if new.row == request.row)
                 followed.num_computed_tokens = start
                 followed.life.admissions.append(Admission(now, output.step, request.num_admitted_tokens, start))
-            computed = int(core.rows.num_computed_tokens[request.row])
+            computed = view.figures_of(request).num_computed_tokens
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
         step = self._under_way[output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
         followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 
-    def _on_waiting(self, followed: _Followed, now: float, core: Scheduler) -> None:
+    def _on_waiting(self, followed: _Followed, now: float, view: SchedulerView, core: Scheduler) -> None:
         request = followed.request
-        ahead = core.ahead_of(request)
+        ahead = view.ahead_of(request)
         first = ahead[0] if ahead else request
         reason, text = bottleneck_of(core, first)
         followed.waits_for(reason.value, text, len(ahead), now)
@@ -270,13 +272,13 @@ class Follower:
         life.num_output_tokens = end.num_output_tokens
 
 
-def prompts_in(output: SchedulerOutput, core: Scheduler) -> Iterator[tuple[int, str, int]]:
+def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[int, str, int]]:
     """Row, request id and tokens of every row that runs more than one token in a step that was just decided."""
     if output.num_scheduled_tokens:
         rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
         for row, count in zip(rows, counts, strict=True):
             if count > 1:
-                yield row, core.rows.request_in(row).new.request_id, count
+                yield row, view.request_in(row).new.request_id, count
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:
@@ -286,18 +288,18 @@ def few_names(names: tuple[str, ...] | list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _why_preempted(followed: _Followed, output: SchedulerOutput | None, core: Scheduler) -> str:
+def _why_preempted(followed: _Followed, output: SchedulerOutput | None, view: SchedulerView) -> str:
     request = followed.request
-    if core.alone is not None and core.alone is not request:
-        return f"{core.alone.new.request_id} had to run alone, because executors were lost while it ran"
-    started = [core.rows.request_in(new.row) for new in output.scheduled_new_reqs] if output is not None else []
+    if view.alone is not None and view.alone is not request:
+        return f"{view.alone.new.request_id} had to run alone, because executors were lost while it ran"
+    started = [view.request_in(new.row) for new in output.scheduled_new_reqs] if output is not None else []
     if request.num_ways_made > followed.num_ways_made:
         names = [other.new.request_id for other in started if other.new.priority < request.new.priority]
         return f"it made way for {few_names(names) or 'a request'} of a higher class"
     rows = decode_columns(output.new_blocks, 2)[0].tolist() if output is not None and output.new_blocks else []
     starting = {other.row for other in started}
-    names = [core.rows.request_in(row).new.request_id for row in dict.fromkeys(rows) if row not in starting]
-    if not names and followed.num_computed_tokens % core.capacity.block_size == 0:
+    names = [view.request_in(row).new.request_id for row in dict.fromkeys(rows) if row not in starting]
+    if not names and followed.num_computed_tokens % view.capacity.block_size == 0:
         return "it needed a KV block, none was free, and those that hold them are served before it"
     needing = few_names(names) or "a request that is served before it"
     return f"no KV block was free, {needing} needed one, and it was the one to give up the least"

@@ -22,6 +22,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, Arrived, EpochBegan, Turn
 from headway_scheduler.flight.replay import Event
 
@@ -132,15 +133,15 @@ class Recording:
                 self._number_of[record.origin.owner, record.origin.handle] = len(self._arrivals)
                 self._arrivals.append(msgspec.structs.replace(record, now=now))
             case Turn() if event.output is not None and core is not None:
-                self._under_way[event.output.step] = _sent(event.output, now, core)
+                self._under_way[event.output.step] = _sent(event.output, now, SchedulerView(core))
             case Answered() if not record.mismatch and core is not None:
-                self._on_answer(record.output, event, now, core)
+                self._on_answer(record.output, event, now, SchedulerView(core))
         for end in (*event.events.finished, *event.shed):
             number = self._number_of.get((end.origin.owner, end.origin.handle))
             if number is not None:
                 self._ends.append((number, end, now))
 
-    def _on_answer(self, output: ExecutorOutput, event: Event, now: float, core: Scheduler) -> None:
+    def _on_answer(self, output: ExecutorOutput, event: Event, now: float, view: SchedulerView) -> None:
         sent = self._under_way.pop(output.step, None)
         if sent is None:
             return  # it was sent before the recording begins
@@ -163,7 +164,7 @@ class Recording:
         for number in numbers:
             self._num_output[number] = self._num_output.get(number, 0) + 1
         self._tokens.append((np.asarray(numbers, dtype=np.int32), now))
-        self._queue.append((now, core.num_running, core.num_waiting))
+        self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
         """Every request that got a token, with as many output tokens as it got, and their arrival times.
@@ -223,13 +224,13 @@ def _planned(number: int, record: Arrived, num_output_tokens: int) -> PlannedReq
     )
 
 
-def _sent(output: SchedulerOutput, now: float, core: Scheduler) -> _Sent:
-    rows = core.rows.live_rows()
-    scheduled = np.ones(core.rows.max_rows, dtype=np.int32)
+def _sent(output: SchedulerOutput, now: float, view: SchedulerView) -> _Sent:
+    rows = view.live_rows()
+    scheduled = np.ones(view.max_running, dtype=np.int32)
     if output.num_scheduled_tokens:
         exceptions, counts = decode_columns(output.num_scheduled_tokens, 2)
         scheduled[exceptions] = counts
     scheduled = scheduled[rows]
-    shape = shape_of(scheduled, core.rows.num_computed_tokens[rows] - scheduled)
+    shape = shape_of(scheduled, view.num_computed_in(rows) - scheduled)
     num_moved = (len(output.swap_out) + len(output.swap_in)) // 8
     return _Sent(shape, now, int(np.count_nonzero(scheduled == 1)), num_moved)

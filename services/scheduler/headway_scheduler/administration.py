@@ -22,6 +22,7 @@ from headway_proto.operations import (
     SequenceState,
     TenantPrefixUse,
 )
+from headway_scheduler import commands
 from headway_scheduler.bottleneck import bottleneck_of
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
@@ -61,17 +62,8 @@ class Administered(Reported, Protocol):
     def end(self, origin: Origin, now: float) -> None:
         """Abort a sequence."""
 
-    def pause(self, *, is_paused: bool) -> None:
-        """Stop or resume the start of requests."""
-
-    def drop_cached(self) -> None:
-        """Drop the cached blocks that no request holds."""
-
-    def pin(self, name: str, tenant: str, token_ids: bytes) -> CorePinnedPrefix:
-        """Keep a prefix in the cache, or raise ``PinRefused``."""
-
-    def unpin(self, name: str) -> bool:
-        """Undo ``pin``. Return whether there was such a pin."""
+    def announce(self) -> None:
+        """Send every gateway the state."""
 
 
 class Administration:
@@ -111,26 +103,28 @@ class Administration:
                 return self._flight_log(call.place or FlightLogPlace(), now)
         if call.method not in _NEED_EXECUTOR:
             return _refusal(f"unknown method {call.method!r:.64}")
-        view = self._scheduler.view
-        return _refusal(NO_EXECUTOR) if view is None else self._with_executor(call, view, now)
+        core = self._scheduler.core
+        return _refusal(NO_EXECUTOR) if core is None else self._with_executor(call, core, now)
 
-    def _with_executor(self, call: AdminCall, view: SchedulerView, now: float) -> AdminReply:
+    def _with_executor(self, call: AdminCall, core: Scheduler, now: float) -> AdminReply:
+        recorder = self._scheduler.recorder
         match call.method:
             case "pause" | "resume":
-                self._scheduler.pause(is_paused=call.method == "pause")
+                commands.pause(core, recorder, is_paused=call.method == "pause")
+                self._scheduler.announce()
                 return _reply()
             case "flush":
-                self._scheduler.drop_cached()
+                commands.drop_cached(core, recorder)
                 return _reply(status=status_of(self._scheduler, now))
             case "cache":
-                return _cache_changes(view, call.position)
+                return _cache_changes(SchedulerView(core), call.position)
             case "pins":
-                return _reply(pinned_prefixes=tuple(map(_pinned, view.pinned_prefixes())))
+                return _reply(pinned_prefixes=tuple(map(_pinned, SchedulerView(core).pinned_prefixes())))
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")
         if call.method == "pin":
-            return self._pin(call.prefix)
-        return _reply() if self._scheduler.unpin(call.prefix.name) else _refusal("not found")
+            return _pin(core, recorder, call.prefix)
+        return _reply() if commands.unpin(core, recorder, call.prefix.name) else _refusal("not found")
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
         view = self._scheduler.view
@@ -167,17 +161,6 @@ class Administration:
             self._scheduler.end(live.origin, now)
         return _reply()
 
-    def _pin(self, prefix: PrefixToPin) -> AdminReply:
-        if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
-            return _refusal(f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
-        if len(prefix.token_ids) % INT32.itemsize:
-            return _refusal(f"token_ids: {len(prefix.token_ids)} bytes are no int32 column")
-        try:
-            pinned = self._scheduler.pin(prefix.name, prefix.tenant, prefix.token_ids)
-        except PinRefused as refusal:
-            return _refusal(str(refusal))
-        return _reply(pinned_prefixes=(_pinned(pinned),))
-
     def _flight_log(self, place: FlightLogPlace, now: float) -> AdminReply:
         recorder = self._scheduler.recorder
         pieces = recorder.pieces
@@ -205,6 +188,18 @@ def _why_waiting(core: Scheduler, view: SchedulerView, request: Request) -> str:
     preempted = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
     num_ahead = len(view.ahead_of(request))
     return f"{preempted} and waits behind {num_ahead} others: {bottleneck_of(core, request).text}."
+
+
+def _pin(core: Scheduler, recorder: NullRecorder, prefix: PrefixToPin) -> AdminReply:
+    if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
+        return _refusal(f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
+    if len(prefix.token_ids) % INT32.itemsize:
+        return _refusal(f"token_ids: {len(prefix.token_ids)} bytes are no int32 column")
+    try:
+        pinned = commands.pin(core, recorder, prefix.name, prefix.tenant, prefix.token_ids)
+    except PinRefused as refusal:
+        return _refusal(str(refusal))
+    return _reply(pinned_prefixes=(_pinned(pinned),))
 
 
 def _cache_changes(view: SchedulerView, position: CachePosition | None) -> AdminReply:

@@ -16,7 +16,6 @@ from headway_scheduler.administration import Administration
 from headway_scheduler.blame import Blame
 from headway_scheduler.brake import Brake
 from headway_scheduler.core.admission.door import RequestRejected
-from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
@@ -377,36 +376,6 @@ class SchedulerEngine:
         finished = self._abort(self.core, origin, "an operator cancelled it", now)
         if finished is not None:
             self._deliver(StepEvents(finished=(finished,)), now)
-
-    def pause(self, *, is_paused: bool) -> None:
-        """Stop or resume the start of requests, and tell the gateways."""
-        assert self.core is not None
-        self.core.paused = is_paused
-        self.recorder.paused(is_paused=is_paused)
-        self.announce()
-
-    def drop_cached(self) -> None:
-        """Drop the cached blocks that no request holds."""
-        assert self.core is not None
-        self.core.pool.drop_cached()
-        self.recorder.cache_dropped()
-
-    def pin(self, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
-        """Keep a prefix in the cache. ``token_ids`` is an int32 column.
-
-        Raises:
-            PinRefused: the prefix cannot be pinned.
-        """
-        assert self.core is not None
-        pinned = self.core.pinned_prefixes.pin(name, tenant, decode_column(token_ids))
-        self.recorder.pinned(name, tenant, token_ids)
-        return pinned
-
-    def unpin(self, name: str) -> bool:
-        """Undo ``pin``. Return whether there was such a pin."""
-        assert self.core is not None
-        self.recorder.unpinned(name)
-        return self.core.pinned_prefixes.unpin(name)
 
     def _abort(self, core: Scheduler, origin: Origin, why: str, now: float) -> FinishedEvent | None:
         self.recorder.aborted(now, origin, why)

@@ -106,6 +106,11 @@ class SchedulerView:
         return self._core.num_waiting
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps sent and not answered."""
+        return self._core.num_in_flight
+
+    @property
     def kv_usage(self) -> float:
         """Share of the blocks that are not free, 0 to 1."""
         pool = self._core.pool

@@ -1,0 +1,38 @@
+"""The commands of operators that change the core. Each is recorded, since decisions depend on it.
+
+Owns: which call of the core a command is. Must not know: who gives it, or what is answered.
+"""
+
+from headway_proto.columns import decode_column
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.flight.recorder import NullRecorder
+
+
+def pause(core: Scheduler, recorder: NullRecorder, *, is_paused: bool) -> None:
+    """Stop or resume the start of requests."""
+    core.paused = is_paused
+    recorder.paused(is_paused=is_paused)
+
+
+def drop_cached(core: Scheduler, recorder: NullRecorder) -> None:
+    """Drop the cached blocks that no request holds."""
+    core.pool.drop_cached()
+    recorder.cache_dropped()
+
+
+def pin(core: Scheduler, recorder: NullRecorder, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
+    """Keep a prefix in the cache. ``token_ids`` is an int32 column.
+
+    Raises:
+        PinRefused: the prefix cannot be pinned.
+    """
+    pinned = core.pinned_prefixes.pin(name, tenant, decode_column(token_ids))
+    recorder.pinned(name, tenant, token_ids)
+    return pinned
+
+
+def unpin(core: Scheduler, recorder: NullRecorder, name: str) -> bool:
+    """Undo ``pin``. Return whether there was such a pin."""
+    recorder.unpinned(name)
+    return core.pinned_prefixes.unpin(name)
