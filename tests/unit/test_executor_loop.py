@@ -671,7 +671,7 @@ def test_a_network_link_works_with_keys_and_not_with_others(tmp_path):
 def test_a_damaged_key_file_is_named(tmp_path):
     zmq.auth.create_certificates(tmp_path, "executor")
     (tmp_path / "scheduler.key").write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"curve_keys: scheduler\.key cannot be used"):
+    with pytest.raises(ValueError, match=r"curve_keys: .* usable scheduler\.key "):
         SchedulerChannel("tcp://127.0.0.1:9", str(tmp_path))
 
 

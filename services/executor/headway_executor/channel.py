@@ -14,7 +14,7 @@ import zmq
 
 from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
 from headway_process.addresses import check_ipc_directory
-from headway_process.link_keys import load_key_pair
+from headway_process.link_keys import load_own_keys, load_public_key
 from headway_proto.framing import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 1024
@@ -109,16 +109,6 @@ class SchedulerChannel:
         ):
             self._socket.setsockopt(option, value)
         if curve_keys:
-            server, _ = _load_keys(Path(curve_keys) / SCHEDULER_PUBLIC_KEY)
-            public, secret = _load_keys(Path(curve_keys) / EXECUTOR_SECRET_KEY)
-            if secret is None:
-                raise ValueError(f"curve_keys: {EXECUTOR_SECRET_KEY} in {curve_keys!r:.64} holds no secret key")
-            self._socket.curve_serverkey = server
+            self._socket.curve_serverkey = load_public_key(Path(curve_keys), SCHEDULER_PUBLIC_KEY)
+            public, secret = load_own_keys(Path(curve_keys), EXECUTOR_SECRET_KEY)
             self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-
-
-def _load_keys(path: Path) -> tuple[bytes, bytes | None]:
-    try:
-        return load_key_pair(path)
-    except ValueError as error:
-        raise ValueError(f"curve_keys: {path.name} cannot be used: {error}") from error

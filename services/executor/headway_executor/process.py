@@ -3,7 +3,6 @@
 Owns: start, stop and exit codes. Must not know: how steps are run or how the protocol works.
 """
 
-import ctypes
 import os
 import secrets
 import signal
@@ -28,6 +27,7 @@ from headway_executor.threaded_backend import ThreadedBackend
 from headway_process.last_words import tell_last
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
+from headway_process.parent import end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots
 from headway_proto.step import BackendInfo
@@ -40,7 +40,6 @@ EXIT_BAD_CONFIGURATION = 2
 EXIT_BAD_MODEL_FILES = 3
 EXIT_DEVICE_LOST = 4
 
-_PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 2.0
 _LOG_DRAIN_S = 0.5
 _LAST_FRAMES_S = 0.5
@@ -56,8 +55,8 @@ def run(config: ExecutorConfig) -> int:
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)
-    if config.exit_with_parent:
-        _exit_with_parent()
+    if config.exit_with_parent and not end_with_parent():
+        os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = make_logger("executor", level=config.log_level, log_format=config.log_format, sink=sink)
     snapshots: Snapshots[ExecutorSnapshot] = Snapshots()
@@ -179,15 +178,6 @@ def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
     """End a process that is still loading: nothing needs saving, and a loader cannot be interrupted."""
     del signum, frame
     os._exit(EXIT_OK)
-
-
-def _exit_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent ends (Linux; elsewhere nothing happens)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _refuse(error: Exception, code: int) -> int:

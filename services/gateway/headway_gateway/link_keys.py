@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway_process.link_keys import load_key_pair
+from headway_process.link_keys import load_own_keys, load_public_key
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name
@@ -27,17 +27,6 @@ def load_link_keys(directory: Path) -> LinkKeys:
     Raises:
         ValueError: a file is missing or holds no such key; the message is one line.
     """
-    scheduler_public, _ = _load(directory / SCHEDULER_PUBLIC_KEY)
-    public, secret = _load(directory / GATEWAY_SECRET_KEY)
-    if secret is None:
-        raise ValueError(f"curve_keys: {GATEWAY_SECRET_KEY} in {str(directory)!r:.64} holds no secret key")
+    scheduler_public = load_public_key(directory, SCHEDULER_PUBLIC_KEY)
+    public, secret = load_own_keys(directory, GATEWAY_SECRET_KEY)
     return LinkKeys(scheduler_public=scheduler_public, public=public, secret=secret)
-
-
-def _load(path: Path) -> tuple[bytes, bytes | None]:
-    try:
-        return load_key_pair(path)
-    except ValueError as error:
-        raise ValueError(
-            f"curve_keys: {str(path.parent)!r:.64} is not allowed; allowed: a directory with a usable {path.name} ({error})"
-        ) from error

@@ -8,7 +8,6 @@ tokenizer files that cannot be used. Each failure is one line on standard error.
 """
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -24,12 +23,12 @@ from headway_gateway.worker_group import WorkerGroup
 from headway_process.last_words import tell_last
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import configure
+from headway_process.parent import end_with_parent
 from headway_process.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
 
 EXIT_OK = 0
 EXIT_CONFIGURATION = 2
 EXIT_MODEL_FILES = 3
-_PR_SET_PDEATHSIG = 1
 _SWITCH_INTERVAL_S = 0.0005
 _LOG_DRAIN_S = 0.5
 
@@ -45,7 +44,7 @@ def run(config: GatewayConfig) -> int:
         # gRPC's polling thread and the tokenising ones hand over to the event loop many times per request; waiting up to
         # the default 5 ms for the interpreter lock would be the tail of every latency.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        if config.exit_with_parent and not _end_with_parent():
+        if config.exit_with_parent and not end_with_parent():
             return EXIT_OK
         code = asyncio.run(_run(config))
         sink.drain(_LOG_DRAIN_S)
@@ -126,16 +125,6 @@ def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Ev
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     return stop, stop_now
-
-
-def _end_with_parent() -> bool:
-    """Have the kernel send SIGTERM when the parent ends; False if it has ended already.
-
-    The kernel means the parent's *thread*; a parent that starts processes from short-lived threads must not use this.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    return os.getppid() == parent
 
 
 def _tell(error: Exception) -> None:

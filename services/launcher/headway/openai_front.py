@@ -7,10 +7,8 @@ Must not know: what smg does with a request, or when it is started again.
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import urllib.error
@@ -18,9 +16,8 @@ import urllib.request
 from collections.abc import Collection, Sequence
 
 from headway.health import SERVING, Target, health_of
-from headway.parentage import launcher_is_gone
+from headway_process.parent import end_with_parent, launcher_is_gone
 
-_PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.2
 _SCHEME = "grpc://"
 # smg would look for a worker that is late every 30 seconds, ask those that serve for their health once a minute, and send
@@ -113,8 +110,7 @@ def main(arguments: Sequence[str]) -> None:
     smg asks for a worker's model when it starts, and then more and more rarely; so it starts when there is one. The others
     it takes in as they come.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if launcher_is_gone(os.environ):
+    if not end_with_parent() or launcher_is_gone(os.environ):
         return
     gateways = [Target(address=address) for address in arguments[0].split(",")]
     while not any(health_of(gateway) == SERVING for gateway in gateways):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from headway.parentage import LAUNCHER_VARIABLE
 from headway.pulse_watch import PulseWatch
+from headway_process.parent import LAUNCHER_VARIABLE
 from headway_process.pulse import PULSE_VARIABLE
 
 

@@ -6,8 +6,8 @@ Must not know: what any setting means.
 import argparse
 import os
 
-from headway.parentage import launcher_is_gone
 from headway.services import SERVICES, add_service_flags, announce, load
+from headway_process.parent import launcher_is_gone
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str) -> None:

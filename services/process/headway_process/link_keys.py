@@ -1,6 +1,6 @@
-"""A file with the CURVE keys of a link, as ``zmq.auth.create_certificates`` writes it.
+"""Files with the CURVE keys of a link, as ``zmq.auth.create_certificates`` writes them.
 
-Owns: which of these files hold usable keys. Must not know: whose they are, or where they lie.
+Owns: reading them, and the words for a file that cannot be used. Must not know: whose keys they are.
 """
 
 import struct
@@ -12,18 +12,48 @@ from zmq.utils import z85
 _KEY_BYTES = 32
 
 
-def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
-    """The public and the secret key in ``path``, Z85-encoded; None where it holds no secret one.
+def load_public_key(directory: Path, name: str) -> bytes:
+    """The public key in a file of the directory ``curve_keys``, Z85-encoded.
 
     Raises:
-        ValueError: it holds no whole key, or cannot be read; the message says why.
+        ValueError: the file cannot be used; the message is one line.
+    """
+    return _load(directory, name)[0]
+
+
+def load_own_keys(directory: Path, name: str) -> tuple[bytes, bytes]:
+    """The public and the secret key in a file of the directory ``curve_keys``, Z85-encoded.
+
+    Raises:
+        ValueError: the file cannot be used or holds no secret key; the message is one line.
+    """
+    public, secret = _load(directory, name)
+    if secret is None:
+        raise ValueError(f"curve_keys: {name} in {str(directory)!r:.64} holds no secret key")
+    return public, secret
+
+
+def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
+    try:
+        return load_key_pair(directory / name)
+    except ValueError as error:
+        raise ValueError(
+            f"curve_keys: {str(directory)!r:.64} is not allowed; allowed: a directory with a usable {name} ({error})"
+        ) from error
+
+
+def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
+    """The public and the secret key in ``path``, Z85-encoded. The secret key is None if the file holds none.
+
+    Raises:
+        ValueError: the file cannot be read or holds no whole key; the message says why.
     """
     try:
         public, secret = zmq.auth.load_certificate(path)
         are_whole = all(len(z85.decode(key)) == _KEY_BYTES for key in (public, secret) if key is not None)
     except OSError as error:
         raise ValueError(error.strerror or "no such file") from None
-    except (ValueError, LookupError, struct.error):  # The last two: zmq's own readers meet half a line, or no Z85.
+    except (ValueError, LookupError, struct.error):  # zmq raises the last two for half a line or for no Z85
         are_whole = False
     if not are_whole:
         raise ValueError("no whole CURVE key in it")

@@ -3,7 +3,6 @@
 Owns: the loop of four beats, start and stop. Must not know: how anything is decided.
 """
 
-import ctypes
 import gc
 import importlib.metadata
 import os
@@ -20,6 +19,7 @@ import structlog
 from headway_process.last_words import tell_last
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
+from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
 from headway_scheduler.compiled_core import runs_compiled
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
-_PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
 _REJECTIONS_INTERVAL_S = 5.0
@@ -51,8 +50,8 @@ def run(config: SchedulerConfig) -> int:
     """
     # Before the sockets exist: whoever sees them may send a signal at once.
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
-    if config.exit_with_parent:
-        _exit_with_parent()
+    if config.exit_with_parent and not end_with_parent():
+        os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = make_logger("scheduler", level=config.log_level, log_format=config.log_format, sink=sink)
     snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
@@ -213,12 +212,3 @@ def relax_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
-
-
-def _exit_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent ends (Linux; elsewhere nothing happens)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended in between
-            os.kill(os.getpid(), signal.SIGTERM)

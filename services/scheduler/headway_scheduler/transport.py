@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from headway_process.addresses import check_ipc_directory
-from headway_process.link_keys import load_key_pair
+from headway_process.link_keys import load_own_keys
 from headway_scheduler.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 
 HIGH_WATER_MARK = 100_000
@@ -135,12 +135,7 @@ class Transport:
         return socket
 
     def _use_keys(self, directory: Path) -> None:
-        try:
-            public, secret = load_key_pair(directory / SECRET_KEY)
-        except ValueError as error:
-            raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} cannot be used: {error}") from error
-        if secret is None:
-            raise ValueError(f"curve_keys: {SECRET_KEY} in {str(directory)!r:.64} holds no secret key")
+        public, secret = load_own_keys(directory, SECRET_KEY)
         for link, socket in ((STEP, self.executor), (INGRESS, self.gateways)):
             socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
             socket.setsockopt(zmq.ZAP_DOMAIN, link.encode())
