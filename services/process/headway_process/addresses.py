@@ -1,7 +1,6 @@
-"""Where the ZeroMQ links may run.
+"""The addresses of ZeroMQ links and of metrics.
 
-Owns: the forms of a link's address, the rule that a link beyond this machine needs keys, and the rule that one on this
-machine lies in a directory that nobody else can enter.
+Owns: their forms, and two rules: a link beyond this machine needs keys; a Unix socket lies in a private directory.
 Must not know: sockets, or which service asks.
 """
 
@@ -11,18 +10,18 @@ import stat
 from pathlib import Path
 
 MAX_IPC_PATH_BYTES = 107
-"""``sockaddr_un.sun_path`` holds 108 bytes, the terminating zero included."""
+"""``sockaddr_un.sun_path`` holds 108 bytes with the terminating zero."""
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 
 
 def check_link_address(field: str, address: str, *, has_keys: bool, least_port: int = 1) -> None:
-    """Refuse an address that cannot be used, or that strangers could reach without a key.
+    """Refuse an unusable address, or one that strangers could reach without a key.
 
-    ``least_port`` 0 allows a binding side to let the system choose.
+    ``least_port`` 0 lets the system choose a port to bind.
 
     Raises:
-        ValueError: one line naming ``field``, the value (cut at 64 characters) and what is allowed.
+        ValueError: one line with ``field``, the value (cut at 64 characters) and what is allowed.
     """
     scheme, _, rest = address.partition("://")
     allowed = "ipc://PATH or tcp://HOST:PORT"
@@ -41,10 +40,10 @@ def check_link_address(field: str, address: str, *, has_keys: bool, least_port: 
 
 
 def check_ipc_directory(field: str, address: str) -> None:
-    """Refuse the address of a Unix socket where others could connect to it, or put one of their own in its place.
+    """Refuse a Unix socket in a directory where others could connect to it or replace it.
 
     Raises:
-        ValueError: the socket's directory is missing, another user's, or open to others than its owner.
+        ValueError: the directory is missing, another user's, or open to others.
     """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
@@ -64,7 +63,7 @@ def check_ipc_directory(field: str, address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (a name, or an address, IPv6 with or without brackets) is this machine and nobody else's."""
+    """Whether ``host`` (a name or an address, IPv6 with or without brackets) is only this machine."""
     if host in _LOOPBACK_NAMES:
         return True
     try:
@@ -74,12 +73,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> None:
-    """Refuse an address for metrics that cannot be used, or that strangers could read without a token.
+    """Refuse an unusable address for metrics, or one that strangers could read without a token.
 
-    ``num_ports`` ports are used, from the one that is given on.
+    ``num_ports`` ports are used, beginning with the given one.
 
     Raises:
-        ValueError: one line naming the field, the value (cut at 64 characters) and what is allowed.
+        ValueError: one line with the field, the value (cut at 64 characters) and what is allowed.
     """
     if token_file and not Path(token_file).is_file():
         raise ValueError(f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file that exists")

@@ -1,9 +1,8 @@
-"""How often which values occurred: since the start, and lately.
+"""Counts values by bucket, since the start and recently.
 
-Owns: buckets, their counts, and percentiles of them. Must not know: what is measured, clocks, or any monitoring system.
+Owns: buckets, counts and percentiles. Must not know: what is measured, clocks, or monitoring systems.
 
-An observation is one search among the bounds and one addition, whatever comes to be asked. What happened lately is the
-difference between the counts now and what they were at an earlier mark.
+An observation is one search and one addition. The recent counts are those of now minus those at an earlier mark.
 """
 
 from bisect import bisect_left
@@ -16,7 +15,7 @@ _DECADES = 9
 
 
 class HistogramSnapshot(NamedTuple):
-    """A copy: ``cumulative[i]`` values were at most ``bounds[i]``, ``num_values`` in all, whose sum is ``total``."""
+    """``cumulative[i]`` of ``num_values`` values were at most ``bounds[i]``; ``total`` is the sum of all."""
 
     bounds: tuple[float, ...]
     cumulative: tuple[int, ...]
@@ -25,7 +24,7 @@ class HistogramSnapshot(NamedTuple):
 
 
 class Percentiles(NamedTuple):
-    """Of ``num_values`` values; all 0 where there are none."""
+    """Percentiles of ``num_values`` values; 0 if there are none."""
 
     num_values: int
     p50: float
@@ -37,9 +36,9 @@ class Histogram:
     """Counts by bucket.
 
     Args:
-        exported: the bounds that ``snapshot`` tells, ascending.
-        finer: further bounds, so that percentiles are sharper than what is exported.
-        num_marks: ``recent`` looks back on so many marks.
+        exported: the bounds in a snapshot, ascending.
+        finer: further bounds, for sharper percentiles.
+        num_marks: ``recent`` covers so many marks.
     """
 
     def __init__(self, exported: tuple[float, ...], finer: tuple[float, ...] = (), num_marks: int = 12) -> None:
@@ -55,7 +54,7 @@ class Histogram:
         self._total += value * count
 
     def mark(self) -> None:
-        """Remember the counts of now. What is older than the oldest mark is not recent any more."""
+        """Remember the present counts. Values before the oldest mark are no longer recent."""
         self._marks.append(self._counts.copy())
 
     def snapshot(self) -> HistogramSnapshot:
@@ -69,7 +68,7 @@ class Histogram:
         return HistogramSnapshot(self._exported, tuple(cumulative[place] for place in places), num_values, self._total)
 
     def recent(self) -> Percentiles:
-        """Of the values since the oldest mark, interpolated within their buckets."""
+        """Percentiles of the values since the oldest mark, interpolated within buckets."""
         counts = [now - before for now, before in zip(self._counts, self._marks[0], strict=True)]
         count = sum(counts)
         if not count:

@@ -1,10 +1,8 @@
-"""How to install what a host lacks: the one place that words it.
+"""How to install what a host lacks.
 
 Owns: the command for an extra. Must not know: what an extra is for.
 
-Headway is on no package index, so a command that names it would find nothing, or somebody else's. What an extra consists of
-is, and is written in the metadata of the Headway that runs. So the command names that, for the Python that runs: it works
-for a checkout and for a wheel, and builds nothing again.
+Headway is on no package index, so the command names the packages of the extra, from the metadata of the running Headway.
 """
 
 import importlib.metadata
@@ -17,7 +15,7 @@ _EXTRA = re.compile(r"""extra == ['"]([^'"]+)['"]""")
 
 
 def install_advice(extra: str = "") -> str:
-    """What to do about a missing extra, with the command to copy; without a name, about what every host needs."""
+    """The command for a missing extra; without a name, for what every host needs."""
     what = f"install the extra {extra}: " if extra else "install: "
     requirements = _requirements(extra)
     if not requirements:
@@ -28,7 +26,7 @@ def install_advice(extra: str = "") -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """Those of the extra alone; empty where Headway runs without being installed."""
+    """The packages of the extra alone; empty if Headway runs without being installed."""
     try:
         stated = importlib.metadata.requires("headway") or ()
     except importlib.metadata.PackageNotFoundError:

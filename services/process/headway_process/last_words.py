@@ -1,10 +1,9 @@
-"""The line by which a process tells why it cannot work, and where that line goes.
+"""The line in which a process says why it cannot work.
 
-Owns: how whoever started the process has that line left to it. Must not know: who that is, or what went wrong.
+Owns: where that line goes. Must not know: what went wrong.
 
-Processes that were started together write their logs to one terminal, and the others go on for a moment. So a process leaves
-the line in the file that ``LAST_WORDS_VARIABLE`` names, for its starter to tell when all have ended; without that variable
-it tells the line itself.
+Processes that share a terminal go on logging for a moment. So the line goes to the file that ``LAST_WORDS_VARIABLE``
+names, and the starter prints it when all have ended; without that variable it goes to standard error.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ LAST_WORDS_VARIABLE = "_HEADWAY_LAST_WORDS"
 
 
 def tell_last(line: str) -> None:
-    """Have one line, without its end, told to whoever started this process."""
+    """Leave one line, without its end, to the starter of this process."""
     file = os.environ.get(LAST_WORDS_VARIABLE)
     if file:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Files with the CURVE keys of a link, as ``zmq.auth.create_certificates`` writes them.
 
-Owns: reading them, and the words for a file that cannot be used. Must not know: whose keys they are.
+Owns: reading them, and the error messages. Must not know: whose keys they are.
 """
 
 import struct
@@ -16,7 +16,7 @@ def load_public_key(directory: Path, name: str) -> bytes:
     """The public key in a file of the directory ``curve_keys``, Z85-encoded.
 
     Raises:
-        ValueError: the file cannot be used; the message is one line.
+        ValueError: the file cannot be used.
     """
     return _load(directory, name)[0]
 
@@ -25,7 +25,7 @@ def load_own_keys(directory: Path, name: str) -> tuple[bytes, bytes]:
     """The public and the secret key in a file of the directory ``curve_keys``, Z85-encoded.
 
     Raises:
-        ValueError: the file cannot be used or holds no secret key; the message is one line.
+        ValueError: the file cannot be used or holds no secret key.
     """
     public, secret = _load(directory, name)
     if secret is None:
@@ -43,7 +43,7 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
 
 
 def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
-    """The public and the secret key in ``path``, Z85-encoded. The secret key is None if the file holds none.
+    """The public key and, if there is one, the secret key in ``path``, Z85-encoded.
 
     Raises:
         ValueError: the file cannot be read or holds no whole key; the message says why.

@@ -1,11 +1,9 @@
-"""Where a process's log lines go: to a file descriptor, by a thread of their own, so that no log ever holds up serving.
+"""Writes log lines to a file descriptor on a thread of its own, so that no log delays serving.
 
-Owns: the lines that wait, how many may, and the count of those that found no room or could not be written.
-Must not know: how a line is made, or what it says.
+Owns: the waiting lines, and the count of dropped ones. Must not know: how a line is made.
 
-A disk that is full, a pipe that nobody reads, a terminal that was stopped: a write may fail, or never return. It does so
-here on a thread that nobody waits for. The descriptor is written to directly, since a text stream has a lock, and a thread
-that hangs inside it would hang whoever else prints, the interpreter at its exit included.
+A write to a full disk, an unread pipe or a stopped terminal may fail or hang; here only this thread hangs. It writes to
+the descriptor, because a text stream has a lock that would also block other writers and the interpreter's exit.
 """
 
 import collections
@@ -25,7 +23,7 @@ class LogSink(io.TextIOBase):
 
     Args:
         fd: where the lines go.
-        notice: what is written, with the number, once lines that were dropped can be told of.
+        notice: the line that reports a number of dropped lines.
         max_lines: how many may wait.
     """
 
@@ -43,7 +41,7 @@ class LogSink(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Take a line, or count it as dropped."""
+        """Queue a line, or count it as dropped."""
         with self._changed:
             is_full = len(self._lines) >= self._max_lines or self._num_characters + len(text) > MAX_CHARACTERS
             if is_full:
@@ -55,7 +53,7 @@ class LogSink(io.TextIOBase):
         return len(text)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything taken is written, ``timeout_s`` seconds at most; whether it is. For the way out."""
+        """Wait at most ``timeout_s`` until all lines are written; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
 
@@ -83,7 +81,7 @@ class LogSink(io.TextIOBase):
                 time.sleep(_PAUSE_AFTER_FAILURE_S)
 
     def _put(self, data: bytes) -> bool:
-        """Write all of ``data``, however long it takes; False where it cannot be written."""
+        """Write all of ``data``; return False if that fails."""
         view = memoryview(data)
         while view:
             try:
@@ -96,7 +94,7 @@ class LogSink(io.TextIOBase):
 
 
 def notice_of(log_format: str) -> str:
-    """The notice of dropped lines as a line of a log in this format, "json" or any other."""
+    """The notice of dropped lines in a log format, "json" or any other."""
     return (
         '{{"event": "log lines were dropped", "lines": {}}}\n'
         if log_format == "json"

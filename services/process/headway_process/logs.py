@@ -1,10 +1,9 @@
-"""How every process of Headway writes its log: readable lines, or one JSON object per line.
+"""The log format of every process: readable lines, or one JSON object per line.
 
-Owns: the processors that a line goes through, the same in each process. Must not know: what is logged, or where lines go
-(``log_sink``).
+Owns: the processors of a line. Must not know: what is logged, or where lines go (``log_sink``).
 
-In JSON each line has ``event``, ``level``, ``timestamp`` (UTC), ``process`` and, where several replicas run beside each
-other, ``replica``; where it is about a request, ``request_id`` and, where that is part of a trace, ``trace_id``.
+A JSON line has ``event``, ``level``, ``timestamp`` (UTC) and ``process``; beside other replicas ``replica``; about a
+request ``request_id``, and ``trace_id`` if it is traced.
 """
 
 import logging
@@ -18,11 +17,11 @@ from structlog.typing import FilteringBoundLogger, Processor
 from headway_process.log_sink import LogSink
 
 REPLICA_VARIABLE = "_HEADWAY_REPLICA"
-"""Set by whoever starts several replicas, to the number of the one that a process is of."""
+"""The number of this process's replica, if several were started."""
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
-    """A logger that is handed on to whoever logs."""
+    """A logger to hand on."""
     logger: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=_processors(log_format),
@@ -32,13 +31,13 @@ def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> 
 
 
 def replica_field(environment: Mapping[str, str]) -> dict[str, int]:
-    """What a line of a process of one among several replicas has beside the others' fields; nothing elsewhere."""
+    """The field ``replica`` if there are several; nothing otherwise."""
     replica = environment.get(REPLICA_VARIABLE, "")
     return {"replica": int(replica)} if replica.isascii() and replica.isdigit() else {}
 
 
 def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:
-    """Set up ``structlog.get_logger`` for a process whose modules each have a logger of their own."""
+    """Set up ``structlog.get_logger`` for a process with one logger per module."""
     replica = replica_field(os.environ)
 
     def name_process(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:

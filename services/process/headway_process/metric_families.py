@@ -1,8 +1,6 @@
-"""Figures in Prometheus' words: families of gauges, counters and histograms for one scrape.
+"""Turns figures into Prometheus families of gauges, counters and histograms for one scrape.
 
-Owns: how a snapshot becomes ``prometheus_client`` families. Must not know: where the figures come from, or HTTP.
-
-Nothing here is kept between scrapes. What counts are plain numbers of the process; they are copied when somebody asks.
+Owns: that conversion. Must not know: where figures come from, or HTTP. Nothing is kept between scrapes.
 """
 
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ from headway_process.histogram import HistogramSnapshot
 Values: TypeAlias = (
     float | Mapping[tuple[str], float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float]
 )
-"""One value, or several by the values of their own labels."""
+"""One value, or several by the values of their labels."""
 
 
 class MetricFamilies:
@@ -29,21 +27,21 @@ class MetricFamilies:
         self._values = tuple(labels.values())
 
     def gauge(self, name: str, description: str, values: Values, *labels: str) -> None:
-        """What goes up and down."""
+        """Add a value that goes up and down."""
         family = GaugeMetricFamily(name, description, labels=(*self._names, *labels))
         for own, value in _by_label(values):
             family.add_metric((*self._values, *own), value)
         self.families.append(family)
 
     def counter(self, name: str, description: str, values: Values, *labels: str) -> None:
-        """What only grows; ``_total`` is added to ``name``."""
+        """Add a value that only grows; ``_total`` is appended to ``name``."""
         family = CounterMetricFamily(name, description, labels=(*self._names, *labels))
         for own, value in _by_label(values):
             family.add_metric((*self._values, *own), value)
         self.families.append(family)
 
     def histogram(self, name: str, description: str, told: HistogramSnapshot) -> None:
-        """How often which values occurred."""
+        """Add the counts of values."""
         family = HistogramMetricFamily(name, description, labels=self._names)
         bounds = [floatToGoString(bound) for bound in told.bounds]  # type: ignore[no-untyped-call]
         buckets = [*zip(bounds, told.cumulative, strict=True), ("+Inf", told.num_values)]

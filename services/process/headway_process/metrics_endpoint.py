@@ -1,12 +1,12 @@
 """Serves a process's metrics to Prometheus: GET /metrics over HTTP, on a thread of its own.
 
-Owns: the HTTP server, who may read, how many at a time. Must not know: what is told, or how a process runs.
+Owns: the HTTP server, its access and its limits. Must not know: the figures, or how a process runs.
 
-The thread that serves asks the process for a snapshot (``snapshots``) and writes the text itself. So a scrape costs the
-process's own loop the copying of its figures and nothing else, and a reader that is slow or hangs costs it nothing.
+The thread asks the process for a snapshot (``snapshots``) and formats it. So a scrape costs the process's loop only a
+copy of its figures, and a slow reader costs it nothing.
 
-Loopback needs no token. Elsewhere one is required (``addresses.check_metrics_address``), as ``authorization: Bearer
-TOKEN``, and is compared in constant time. It travels in clear: beyond a network that is trusted, put TLS in front.
+Loopback needs no token. Other addresses require one (``addresses.check_metrics_address``) as ``authorization: Bearer
+TOKEN``, compared in constant time. It travels in clear: use TLS in front of it beyond a trusted network.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the thread that writes may keep the interpreter from the process's own loop."""
+"""How long the formatting thread may hold the interpreter."""
 MAX_READERS = 4
 _READER_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
@@ -42,7 +42,7 @@ class MetricsEndpoint:
 
     Args:
         address: HOST:PORT, port 0 for a free one. It has passed ``check_metrics_address``.
-        token_file: a file with a bearer token a line; empty: none is needed.
+        token_file: a file with one bearer token a line; empty if none is needed.
         collect: called for every scrape, in the endpoint's thread; ``TimeoutError`` becomes status 503.
 
     Raises:
@@ -69,13 +69,13 @@ class MetricsEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each reader, and a bound on them: those beyond are hung up on."""
+    """One thread for each reader, up to a limit; further readers are disconnected."""
 
     daemon_threads = True
 
@@ -84,7 +84,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments, **options)
 
     def server_bind(self) -> None:
-        """Bind, without asking a name server for this host's name as ``HTTPServer`` does."""
+        """Bind without a name lookup, which ``HTTPServer`` would do."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -97,14 +97,14 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One reader, from beginning to end."""
+        """Serve one reader."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._readers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: readers that hang up or never ask are no news."""
+        """Ignore readers that hang up or never ask."""
 
 
 class _ServerOverIpv6(_Server):
@@ -115,7 +115,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _READER_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is the base class's
-        """Nothing: a scrape every few seconds is no news."""
+        """Log nothing: scrapes are frequent."""
 
 
 def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WSGIApplication":
@@ -151,7 +151,7 @@ def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WS
 
 
 def _with_token(application: "WSGIApplication", digests: tuple[bytes, ...] | None) -> "WSGIApplication":
-    """Let pass who carries one of the tokens; everybody, where there are None."""
+    """Let pass only requests with one of the tokens; all, if there are none."""
     if digests is None:
         return application
 
@@ -173,7 +173,7 @@ def _refuse(start_response: "StartResponse", status: str, text: str, challenge: 
 
 
 def _digests(token_file: str) -> tuple[bytes, ...]:
-    """SHA-256 of each token, so that none of them stays in memory."""
+    """SHA-256 of each token, so that no token stays in memory."""
     try:
         text = text_of_token_file(Path(token_file), _MAX_TOKEN_FILE_BYTES)
     except ValueError as error:

@@ -14,10 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> bool:
-    """Ask the kernel to send SIGTERM when the parent ends. Return False if it has ended already.
+    """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended already.
 
-    Only Linux does so; elsewhere nothing happens. The kernel means the parent's *thread*: a parent that starts processes
-    from short-lived threads must not use this.
+    The kernel means the parent's *thread*: a parent that starts processes from short-lived threads must not use this.
     """
     if sys.platform != "linux":
         return True
@@ -29,8 +28,7 @@ def end_with_parent() -> bool:
 def launcher_is_gone(environment: Mapping[str, str]) -> bool:
     """Whether the launcher that started this process has ended already.
 
-    ``end_with_parent`` is called only after Python has started and the modules are loaded. Before that, the child has to
-    check that its parent is still the one that started it.
+    It may end before ``end_with_parent`` is called, while Python starts and loads modules.
     """
     launcher = environment.get(LAUNCHER_VARIABLE)
     return launcher is not None and launcher != str(os.getppid())

@@ -1,4 +1,4 @@
-"""The numbers that settings may be, where a type alone cannot say: what is checked is what is documented.
+"""The allowed ranges of numeric settings, checked as documented.
 
 Owns: the check, and its words. Must not know: any setting.
 """
@@ -9,16 +9,16 @@ from typing import ClassVar, Protocol
 
 
 class Bounded(Protocol):
-    """A configuration whose numbers are bounded: by field, the least and the most that is allowed, both included."""
+    """A configuration with bounded numbers: the least and the most of each field, both included."""
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]]
 
 
 def check_ranges(config: Bounded) -> None:
-    """Refuse what is out of its range.
+    """Refuse a number out of its range.
 
     Raises:
-        ValueError: one line naming the field, its value and what is allowed.
+        ValueError: one line with the field, its value and what is allowed.
     """
     for field, (least, most) in config.RANGES.items():
         value = getattr(config, field)
@@ -34,5 +34,5 @@ def range_text(bounds: tuple[float, float]) -> str:
 
 
 def number_text(bound: float) -> str:
-    """All digits of a whole number, which people may want to copy."""
+    """A whole number with all digits, for copying."""
     return f"{int(bound)}" if bound == int(bound) else f"{bound:g}"

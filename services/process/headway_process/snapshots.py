@@ -1,6 +1,6 @@
-"""How another thread gets at the figures of a loop that it must not disturb: it asks, and the loop answers by the way.
+"""Hands figures from a busy loop to another thread: the thread asks, and the loop answers when it comes by.
 
-Owns: the hand-over. Must not know: what is handed over.
+Owns: the hand-over. Must not know: the figures.
 """
 
 import threading
@@ -13,13 +13,13 @@ Snapshot = TypeVar("Snapshot")
 
 
 class Snapshots(Generic[Snapshot]):
-    """One thread asks, the process's loop answers when it next comes by."""
+    """One thread asks; the process's loop answers."""
 
     def __init__(self) -> None:
         self.wanted = False
-        """Whether somebody waits: for the loop to look at."""
+        """Whether a thread waits; the loop looks at it."""
         self.wake: Callable[[], None] = lambda: None
-        """Makes the loop come by; called from the thread that asks."""
+        """Wakes the loop; called from the thread that asks."""
         self._asking = threading.Lock()
         self._answered = threading.Event()
         self._answer: Snapshot | None = None
@@ -28,7 +28,7 @@ class Snapshots(Generic[Snapshot]):
         """A snapshot of now.
 
         Raises:
-            TimeoutError: the loop does not come by.
+            TimeoutError: the loop does not answer.
         """
         with self._asking:
             self._answered.clear()
@@ -41,7 +41,7 @@ class Snapshots(Generic[Snapshot]):
             return self._answer
 
     def give(self, snapshot: Snapshot) -> None:
-        """Answer who waits; to be called by the loop."""
+        """Answer the waiting thread; called by the loop."""
         self.wanted = False
         self._answer = snapshot
         self._answered.set()

@@ -1,11 +1,9 @@
-"""Reading a file with tokens: whole, or not at all.
+"""Reads a file with tokens whole, or not at all.
 
-Owns: when such a file can be trusted. Must not know: what is in a line, or who may do what.
+Owns: when such a file is complete. Must not know: what is in a line.
 
-Whoever writes a file may be stopped at any byte, and whoever reads it may come at any moment. What is there then reads like
-a file of its own: the beginning of a token like a token, a name without its roles like a token, a token without its tenant
-like one that may name any. The newline that ends each line is what tells them apart. So a file whose last line lacks it is
-refused; one that was cut between two lines has nothing in it that the whole file lacks.
+A writer may be stopped at any byte, and half a line reads like a whole one: the beginning of a token like a token, a
+token without its tenant like one for all tenants. So a file is refused if its last line has no newline.
 """
 
 import os
@@ -17,7 +15,7 @@ def text_of_token_file(path: Path, most_bytes: int) -> str:
     """The text of a complete file.
 
     Raises:
-        ValueError: it cannot be read or trusted; the message says why, without any of its contents.
+        ValueError: it cannot be read or is incomplete; the message says why, without any of its contents.
     """
     try:
         # Without O_NONBLOCK a named pipe without a writer would stop the process here.

@@ -25,7 +25,7 @@ def pin(core: Scheduler, recorder: NullRecorder, name: str, tenant: str, token_i
     """Keep a prefix in the cache. ``token_ids`` is an int32 column.
 
     Raises:
-        PinRefused: the prefix cannot be pinned.
+        PinRefused: it cannot be pinned.
     """
     pinned = core.pinned_prefixes.pin(name, tenant, decode_column(token_ids))
     recorder.pinned(name, tenant, token_ids)

@@ -2,9 +2,8 @@
 
 Owns: how mypyc and the C compiler are called. Must not know: when compiled modules are used (``compiled_core``).
 
-The core is plain typed Python, and stays the only source: mypyc (https://mypyc.readthedocs.io) makes extension modules of
-it, in which calls, attributes and loops cost what they do in C. Needs mypy, setuptools, a C compiler (the one in the
-``ziglang`` wheel, if it is installed) and Python's headers:
+The typed Python sources stay the only source; mypyc (https://mypyc.readthedocs.io) makes extension modules of them. Needs
+mypy, setuptools, a C compiler (the ``ziglang`` wheel has one) and Python's headers:
 
     python -m headway_scheduler.compile_core        # or: make core
 """
@@ -33,14 +32,14 @@ class CoreBuildError(Exception):
 
 
 class ToolMissingError(CoreBuildError):
-    """Something that compiling takes is not here."""
+    """A tool for compiling is missing."""
 
 
 def require_tools() -> None:
-    """See that everything is here that compiling takes.
+    """Check that all tools are installed.
 
     Raises:
-        ToolMissingError: names what is not.
+        ToolMissingError: names the missing one.
     """
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
@@ -55,10 +54,10 @@ def require_tools() -> None:
 def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
     """Compile the modules of ``core`` into ``compiled``, in a process of its own.
 
-    Whoever imports the core meanwhile finds no compiled modules that are up to date, or all of the new ones.
+    An import meanwhile finds either no compiled modules or all of the new ones.
 
     Raises:
-        CoreBuildError: something is missing, or a compiler refused.
+        CoreBuildError: something is missing, or a compiler failed.
     """
     require_tools()
     stamp = stamp_of(core)
@@ -82,7 +81,7 @@ def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
 
 
 def _environment(core: Path, workplace: str) -> dict[str, str]:
-    """For the compiling process: our packages for mypy, and a C compiler."""
+    """The environment of the compiling process: our packages for mypy, and a C compiler."""
     environment = dict(os.environ)
     packages = core.parents[1]
     contracts = packages.parents[1] / "proto"
@@ -118,7 +117,7 @@ def _compile(core: Path, workplace: Path) -> None:
 
 
 def main() -> int:
-    """Compile the core if that is not up to date. Return 1 if it cannot be compiled, after saying why."""
+    """Compile the core if its sources have changed. Return 1 if that fails, after saying why."""
     parser = argparse.ArgumentParser(description="Compile the scheduler's core where its sources have changed.")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("core", nargs="?", type=Path, default=CORE, help=argparse.SUPPRESS)

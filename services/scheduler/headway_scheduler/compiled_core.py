@@ -1,12 +1,10 @@
-"""Where the core's modules are taken from: as mypyc has compiled them, or as they are written.
+"""Chooses between the compiled modules of the core and their sources.
 
-Owns: which modules there are compiled, and whether those are made of the sources beside them.
-Must not know: how they are compiled (``compile_core`` does), or what the core does.
+Owns: which modules are compiled, and whether they match their sources. Must not know: how they are compiled.
 
-The sources are what counts. Compiled modules lie in a directory of their own, and it comes before the sources in the
-core's search path only while a file in it tells that it was made of exactly these. So whoever edits a source runs that source,
-without having to know that there is a compiler; ``make core`` compiles it again. Only the standard library is
-imported here, because a build asks before anything is installed.
+Compiled modules lie in a directory of their own. It comes first in the core's search path only if its stamp matches the
+sources, so an edited source runs at once; ``make core`` compiles it again. Only the standard library is imported here,
+because a build runs before anything is installed.
 """
 
 import functools
@@ -21,7 +19,7 @@ COMPILED = CORE / "_compiled"
 STAMP = "made_from.txt"
 
 INTERPRET_VARIABLE = "_HEADWAY_INTERPRET_CORE"
-"""In the environment, with any value: run the sources even where they are compiled, as a profiler or a test may want."""
+"""If it is in the environment, the sources run even if they are compiled: for profilers and tests."""
 
 # Their metaclass is msgspec's, of which mypyc makes nothing: modules with messages and settings stay as they are.
 _STRUCT = re.compile(rb"^class \w+\(msgspec\.Struct\b", re.MULTILINE)
@@ -39,9 +37,9 @@ def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
 
 
 def stamp_of(core: Path = CORE) -> str:
-    """What was made of these sources, for this Python, says of itself: a digest, in hex.
+    """A digest (hex) of this Python, the compiling code and all sources.
 
-    Of all the sources, since what is compiled relies on the types of what is not; and of what compiles them.
+    All of them, because compiled modules rely on the types of the others.
     """
     digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
     for path in (core.parent / "compile_core.py", *sources_of(core)):
@@ -52,7 +50,7 @@ def stamp_of(core: Path = CORE) -> str:
 
 
 def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
-    """Whether there are compiled modules, made of exactly the sources in ``core`` for this Python."""
+    """Whether there are compiled modules of exactly these sources for this Python."""
     try:
         return (compiled / STAMP).read_text() == stamp_of(core)
     except FileNotFoundError:
@@ -61,10 +59,10 @@ def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
 
 @functools.cache
 def runs_compiled() -> bool:
-    """Whether this process runs compiled modules; found out once, when the core is imported or before."""
+    """Whether this process runs compiled modules; decided once."""
     return INTERPRET_VARIABLE not in os.environ and is_up_to_date()
 
 
 def search_path(room: str = "") -> list[str]:
-    """The directories in which the modules of the core, or of one of its rooms, are looked for."""
+    """The directories of the core's modules, or of those of one room."""
     return [str(COMPILED / room), str(CORE / room)] if runs_compiled() else [str(CORE / room)]

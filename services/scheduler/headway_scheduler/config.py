@@ -161,10 +161,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     }
 
     def validate(self) -> None:
-        """Check what types alone cannot.
+        """Check the values.
 
         Raises:
-            ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
+            ValueError: one line with the field, its value (cut at 64 characters) and what is allowed.
         """
         check_ranges(self)
         for tenant, weight in self.tenant_weights.items():

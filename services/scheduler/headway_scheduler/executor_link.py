@@ -1,13 +1,11 @@
 """The scheduler's side of the step protocol, as a state machine without sockets or clock.
 
-Owns: which executor is the executor, its epochs, and the order of frames.
-Must not know: how steps are decided, or what carries the frames.
+Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, or what carries frames.
 
-One executor at a time. An executor that says hello gets a new epoch, unless another one is alive: alive means heard
-from within ``TAKEOVER_SILENCE_S`` and not reported unreachable. A peer is one connection; an executor that connects again
-is another peer of the same life, and is treated as any newcomer, but for what is known of its memory. Whatever breaks the thread (a damaged frame, a gap, an
-answer that cannot be, a request of the executor's own) ends the epoch and opens another with the same executor; its
-late answers carry the old epoch and are ignored. The executor's side is told in ``headway_executor.step_link``.
+There is one executor at a time. One that says hello gets a new epoch, unless another is alive: heard from within
+``TAKEOVER_SILENCE_S`` and not reported unreachable. A peer is one connection; after a reconnection the same executor is
+another peer. A damaged frame, a gap, an impossible answer or a request of the executor ends the epoch and opens another
+with the same executor; answers of the old epoch are ignored. The other side is ``headway_executor.step_link``.
 """
 
 import msgspec
@@ -38,7 +36,7 @@ MAX_EPOCH = (1 << 32) - 1
 class StepFailed(msgspec.Struct, frozen=True):
     """The executor could not run ``step`` of the epoch before.
 
-    ``max_num_batched_tokens`` is how small steps have to be from now on, 0 if the failure had nothing to do with size.
+    ``max_num_batched_tokens`` limits later steps; 0 if the failure had nothing to do with size.
     """
 
     step: int
@@ -46,7 +44,7 @@ class StepFailed(msgspec.Struct, frozen=True):
 
 
 class EpochOpened(msgspec.Struct, frozen=True):
-    """An executor that knows nothing is ready for step 0 of ``epoch``. ``reason`` says why in a few words."""
+    """An executor that knows nothing waits for step 0 of ``epoch``."""
 
     epoch: int
     info: BackendInfo
@@ -61,13 +59,13 @@ class StepAnswered(msgspec.Struct, frozen=True):
 
 
 class ExecutorLost(msgspec.Struct, frozen=True):
-    """There is no executor any more; steps can be sent again after the next ``EpochOpened``."""
+    """There is no executor until the next ``EpochOpened``."""
 
     reason: str
 
 
 class ExecutorRefused(msgspec.Struct, frozen=True):
-    """An executor announced what cannot be; it is told once for each life of one."""
+    """An executor announced something impossible; reported once for each of its lives."""
 
     reason: str
 
@@ -76,7 +74,7 @@ StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
 
 
 class ExecutorLink:
-    """Fed with frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
+    """Takes frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -102,14 +100,14 @@ class ExecutorLink:
         return self._peer is not None
 
     def executor_state(self, now: float) -> str:
-        """For operators: "absent", "ready", or "silent" where nothing has come from it for three heartbeats."""
+        """For operators: "absent", "ready", or "silent" if nothing came for three heartbeats."""
         if not self.is_open:
             return "absent"
         return "silent" if now - self._heard_at > SILENT_AFTER_S else "ready"
 
     @property
     def next_deadline(self) -> float:
-        """When ``tick`` wants to be called next."""
+        """The time of the next call of ``tick``."""
         return self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def send_step(self, output: SchedulerOutput) -> None:
@@ -139,7 +137,7 @@ class ExecutorLink:
         return self._on_numbered(frame, now)
 
     def tick(self, now: float) -> list[StepEvent]:
-        """Send a heartbeat if one is due; notice silence."""
+        """Send a heartbeat if one is due; detect silence."""
         if self._peer is None:
             self._last_heartbeat = now
             return []
@@ -151,7 +149,7 @@ class ExecutorLink:
         return []
 
     def unreachable(self, peer: bytes) -> list[StepEvent]:
-        """The transport found that ``peer`` is gone."""
+        """The transport could not reach ``peer``."""
         return self._lose("unreachable") if peer == self._peer else []
 
     def reopen(self, reason: str, now: float) -> list[StepEvent]:
@@ -183,7 +181,7 @@ class ExecutorLink:
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
-        """Send steps as large as the executor announced at first: what it could not hold will not come again."""
+        """Allow steps as large as the executor announced at first; the request that was too large is gone."""
         assert self._info is not None
         self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
         return self.reopen("steps may be large again", now)
@@ -206,7 +204,7 @@ class ExecutorLink:
         return self._open(self._peer, self._executor, self._info, reason, now, failure)
 
     def _respect(self, max_num_batched_tokens: int) -> None:
-        """Remember the most tokens that the executor takes from now on, 0 for as before; a new life of it starts anew."""
+        """Remember the size limit that the executor asks for; 0 leaves it as it is. A new life starts without."""
         assert self._info is not None
         if max_num_batched_tokens > 0:
             self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=max_num_batched_tokens)

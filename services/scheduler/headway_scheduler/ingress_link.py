@@ -1,10 +1,9 @@
 """The scheduler's side of the ingress protocol, as a state machine without sockets or clock.
 
-Owns: the links of all gateways: lives, frame order, flow control, the tokens not yet sent.
-Must not know: how requests are scheduled, or what carries the frames.
+Owns: the links of all gateways: lives, frame order, flow control, unsent tokens. Must not know: scheduling, transport.
 
-A link is known to the core as an *owner*, an integer that is never used again; when a gateway opens another link, the
-old owner is reported gone and its requests end (the gateway submits again what it still wants).
+The core knows a link as an *owner*, a number that is never used again. When a gateway opens another link, the old owner
+is reported gone and its requests end; the gateway submits again what it still wants.
 """
 
 from collections.abc import Callable
@@ -38,11 +37,11 @@ from headway_proto.operations import AdminCall
 SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5
 MAX_HELD_TOKENS = 1 << 22
-"""Tokens held for a gateway that does not acknowledge, before its link is dropped."""
+"""A link is dropped if it has more unacknowledged tokens."""
 
 MAX_LINKS = 1024
 _TOKENS_WORTH_OF_A_PART = 32
-"""What is held for a step, and for log probabilities of a token, takes memory beside the tokens."""
+"""The memory of a part of a message beside its tokens, counted in tokens."""
 
 
 class GatewayMessage(msgspec.Struct, frozen=True):
@@ -53,7 +52,7 @@ class GatewayMessage(msgspec.Struct, frozen=True):
 
 
 class GatewayGone(msgspec.Struct, frozen=True):
-    """A link ended; nobody wants the tokens of ``owner`` any more."""
+    """A link ended; the requests of ``owner`` are no longer wanted."""
 
     owner: int
     reason: str
@@ -63,7 +62,7 @@ IngressEvent = GatewayMessage | GatewayGone
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What every gateway is told with hello and heartbeat."""
+    """The state that every gateway gets with hello and heartbeat."""
 
     model: ModelInfo | None
     state: str
@@ -73,7 +72,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class GatewayLink:
-    """One open link: the frames to and from one gateway, and what it has not been sent yet."""
+    """One open link and its unsent messages."""
 
     def __init__(self, peer: bytes, owner: int, hello: GatewayHello, epoch: int, now: float) -> None:
         self.peer = peer
@@ -98,7 +97,7 @@ class GatewayLink:
         return self._writer.encode(body)
 
     def acknowledge(self, num_frames: int) -> None:
-        """The gateway has taken in ``num_frames`` frames of this link."""
+        """The gateway has received ``num_frames`` frames of this link."""
         self._acknowledged = max(self._acknowledged, min(num_frames, self._writer.next_sequence))
 
     def hold(
@@ -125,11 +124,11 @@ class GatewayLink:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether the gateway has left more unread than may be held for it."""
+        """Whether too many tokens are unacknowledged."""
         return self._num_held > MAX_HELD_TOKENS
 
     def flush(self) -> bytes | None:
-        """One message with all that is held; None if there is nothing, or too much is unacknowledged."""
+        """One message with everything held; None if there is nothing, or too much is unacknowledged."""
         if not (self._columns or self._admitted or self._finished or self._prompt_logprobs):
             return None
         if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:
@@ -150,7 +149,7 @@ class GatewayLink:
 
 
 class IngressLinks:
-    """Fed with frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
+    """Takes frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
 
     def __init__(self, incarnation: int, submit_credits: int) -> None:
         self.incarnation = incarnation
@@ -169,7 +168,7 @@ class IngressLinks:
 
     @property
     def next_deadline(self) -> float:
-        """When ``tick`` wants to be called next."""
+        """The time of the next call of ``tick``."""
         return self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def get(self, owner: int) -> GatewayLink | None:
@@ -183,7 +182,7 @@ class IngressLinks:
     def receive(
         self, peer: bytes, data: bytes, now: float, announcement: Callable[[], Announcement]
     ) -> list[IngressEvent]:
-        """Take one frame in; ``announcement`` is asked for only if the frame wants to be told."""
+        """Take one frame in; ``announcement`` is called only for a hello."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         try:
             frame = self._reader.decode(data)
@@ -198,7 +197,7 @@ class IngressLinks:
         return self._on_numbered(link, frame, now)
 
     def tick(self, now: float, announcement: Callable[[], Announcement]) -> list[IngressEvent]:
-        """Send heartbeats if they are due; notice silence."""
+        """Send heartbeats if they are due; detect silence."""
         if now - self._last_heartbeat < HEARTBEAT_INTERVAL_S:
             return []
         self._last_heartbeat = now
@@ -212,7 +211,7 @@ class IngressLinks:
         return events
 
     def announce(self, announcement: Announcement) -> None:
-        """Tell every gateway the news."""
+        """Send every gateway the state."""
         status = SchedulerStatus(
             announcement.model,
             announcement.state,
@@ -224,7 +223,7 @@ class IngressLinks:
             self.send(link.owner, status)
 
     def unreachable(self, peer: bytes) -> list[IngressEvent]:
-        """The transport found that ``peer`` is gone."""
+        """The transport could not reach ``peer``."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         return self._drop(link, "unreachable") if link else []
 
@@ -235,7 +234,7 @@ class IngressLinks:
             self.outgoing.append((link.peer, link.encode(body)))
 
     def flush(self) -> None:
-        """Send every gateway what is held for it."""
+        """Send every gateway its held message."""
         for link in self._links.values():
             frame = link.flush()
             if frame is not None:

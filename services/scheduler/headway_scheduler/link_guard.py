@@ -1,18 +1,15 @@
-"""Who may connect to the scheduler's sockets, and how much of it those may cost who may not.
+"""Controls who may connect to the scheduler's sockets, and limits the cost of connections without a handshake.
 
-Owns: the allow-lists of public keys and their reloading, the answers to ZeroMQ's authentication requests (ZAP), the
-bound on connections that have not proven themselves, and the counts of what was turned away.
-Must not know: what a frame means, or what a connection is used for.
+Owns: the allow-lists of public keys, the answers to ZeroMQ's authentication requests (ZAP), the limit on pending
+handshakes, and the counts of rejections. Must not know: what a frame means, or what a connection is for.
 
-It is a thread of its own, so that a flood of handshakes delays no step. Were it to end, handshakes would go unanswered
-and nobody new would get in.
+It has a thread of its own, so that a flood of handshakes delays no step.
 
-libzmq accepts whoever connects, and believes what a frame announces up to ``MAXMSGSIZE`` before it knows who sends. So
-what strangers can make the process hold is bounded by the product of two limits: the bytes of one frame, and the
-connections whose handshake is not done, which is kept here: those beyond are shut down as soon as they are accepted. An
-established connection is never touched. libzmq tells which connections came and went, and how many handshakes succeeded
-but not which; connections older than any handshake may last are established, and of the younger ones as many as there
-were successes.
+libzmq accepts every connection and believes a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender.
+So strangers can fill at most the size of one frame times the number of pending handshakes. The guard limits the latter:
+it shuts down further connections as soon as they are accepted, and never an established one. libzmq reports which
+connections came and went, but only how many handshakes succeeded. A connection older than any handshake is established;
+of the younger ones, as many as there were successes.
 """
 
 import contextlib
@@ -50,11 +47,10 @@ _MOST_PROBLEMS = 32
 
 
 class AllowList:
-    """The public keys in the ``*.key`` files of a directory, read again when the directory or a file has changed.
+    """The public keys in the ``*.key`` files of a directory, read again when the directory or a file changes.
 
-    A file without a whole key in it may be half written: what it held before stays admitted until the file is whole again
-    or gone. A key that is taken away keeps whoever has it from connecting again; it does not end the connection that is
-    there.
+    A file without a whole key may be half written: its former key stays valid until the file is whole or gone. Removing a
+    key prevents new connections; it does not end the present one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,7 +60,7 @@ class AllowList:
             OSError: it cannot be read.
         """
         self.problems: deque[str] = deque(maxlen=_MOST_PROBLEMS)
-        """What could not be read, for whoever takes them out to tell."""
+        """The files that could not be read, until somebody takes them."""
         self._directory = directory
         self._seen = self._signature()
         self._keys: dict[str, bytes] = {}
@@ -114,7 +110,7 @@ class AllowList:
 
 
 class Rejections(msgspec.Struct, frozen=True):
-    """What was turned away at one socket since the last report, and in all, by reason."""
+    """Rejected connections at one socket, by reason: since the last report, and in all."""
 
     link: str
     new: dict[str, int]
@@ -122,7 +118,7 @@ class Rejections(msgspec.Struct, frozen=True):
 
 
 class LinkGuard:
-    """Guards the sockets that are given to ``watch``; ``allow_lists`` are by link name, empty where there are no keys."""
+    """Guards the sockets passed to ``watch``. ``allow_lists`` are by link name; empty without keys."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
         self._context = context
@@ -141,7 +137,7 @@ class LinkGuard:
         self._thread = threading.Thread(target=self._run, name="link-guard", daemon=True)
 
     def watch(self, link: str, guarded: "zmq.Socket[bytes]") -> None:
-        """Bound the connections of a socket that is not bound yet. Before ``start`` only."""
+        """Limit the connections of a socket that is not bound yet. Call it before ``start``."""
         monitor = guarded.get_monitor_socket(_EVENTS)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.setsockopt(zmq.RCVHWM, _MONITOR_HIGH_WATER_MARK)
@@ -150,11 +146,11 @@ class LinkGuard:
         self._counts[link], self._reported[link] = Counter(), Counter()
 
     def start(self) -> None:
-        """Begin, before the sockets are bound."""
+        """Start the thread. Call it before the sockets are bound."""
         self._thread.start()
 
     def take_rejections(self) -> list[Rejections]:
-        """What was turned away since the last call, for each link where something was."""
+        """The rejections since the last call, for each link that had any."""
         with self._lock:
             found = []
             for link, counts in self._counts.items():
@@ -165,7 +161,7 @@ class LinkGuard:
             return found
 
     def take_key_problems(self) -> list[str]:
-        """The key files that could not be used since the last call, and why."""
+        """The unusable key files since the last call, with the reasons."""
         found = []
         for allow_list in self._allow_lists.values():
             while allow_list.problems:
@@ -173,7 +169,7 @@ class LinkGuard:
         return found
 
     def close(self) -> None:
-        """End the thread. To be called before the guarded sockets are closed."""
+        """End the thread. Call it before the guarded sockets are closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -210,7 +206,7 @@ class LinkGuard:
         zap.send_multipart((_ZAP_VERSION, request_id, *status))
 
     def _link_of_known_key(self, frames: list[bytes]) -> str | None:
-        """The link that a ZAP request may enter, None where its key is not on the list of that link."""
+        """The link that a ZAP request may enter; None if its key is not allowed there."""
         if len(frames) != 7 or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
             return None
         domain = frames[2].decode("ascii", "replace")
@@ -231,19 +227,19 @@ class LinkGuard:
 
 
 class _Door:
-    """The connections of one socket, as its monitor tells of them."""
+    """The connections of one socket, as its monitor reports them."""
 
     def __init__(self, link: str, monitor: "zmq.Socket[bytes]") -> None:
         self.link = link
         self.monitor = monitor
         self.num_denied = 0
-        """Denied handshakes whose disconnection has not been told yet, so that nothing is counted twice."""
+        """Denied handshakes whose disconnection was not reported yet; they are not counted twice."""
         self._accepted_at: dict[int, float] = {}
         self._succeeded_at: deque[float] = deque()
         self._refused: set[int] = set()
 
     def take_events(self, now: float) -> Counter[str]:
-        """Take in what has happened; answer with what was turned away."""
+        """Read the monitor's events; return the rejections."""
         turned_away: Counter[str] = Counter()
         while True:
             try:
@@ -289,10 +285,10 @@ class _Door:
 
 
 def _shut_down(fd: int) -> None:
-    """End a connection that libzmq owns; it closes the descriptor itself when it notices.
+    """End a connection that libzmq owns; libzmq closes the descriptor itself.
 
-    The descriptor may be another's by now, so only what still is a TCP connection is ended; a peer of ours would connect
-    again.
+    The descriptor may belong to something else by now, so only a TCP connection is shut down; one of our peers would
+    connect again.
     """
     with contextlib.suppress(OSError):
         duplicate = socket.socket(fileno=os.dup(fd))

@@ -1,6 +1,6 @@
-"""The scheduler's figures for Prometheus: names and units as vLLM's dashboards expect them, prefixed ``headway_``.
+"""The scheduler's figures for Prometheus, with names and units as vLLM's dashboards expect them.
 
-Owns: the names. Must not know: how the figures come about, HTTP, or when somebody asks.
+Owns: the names. Must not know: how the figures come about, or HTTP.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerSnapshot(NamedTuple):
-    """A copy of everything that is told, to be looked at by another thread."""
+    """A copy of all figures, for another thread."""
 
     status: Status
     histograms: dict[str, HistogramSnapshot]
@@ -60,7 +60,7 @@ def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
 
 
 def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
-    """What Prometheus is told."""
+    """The figures as Prometheus families."""
     from headway_process.metric_families import MetricFamilies
 
     status = snapshot.status

@@ -1,6 +1,6 @@
-"""What is wrong with a scheduler's configuration, as far as that shows before it is started.
+"""Checks of a scheduler's configuration before it starts.
 
-Owns: whether the flight log can be written where it is to be. Must not know: who asks, or what is logged.
+Owns: whether the flight log can be written. Must not know: who asks.
 """
 
 import os
@@ -10,7 +10,7 @@ from headway_scheduler.config import SchedulerConfig
 
 
 def check(config: SchedulerConfig) -> None:
-    """See that the scheduler could start; ``config`` has passed ``validate``. Nothing is written.
+    """Check that the scheduler could start; ``config`` has passed ``validate``. Nothing is written.
 
     Raises:
         ValueError: the directory of the flight log can be neither made nor written.

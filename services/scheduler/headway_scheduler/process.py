@@ -44,9 +44,9 @@ _COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 
 
 def run(config: SchedulerConfig) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code.
+    """Run until SIGTERM or SIGINT; return the exit code.
 
-    After the first signal new requests are refused and running ones get ``grace_s``; a second signal ends it at once.
+    The first signal refuses new requests and leaves running ones ``grace_s``; a second one ends the process at once.
     """
     # Before the sockets exist: whoever sees them may send a signal at once.
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
@@ -97,7 +97,7 @@ def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSna
 
 
 class StopRequest(Protocol):
-    """How often it was asked to stop."""
+    """Counts the requests to stop."""
 
     count: int
 
@@ -111,7 +111,7 @@ def serve(
     pulse: Pulse | None = None,
     snapshots: Snapshots[SchedulerSnapshot] | None = None,
 ) -> None:
-    """The loop of four beats, until ``stop.count`` rises and the work accepted is done (at most ``grace_s`` seconds)."""
+    """The loop of four beats, until ``stop.count`` rises and the accepted work is done, at most ``grace_s`` seconds more."""
     stop_by = float("inf")
     report_rejections_at = float("-inf")
     while True:
@@ -142,7 +142,7 @@ def serve(
 
 
 def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
-    """Write down what has happened, now that everybody has been told."""
+    """Write the log, after all messages were sent."""
     for notice in engine.notices.take():
         getattr(log, notice.level)(notice.event, **notice.details)
     engine.recorder.flush(now, engine.core)
@@ -152,7 +152,7 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
 
 
 def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
-    """Write down whom the links turned away and which key files could not be read; return whether there was anything."""
+    """Log rejected connections and unusable key files; return whether there were any."""
     rejections, problems = transport.take_rejections(), transport.take_key_problems()
     for one in rejections:
         log.warning("connections turned away", link=one.link, new=one.new, total=one.total)
@@ -189,10 +189,9 @@ def _send_frames(engine: SchedulerEngine, transport: Transport, now: float) -> N
 
 
 class _StopSignals:
-    """How often SIGTERM or SIGINT came.
+    """Counts SIGTERM and SIGINT.
 
-    ``parent`` is the process to end with, if there is one: once it is gone nobody starts an executor that died or kills
-    who hangs, so there is nothing to wait for.
+    If ``parent`` has ended, one signal counts as two: nobody would restart a dead executor, so waiting is useless.
     """
 
     def __init__(self, parent: int | None) -> None:
@@ -208,7 +207,7 @@ class _StopSignals:
 
 
 def relax_collector() -> None:
-    """Let the cycle collector run rarely: requests are freed by reference counting, and a pass costs as much as a step."""
+    """Run the cycle collector rarely: reference counting frees requests, and a pass costs as much as a step."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)

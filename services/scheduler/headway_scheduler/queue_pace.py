@@ -1,4 +1,4 @@
-"""When to come again: how fast requests start, and how long the queue takes at that pace.
+"""Estimates when a refused request may try again, from the pace at which requests start.
 
 Owns: that estimate. Must not know: why a request was refused, or the clock.
 """
@@ -6,19 +6,19 @@ Owns: that estimate. Must not know: why a request was refused, or the clock.
 import math
 
 MEMORY_S = 10.0
-"""Starts count less the longer ago they were, by this time constant."""
+"""The time constant with which older starts lose weight."""
 
 LEAST_S = 0.1
 MOST_S = 10.0
-"""An outage looks like a queue that never moves, and is over sooner than that."""
+"""An outage looks like a queue that never moves, but ends sooner."""
 
 UNKNOWN_S = 1.0
 SHARE = 0.1
-"""Of the queue: how much of it is to have started until somebody who was refused asks again. One place would be gone again."""
+"""The share of the queue that has to start before a retry. A single free place would be taken again."""
 
 
 class QueuePace:
-    """Fed with starts and the time in seconds; answers with the time to wait."""
+    """Counts starts; returns the time to wait, in seconds."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -26,7 +26,7 @@ class QueuePace:
         self._last = 0.0
 
     def count_starts(self, count: int, now: float) -> None:
-        """``count`` requests have started for the first time."""
+        """``count`` requests started for the first time."""
         if self._since is None:
             self._since = now
         else:
@@ -34,7 +34,7 @@ class QueuePace:
         self._last = now
 
     def retry_after_s(self, num_waiting: int, now: float) -> float:
-        """In how many seconds a share of ``num_waiting`` requests will have started."""
+        """The seconds until a share of ``num_waiting`` requests has started."""
         if self._since is None or now <= self._since:
             return UNKNOWN_S
         # A short past is not mistaken for a slow one.

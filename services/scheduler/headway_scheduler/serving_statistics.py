@@ -1,11 +1,10 @@
-"""What serving looks like from the scheduler: latencies, rates, and what each tenant has got.
+"""Latencies, rates and the service of each tenant, as the scheduler sees them.
 
-Owns: these figures, kept up to date from what each step has changed. Must not know: who reads them, or the clock.
+Owns: these figures, updated after each step. Must not know: who reads them, or the clock.
 
-A step in which nothing but decodes happened costs one observation, whatever the batch: all rows that decoded in it had
-the same gap since the step before. A request that starts, or goes on after it had lost its row, brings its own gap. (Rows
-that sat out a step for want of a block, or for a prompt that ran alone, had a longer one; it is counted as that of the
-others.)
+A step with decodes only costs one observation, whatever the batch: all its rows had the same gap since the step before.
+A request that starts or resumes brings its own gap. (Rows that were held back for a step had a longer gap; it counts
+like that of the others.)
 """
 
 from collections import Counter, OrderedDict, deque
@@ -20,14 +19,14 @@ from headway_scheduler.core.view import SchedulerView
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12
-"""Percentiles are of the last minute, give or take an interval."""
+"""Percentiles cover about the last minute."""
 RATE_MARKS = 2
-"""Rates are of the last five to ten seconds."""
+"""Rates cover the last five to ten seconds."""
 MAX_TENANTS = 64
-"""How many tenants are told apart; the one not heard of for longest is forgotten for a new one."""
+"""The most tenants told apart. The longest unused one makes room for a new one."""
 
 _MAX_STARTERS = 256
-"""Answers in which rows started, since some decoded, that are told apart."""
+"""The most answers with starting rows that are told apart until rows decode."""
 
 # Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
 _FIRST_TOKEN_S = (
@@ -48,14 +47,14 @@ _PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5
 
 
 class TenantTokens(msgspec.Struct):
-    """Tokens of one tenant's requests: prompts that have started, outputs that have ended."""
+    """Tokens of one tenant: prompts that have started, outputs that have ended."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
 
 class TenantService(NamedTuple):
-    """What one tenant has now and has got. ``counter`` is its place under the order ``fair``, None under others."""
+    """One tenant's requests and tokens. ``counter`` is its service under the order ``fair``, None under others."""
 
     tenant: str
     num_running: int
@@ -66,7 +65,7 @@ class TenantService(NamedTuple):
 
 
 class PredictionError(msgspec.Struct):
-    """Predicted less actual output tokens of ``count`` ended requests: sums of its size, of itself, of what was actual."""
+    """Predicted minus actual output tokens of ``count`` ended requests: sums of absolute and signed values."""
 
     count: int = 0
     sum_absolute: int = 0
@@ -75,7 +74,7 @@ class PredictionError(msgspec.Struct):
 
 
 class Rates(NamedTuple):
-    """Tokens per second, lately. Prompts count when they start."""
+    """Recent tokens per second. A prompt counts when it starts."""
 
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -88,7 +87,7 @@ class _Totals(NamedTuple):
 
 
 class ServingStatistics:
-    """Call ``note_*`` as things happen; times in seconds, monotonic."""
+    """Call ``count_*`` as things happen; times in seconds, monotonic."""
 
     def __init__(self) -> None:
         fine = fine_durations()
@@ -102,9 +101,9 @@ class ServingStatistics:
         self.prompt_tokens = Histogram(_REQUEST_TOKENS)
         self.output_tokens = Histogram(_REQUEST_TOKENS)
         self.step_tokens = Histogram(_STEP_TOKENS)
-        """To be told of each step that is sent."""
+        """The caller observes each step that is sent."""
         self.prediction_ratio = Histogram(_PREDICTION_RATIO)
-        """Size of the error of a predicted output over the actual output."""
+        """Absolute error of a predicted output over the actual output."""
         self._with_recent = (self.first_token_s, self.gap_s, self.queue_s, self.request_s)
         self.ends: Counter[FinishReason] = Counter()
         self.prediction_error = PredictionError()
@@ -115,21 +114,21 @@ class ServingStatistics:
         self.num_epochs = 0
         self.num_executor_losses = 0
         self.tenants: OrderedDict[str, TenantTokens] = OrderedDict()
-        """Those that requests named, the one heard of last at the end."""
+        """By name, the most recent one last."""
         self._decoded_at = 0.0
         self._starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
-        """When how many rows got a token without decoding, since the last answer in which some decoded."""
+        """(time, count) of rows that got a token without decoding, since rows last decoded."""
         self.next_mark_at = 0.0
-        """When ``keep_time`` has something to do."""
+        """The time of the next necessary call of ``keep_time``."""
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
     def count_arrival(self, tenant: str) -> None:
-        """A request has been taken."""
+        """A request was accepted."""
         if tenant:
             self._tokens_of(tenant)
 
     def count_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
-        """A step has returned and brought ``events``."""
+        """A step returned with ``events``."""
         num_starters = len(events.first_tokens) + len(events.resumed_gaps_s)
         num_decoded = len(events.token_ids) - num_starters
         if num_decoded > 0:
@@ -145,7 +144,7 @@ class ServingStatistics:
         self.last_device_time_us = device_time_us
 
     def count_end(self, end: FinishedEvent, now: float) -> None:
-        """A request has ended, however it did."""
+        """A request ended, for whatever reason."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
         if num_new_tokens == 1 and self._starters:
@@ -167,19 +166,19 @@ class ServingStatistics:
             self._observe_prediction(end.num_predicted_tokens, end.num_output_tokens)
 
     def count_epoch(self, now: float) -> None:
-        """An executor that knows nothing is ready."""
+        """An epoch began."""
         self.num_epochs += 1
         if self.executor_since is None:
             self.executor_since = now
         self._starters.clear()
 
     def count_executor_loss(self) -> None:
-        """There is no executor any more."""
+        """The executor was lost."""
         self.num_executor_losses += 1
         self.executor_since = None
 
     def keep_time(self, now: float, view: SchedulerView | None) -> None:
-        """Let what is recent move on; to be called now and then, and before figures are read."""
+        """Move the recent window on; call it now and then, and before reading."""
         if self.started_at is None:
             self.started_at = now
         if now < self.next_mark_at:
@@ -192,7 +191,7 @@ class ServingStatistics:
         self._totals.append(_Totals(now, 0, 0) if view is None else _totals(view, now))
 
     def rates(self, view: SchedulerView, now: float) -> Rates:
-        """Of the last seconds."""
+        """The rates of the last seconds."""
         if not self._totals or now <= self._totals[0].time:
             return Rates(0.0, 0.0)
         before, after = self._totals[0], _totals(view, now)
@@ -203,7 +202,7 @@ class ServingStatistics:
         )
 
     def tenant_services(self, view: SchedulerView) -> list[TenantService]:
-        """Per tenant; O(live requests) where requests name tenants at all."""
+        """One entry per tenant; O(live requests) if requests name tenants."""
         if not self.tenants:
             return []
         running: Counter[str] = Counter()
@@ -226,7 +225,7 @@ class ServingStatistics:
         ]
 
     def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
-        """Those that started since a row last decoded; returns how many others decode."""
+        """Observe the first gap of rows that started since rows last decoded; return how many other rows decode."""
         for since, count in self._starters:
             num_of_these = min(count, num_decoded)
             self.gap_s.observe(now - since, num_of_these)
@@ -242,7 +241,7 @@ class ServingStatistics:
         self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
 
     def _forget_starter(self, since: float | None) -> None:
-        """Who had its first token then, and has ended, will not decode."""
+        """A row that had its first token then has ended; it will not decode."""
         for place, (time, count) in enumerate(self._starters):
             if time == since:
                 self._starters[place] = time, count - 1

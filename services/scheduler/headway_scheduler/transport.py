@@ -1,9 +1,8 @@
 """The scheduler's two ZeroMQ sockets.
 
-Owns: binding, limits, keys, non-blocking sends and receives.
-Must not know: what a frame means.
+Owns: binding, limits, keys, non-blocking sends and receives. Must not know: what a frame means.
 
-Both are ROUTERs with ``ROUTER_MANDATORY``: a frame that cannot be delivered is reported instead of being dropped.
+Both are ROUTERs with ``ROUTER_MANDATORY``: an undeliverable frame is reported, not dropped.
 """
 
 import contextlib
@@ -21,10 +20,10 @@ HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256
 _IPC = "ipc://"
 MAX_RECEIVED_BYTES = 16 * 1024 * 1024
-"""Of one frame. A sequence of ``MAX_REQUEST_TOKENS`` fits, and so does a step of some 50,000 rows with log probabilities."""
+"""The largest frame: a sequence of ``MAX_REQUEST_TOKENS``, or about 50,000 rows with log probabilities."""
 STEP, INGRESS = "step", "ingress"
 ALLOW_LISTS = {STEP: "executors", INGRESS: "gateways"}
-"""The directories, in that of the keys, with the public keys of those who may connect to each link."""
+"""By link: the subdirectory with the public keys that may connect."""
 SECRET_KEY = "scheduler.key_secret"  # noqa: S105  (a file's name)
 
 _BACKLOG = 64
@@ -71,7 +70,7 @@ class Transport:
 
     @staticmethod
     def receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
-        """The (peer, frame) pairs that have arrived, a bounded number of them."""
+        """The (peer, frame) pairs that have arrived, at most ``MAX_FRAMES_PER_BEAT``."""
         for _ in range(MAX_FRAMES_PER_BEAT):
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -82,7 +81,7 @@ class Transport:
 
     @staticmethod
     def send(socket: "zmq.Socket[bytes]", outgoing: list[tuple[bytes, bytes]]) -> list[bytes]:
-        """Send and clear ``outgoing``; answers with the peers that could not be reached."""
+        """Send and clear ``outgoing``; return the peers that could not be reached."""
         unreachable: list[bytes] = []
         for peer, frame in outgoing:
             if peer in unreachable:
@@ -97,11 +96,11 @@ class Transport:
         return unreachable
 
     def take_rejections(self) -> list[Rejections]:
-        """Who was turned away at the sockets since the last call."""
+        """The rejected connections since the last call."""
         return [] if self._guard is None else self._guard.take_rejections()
 
     def take_key_problems(self) -> list[str]:
-        """The key files that could not be used since the last call, and why."""
+        """The unusable key files since the last call, with the reasons."""
         return [] if self._guard is None else self._guard.take_key_problems()
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ class Transport:
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _start_guard(self, addresses: dict[str, str], curve_keys: Path | None) -> None:
-        """Guard what can be reached by connecting to a port; a private directory guards the others."""
+        """Guard TCP sockets; a private directory guards the others."""
         if curve_keys is None and all(address.startswith("ipc:") for address in addresses.values()):
             return
         allow_lists = {}
@@ -171,7 +170,7 @@ def _bind(socket: "zmq.Socket[bytes]", field: str, address: str) -> None:
 
 
 def _remove(path: str, inode: int) -> None:
-    """Remove a socket file that libzmq leaves behind, unless another scheduler has put its own in this place."""
+    """Remove the socket file that libzmq leaves behind, unless another scheduler has replaced it."""
     with contextlib.suppress(OSError):
         if Path(path).stat().st_ino == inode:
             Path(path).unlink()

@@ -1,13 +1,12 @@
-"""The state of a core as bytes, and a core with that state again.
+"""Encodes the state of a core as bytes, and restores it.
 
-Owns: the encoding, which classes may be in it, and the process that writes one. Must not know: what any attribute means.
+Owns: the encoding, the allowed classes, and the process that writes a checkpoint. Must not know: what an attribute means.
 
-The encoder walks the core's objects and their attributes: classes of the core and of the protocol's messages, numpy arrays,
-and the containers of the standard library. Whatever is reached twice is encoded once, so that what was shared is shared
-again. Functions are not encoded: a core is restored into one that was just made with the same limits, attribute by
-attribute, and what that one has in the place of a function stays, as do the policies, which have no state.
+The encoder walks the core's objects: classes of the core and of the protocol's messages, numpy arrays, and containers of
+the standard library. A shared object is encoded once and is shared again after the restore. Functions are not encoded:
+the state goes into a core that was just made with the same limits, whose functions and policies stay.
 
-Nothing is pickled: a checkpoint names classes out of a fixed list, and making one calls no code but msgspec's.
+Nothing is pickled: a checkpoint names classes of a fixed list, and restoring calls no code but msgspec's.
 """
 
 import gc
@@ -40,20 +39,20 @@ _STAYS = {
     ("RowTable", "_flat_token_ids"),
     ("RowTable", "_flat_block_table"),
 }
-"""Attributes that a core has when it is made and that never change."""
+"""Attributes that never change after a core is made."""
 _CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, tuple)}
 _MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _FIRST_DESCRIPTOR = 3
 _MOST_DESCRIPTORS = 1 << 16
 
 (_REFERENCE, _STAY, _ENUM, _SCALAR) = range(4)
-"""What an array in place of a plain value begins with."""
+"""The first element of an array that stands for a value."""
 (_OBJECT, _STRUCT, _ARRAY, _CONTAINER, _MAPPING, _DEQUE, _NAMED_TUPLE) = range(7)
-"""What a node begins with."""
+"""The first element of a node."""
 
 
 class CheckpointError(Exception):
-    """A core that cannot be encoded, or a checkpoint that cannot be restored; the message is one line."""
+    """A core cannot be encoded, or a checkpoint not restored; the message is one line."""
 
 
 class _Checkpoint(msgspec.Struct, array_like=True):
@@ -68,7 +67,7 @@ def encode_core(core: Scheduler) -> bytes:
     """The state of a core.
 
     Raises:
-        CheckpointError: it holds something that is of none of the kinds above.
+        CheckpointError: it holds an object of another kind.
     """
     encoder = _Encoder()
     encoder.value(core)
@@ -76,7 +75,7 @@ def encode_core(core: Scheduler) -> bytes:
 
 
 def restore_core(payload: bytes, limits: SchedulerLimits) -> Scheduler:
-    """A core in the encoded state; ``limits`` are those that the other was made with.
+    """A core in the encoded state, with the same ``limits``.
 
     Raises:
         CheckpointError: the payload is no checkpoint of such a core.
@@ -146,11 +145,11 @@ class _Decoder:
         self._nodes = nodes
         self._made: dict[int, Any] = {}
         self._taken: set[int] = set()
-        """The objects that stand for a node; all of them are in ``_made``."""
+        """The ids of restored objects; all are in ``_made``."""
         self._classes = _classes()
 
     def value(self, encoded: Any, present: Any = None) -> Any:
-        """What was encoded; ``present`` is what the new core has in its place."""
+        """The decoded value; ``present`` is the new core's value in this place."""
         if type(encoded) is not list:
             return encoded
         match encoded:
@@ -193,10 +192,9 @@ class _Decoder:
                 raise ValueError(f"node {number} is none")
 
     def _object(self, name: str, present: Any) -> Any:
-        """The new core's own object where it has one of this class, since its functions are bound to that.
+        """The new core's own object of this class if there is one, since functions are bound to it.
 
-        Of other classes one is made without ``__init__``. Compiled ones allow that if they allow interpreted subclasses, by
-        mypyc's rules: those of which a core holds many do (``mypyc_attr``).
+        Others are made without ``__init__``. A compiled class allows that only with ``mypyc_attr``.
         """
         kind: Any = self._classes[name]
         is_free = type(present) is kind and id(present) not in self._taken
@@ -214,7 +212,7 @@ class _Decoder:
 
 
 def _classes() -> dict[str, type]:
-    """The classes that may be in a checkpoint, by name."""
+    """The allowed classes, by name."""
     modules = [module for name, module in sys.modules.items() if name.startswith(_CLASS_MODULES)]
     return {
         _name(entry): entry
@@ -229,7 +227,7 @@ def _name(kind: type) -> str:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    """Those of slots and of the dictionary, as far as they are there; of a compiled class, those that mypyc tells of."""
+    """The attributes of slots, of the dictionary, and of a compiled class."""
     for kind in type(value).__mro__:
         slots = getattr(kind, "__mypyc_attrs__", getattr(kind, "__slots__", ()))
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -239,7 +237,7 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
-    """Offset and bytes of each page that is not zero; most of a table that was never written to is."""
+    """Offset and bytes of each page that is not zero."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = len(flat) // _PAGE_BYTES
     whole = flat[: num_whole * _PAGE_BYTES].reshape(num_whole, _PAGE_BYTES)
@@ -250,7 +248,7 @@ def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
 
 
 def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], present: Any) -> NDArray[Any]:
-    """The array; in the place of the one that is there if it is alike, since there may be views of that."""
+    """The array, in the place of the present one if it is alike: there may be views of it."""
     if dtype.hasobject:
         raise ValueError("an array of objects")
     array: NDArray[Any] = np.zeros(shape, dtype=dtype)
@@ -265,9 +263,9 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], prese
 
 
 class ForkingCheckpointer:
-    """Begins a segment of a log with a checkpoint, which a child process writes: its memory is a snapshot of this one's.
+    """Begins a segment with a checkpoint that a forked child writes from its snapshot of the memory.
 
-    The scheduler stands still for the ``fork`` only. While a child still writes, a segment begins without a checkpoint.
+    The scheduler waits only for ``fork``. While a child still writes, a segment begins without a checkpoint.
     """
 
     def __init__(self, log: FlightLogWriter, fork: Callable[[], int] = os.fork) -> None:
@@ -300,7 +298,7 @@ class ForkingCheckpointer:
 
 
 def _write_and_exit(core: Scheduler, path: Path) -> None:
-    """In the child: nothing of the parent's may be touched, nor its end be waited for."""
+    """Runs in the child: touch nothing of the parent."""
     exit_code = 1
     try:
         gc.disable()

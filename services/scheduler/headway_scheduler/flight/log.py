@@ -1,14 +1,13 @@
 """The flight log on disk: a directory of segments, each a magic and framed batches of records.
 
-Owns: the files, their bounds, and what a damaged or torn one is. Must not know: what a record means.
+Owns: the files, their size limits, and what is damaged or torn. Must not know: what a record means.
 
 A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames of ``length u32 | crc32 of the length u32 | crc32 of
-the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. Frames are
-appended and never changed, so what a crash leaves behind is whole up to its last frame: a torn tail is cut off and told,
-anything wrong before it is an error. A segment but the first of a life has a *checkpoint* beside it,
-``LIFE-NUMBER.checkpoint``, in one frame: the state of the core in which the segment begins. It appears when it is whole.
+the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. Frames are only
+appended. After a crash the last one may be torn: readers drop it with a notice; other damage is an error. Each segment
+but the first of a life has a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the state of the core at its start.
 
-Files hold the token ids of prompts and answers, so nobody but their owner may read them (mode 0600).
+Files hold token ids of prompts and answers, so only their owner may read them (mode 0600).
 """
 
 import contextlib
@@ -37,7 +36,7 @@ _LEAST_SEGMENT_BYTES = 1 << 18
 _QUEUED_BATCHES = 256
 _CLOSE_S = 5.0
 _BATCHES_PER_LOOK = 64
-"""How often the directory is looked at, beside the beginning of each segment."""
+"""The directory's size is checked after so many batches, and with each segment."""
 _SEGMENT_NAME = re.compile(r"(\d{6})-(\d{6})\.flight")
 
 
@@ -53,7 +52,7 @@ class SegmentPaths(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """On disk, both together."""
+        """The size on disk of both."""
         return sum(path.stat().st_size for path in self if path.exists())
 
     def remove(self) -> None:
@@ -63,13 +62,13 @@ class SegmentPaths(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How far a log is written: always up to the end of a frame."""
+    """The written part of a log, up to the end of a frame."""
 
     num_items: int
-    """Of those that were queued, batches and rotations."""
+    """Written batches and rotations."""
     segment: int
     num_bytes: int
-    """Of that segment."""
+    """The written size of that segment."""
 
 
 def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
@@ -87,10 +86,10 @@ def framed(payload: bytes) -> bytes:
 
 
 class FlightLogWriter:
-    """Writes one life of a scheduler into a directory, compressed and on a thread of its own.
+    """Writes one life of a scheduler into a directory, on a thread of its own.
 
-    ``append`` and ``rotate`` only queue. At most ``max_bytes`` are kept in the directory, earlier lives included. Nothing
-    here raises once it is made: what goes wrong ends the recording, and ``failure`` says so.
+    ``append`` and ``rotate`` only queue. The directory keeps at most ``max_bytes``, earlier lives included. After
+    construction nothing raises: an error ends the recording, and ``failure`` names it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -105,15 +104,14 @@ class FlightLogWriter:
         self._segment_bytes = max(max_bytes // _SEGMENTS_PER_LOG, _LEAST_SEGMENT_BYTES)
         self.life = max((life for life, _ in segments_in(directory)), default=0) + 1
         self.segment = 0
-        """The one that is appended to."""
         self.failure = ""
-        """Why nothing is written any more; empty while all is well."""
+        """Why recording ended; empty if it goes on."""
         self._segment_size = 0
         self._num_batches = 0
         self.num_queued = 0
-        """Items, since the beginning."""
+        """Batches and rotations, since the beginning."""
         self.written = Written(0, 0, len(SEGMENT_MAGIC))
-        """Replaced as a whole, so that any thread may look."""
+        """Replaced as a whole, so that any thread may read it."""
         self._file = _create(paths_of(directory, self.life, 0).segment)
         # Bounded, or a disk that cannot take it would fill the memory instead.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
@@ -122,12 +120,12 @@ class FlightLogWriter:
 
     @property
     def is_segment_full(self) -> bool:
-        """Whether it is time for the next one."""
+        """Whether the next segment is due."""
         return self._segment_size >= self._segment_bytes
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was appended waits to be written."""
+        """Whether a batch waits to be written."""
         return not self._queue.empty()
 
     def append(self, batch: bytes) -> None:
@@ -135,7 +133,7 @@ class FlightLogWriter:
         self._put(batch)
 
     def rotate(self) -> SegmentPaths:
-        """Let what is appended from now on go into the next segment; return its files."""
+        """Begin the next segment; return its files."""
         self.segment += 1
         self._segment_size = 0
         paths = paths_of(self.directory, self.life, self.segment)
@@ -196,7 +194,7 @@ class FlightLogWriter:
         self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
 
     def _keep_within_bound(self) -> None:
-        """Delete the oldest segments, as long as there is a later one that can be replayed without them."""
+        """Delete the oldest segments, as long as a replay can begin with a later one."""
         keys = segments_in(self.directory)
         paths = [paths_of(self.directory, *key) for key in keys]
         sizes = [files.num_bytes for files in paths]
@@ -216,7 +214,7 @@ class FlightLogWriter:
 
 
 def write_checkpoint(path: Path, payload: bytes) -> None:
-    """Write a checkpoint so that it appears whole or not at all.
+    """Write a checkpoint; it appears whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -255,10 +253,10 @@ def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
 
 
 class FlightLog:
-    """One life of a log, opened for reading. ``notice`` says after reading that the tail was torn; else it is empty."""
+    """One life of a log, for reading. ``notice`` is set after reading if the tail was torn."""
 
     def __init__(self, path: Path) -> None:
-        """Open the newest life in a directory, or the one that a segment belongs to, from where a replay can begin.
+        """Open the newest life of a directory, or the life of a segment, from the first possible start of a replay.
 
         Raises:
             FlightLogError: there is none.
@@ -277,16 +275,15 @@ class FlightLog:
         self.life = life
         self.notice = ""
         self.num_bytes_read = 0
-        """By ``records``, so far."""
         self.header = self._first_header()
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
+        """The size on disk."""
         return sum(paths.segment.stat().st_size for paths in self._paths)
 
     def checkpoint(self) -> bytes | None:
-        """The state of the core in which the records begin; None if they begin with its making.
+        """The state of the core before the records; None if they begin with its creation.
 
         Raises:
             FlightLogError: it is damaged.
@@ -303,7 +300,7 @@ class FlightLog:
         """All records but the headers, in order.
 
         Raises:
-            FlightLogError: something before the tail is damaged.
+            FlightLogError: there is damage before the tail.
         """
         self.num_bytes_read = 0
         for paths in self._paths:
@@ -336,7 +333,7 @@ class FlightLog:
 
 
 def _place_of(path: Path) -> tuple[Path, int]:
-    """The directory and the life that somebody means by ``path``."""
+    """The directory and the life that ``path`` means."""
     match = _SEGMENT_NAME.fullmatch(path.name)
     if match and path.is_file():
         return path.parent, int(match[1])
@@ -360,7 +357,7 @@ def _read(path: Path, magic: bytes) -> memoryview:
 
 
 def _end_of_whole_frames(data: memoryview) -> int:
-    """Where the torn tail begins: a frame that goes beyond the end, or nothing but zeros (a crash of the host)."""
+    """The start of the torn tail: an incomplete frame, or zeros after a crash of the host."""
     offset = len(SEGMENT_MAGIC)
     while offset + _HEADER.size <= len(data):
         length, check, _ = _HEADER.unpack_from(data, offset)

@@ -1,9 +1,8 @@
-"""The log of the present life in pieces, while it is written, for somebody who has no access to the disk.
+"""Reads the log of the present life in pieces while it is written, for a reader without access to the disk.
 
-Owns: which files a replay needs, and small reads of them. Must not know: what is in them, or who asks.
+Owns: which files a replay needs, and small reads of them. Must not know: their content, or who asks.
 
-A scheduler answers between two steps, so nothing here waits for the log's thread, and a call looks at the few segments of
-this life or reads one piece.
+The scheduler answers between two steps, so no call waits for the log's thread or reads more than one piece.
 """
 
 import os
@@ -13,20 +12,20 @@ from headway_scheduler.flight.log import FlightLogWriter, is_start, paths_of
 
 
 class LogPieces:
-    """What ``FlightLogPlace`` asks for, of a log that goes on meanwhile."""
+    """Answers a ``FlightLogPlace`` while the log grows."""
 
     def __init__(self, log: FlightLogWriter) -> None:
         self._log = log
 
     @property
     def life(self) -> int:
-        """The present one."""
+        """The present life."""
         return self._log.life
 
     def contents(self, mark: int = 0) -> FlightLogPart:
-        """Which files there are, once ``mark`` items are written; 0: all that are queued by now.
+        """The files, once ``mark`` items are written; 0 means all items queued now.
 
-        The last one is told up to the end of a frame, so a copy of that many bytes is whole.
+        The size of the last file ends with a frame, so a copy of that size is whole.
         """
         log = self._log
         mark = mark or log.num_queued
@@ -38,7 +37,7 @@ class LogPieces:
         return FlightLogPart(life=log.life, mark=mark, files=files)
 
     def piece(self, place: FlightLogPlace) -> FlightLogPart:
-        """At most ``MAX_FLIGHT_LOG_PIECE_BYTES`` of a file; those behind what is told by ``contents`` may end anywhere."""
+        """At most ``MAX_FLIGHT_LOG_PIECE_BYTES`` of a file. Beyond the size from ``contents``, a frame may be torn."""
         log = self._log
         gone = FlightLogPart(life=log.life, is_gone=True)
         if place.life != log.life or not 0 <= place.segment <= log.written.segment:
@@ -52,7 +51,7 @@ class LogPieces:
         return FlightLogPart(life=log.life, data=data)
 
     def _files(self) -> tuple[FlightLogFile, ...]:
-        """Of the oldest segment that a replay can begin with, and of those after it."""
+        """The files from the oldest segment that a replay can begin with."""
         log, written = self._log, self._log.written
         first = self._first_segment(written.segment)
         files = []

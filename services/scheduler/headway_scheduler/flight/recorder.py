@@ -1,9 +1,9 @@
 """The flight recorder: it records every call of the core, and encodes the records when there is time.
 
-Owns: the records that were not written yet, and when they are written. Must not know: sockets, files, or decisions.
+Owns: the records that were not written yet. Must not know: sockets, files, or decisions.
 
-During a step it only appends references. ``flush`` encodes them; the process calls it before it sleeps. The log compresses
-and writes on a thread of its own.
+During a step it only appends references. The process calls ``flush`` before it sleeps, which encodes them; the log
+compresses and writes on a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ from headway_scheduler.flight.records import (
 )
 
 FLUSH_RECORDS = 64
-"""``flush`` writes when there are so many records,"""
+"""``flush`` writes so many records at once,"""
 FLUSH_INTERVAL_S = 0.05
-"""or when the last time is so long ago. A killed process loses no more than that and what came just before it slept."""
+"""or those of so long a time. A killed process loses no more, but for what came just before it slept."""
 
 
 class Log(Protocol):
@@ -64,13 +64,13 @@ class Log(Protocol):
 
 
 Checkpointer = Callable[[Scheduler], None]
-"""Lets the log begin a segment with the state of this core."""
+"""Begins a segment with the state of this core."""
 
 
 _Sent: TypeAlias = tuple[float, Sequence[tuple[bytes, bytes]], int]
-"""A turn that is not encoded yet: the time, the frames of its steps, and how many requests were shed."""
+"""A turn before encoding: the time, the frames of its steps, the number of shed requests."""
 _Taken: TypeAlias = tuple[float, ExecutorOutput, tuple[FinishedEvent, ...]]
-"""An answer that is not encoded yet: the time, the answer, and the requests that ended with it."""
+"""An answer before encoding: the time, the answer, the requests that ended with it."""
 
 
 class NullRecorder:
@@ -127,10 +127,10 @@ class NullRecorder:
         """There is no executor."""
 
     def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Hand over what has gathered, if it is much or has waited long enough."""
+        """Hand over the records, if they are many or old enough."""
 
     def take_failure(self) -> str:
-        """Why recording has ended, once; empty if it goes on."""
+        """Why recording ended, once; empty if it goes on."""
         return ""
 
     def close(self, now: float, core: Scheduler | None) -> None:
@@ -158,7 +158,7 @@ class FlightRecorder(NullRecorder):
         self._num_flushed = 0
         self._flush_at = 0.0
         self._idle_since = -1
-        """How many records there were after a turn without a request; -1 if the last was no such turn."""
+        """The number of records after a turn without a request; -1 if the last was no such turn."""
         self._is_failure_told = False
         self._begin_segment()
 

@@ -1,12 +1,11 @@
-"""What the flight log is made of: one record per call of the core, in order.
+"""The records of the flight log: one per call of the core, in order.
 
-Owns: the records and how a decision is compared. Must not know: files, threads, or what the core does with a call.
+Owns: the records, and how decisions are compared. Must not know: files, threads, or what a call does.
 
-The core is deterministic: made with the same limits and told the same things at the same times, it decides the same. So
-a log holds what it was told, whole, and of what it decided as much as tells whether a replay decided otherwise. Times
-are the scheduler's monotonic clock in seconds, to the last bit.
+The core is deterministic: the same limits, calls and times give the same decisions. So a log holds every call whole, and
+of each decision enough to detect another one. Times are the scheduler's monotonic clock in seconds, to the last bit.
 
-Records travel as arrays: a field is added at the end of its record, with a default.
+Records travel as arrays: a new field goes to the end of its record, with a default.
 """
 
 import zlib
@@ -22,7 +21,7 @@ from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimit
 
 LOG_VERSION = 1
 WHOLE_DECISION_BYTES = 64
-"""A decision of at most so many bytes is kept whole, so that a difference can be told and not only found."""
+"""A smaller decision is kept whole, so that a difference can be shown."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -36,7 +35,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An executor that knows nothing is there: the core is made, or begins an epoch."""
+    """The core was made, or began an epoch with an executor that knows nothing."""
 
     now: float
     epoch: int
@@ -47,7 +46,7 @@ class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True):
-    """A request that the core took. ``token_ids`` is an int32 column; stop tokens ascend."""
+    """The core took a request. ``token_ids`` is an int32 column; stop tokens ascend."""
 
     now: float
     origin: Origin
@@ -67,7 +66,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A request that was not taken, and why; the core is as it was before."""
+    """A request was refused; the core did not change."""
 
     now: float
     request_id: str
@@ -79,7 +78,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A request that nobody wants any more, or, with an ``error``, one that is to blame for it."""
+    """A request was aborted or, with an ``error``, found guilty."""
 
     now: float
     origin: Origin
@@ -96,7 +95,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The core was asked for steps until it had no more; ``num_shed`` requests were ended because they were too late."""
+    """The core scheduled these steps and had no more; ``num_shed`` requests were too late and ended."""
 
     now: float
     decisions: tuple[Decision, ...] = ()
@@ -112,7 +111,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """An answer to a step, and who ended with it. ``mismatch`` says why the core did not take it, if it did not."""
+    """An answer, and the requests that ended with it. ``mismatch`` says why the core refused it, if it did."""
 
     now: float
     output: ExecutorOutput
@@ -121,7 +120,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class RanAlone(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Nobody but this request may run, until it comes to so many tokens; None: everybody may again."""
+    """Only this request may run, until it has so many tokens; None: all may run."""
 
     origin: Origin | None
     num_tokens: int = 0
@@ -148,20 +147,20 @@ class Unpinned(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class ExecutorGone(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """There is no executor until the next epoch; for whoever reads the log."""
+    """There is no executor until the next epoch; only for readers of the log."""
 
     now: float
     reason: str
 
 
 class StartedSlowly(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """These were in steps that were lost, and come back a few at a time."""
+    """These were in lost steps and start again a few at a time."""
 
     origins: tuple[Origin, ...]
 
 
 class CacheDropped(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Cached blocks that nobody held were let go of."""
+    """The cached blocks that no request held were dropped."""
 
 
 Record: TypeAlias = (
@@ -183,12 +182,12 @@ Record: TypeAlias = (
 
 
 def decision_of(message: bytes | memoryview) -> Decision:
-    """What is kept of an encoded ``SchedulerOutput``."""
+    """The record of an encoded ``SchedulerOutput``."""
     num_bytes = len(message)
     whole = bytes(message) if num_bytes <= WHOLE_DECISION_BYTES else b""
     return Decision(num_bytes, zlib.crc32(message), whole)
 
 
 def decision_in_frame(frame: bytes) -> Decision:
-    """What is kept of a step that was sent in this frame."""
+    """The record of a step in a frame."""
     return decision_of(memoryview(frame)[HEADER_BYTES:])

@@ -1,9 +1,8 @@
-"""The replay: the records of a flight log, told to a core of its own, and what it decides compared with what was decided.
+"""Replays the records of a flight log in a new core and compares the decisions.
 
-Owns: how each record becomes a call, and the comparison. Must not know: files, or who looks on.
+Owns: which call a record stands for, and the comparison. Must not know: files, or who reads the events.
 
-Whoever looks on gets every event after the core has been told of it, and may look at the core then, as operators may: what
-only asks changes no decision.
+A reader gets each event after the core has handled it, and may read from the core then.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,10 +37,10 @@ _NOTHING = StepEvents()
 
 
 class Event(NamedTuple):
-    """Something that has happened in a replay.
+    """One event of a replay.
 
-    Of a turn there is one event for each step, with its ``output``, and one for the end of the turn, with whom it ``shed``.
-    ``events`` is what an answer, an abort or an epoch brought.
+    A turn has one event for each step, with its ``output``, and one for its end, with the ``shed`` requests. ``events`` is
+    the result of an answer, an abort or an epoch.
     """
 
     record: Record
@@ -52,30 +51,29 @@ class Event(NamedTuple):
 
 
 class Divergence(Exception):  # noqa: N818 - named for what was found
-    """The core decides otherwise than it did; the message says where and what, in a line."""
+    """The core decides otherwise than recorded; the message is one line."""
 
 
 class Replay:
-    """One core, told what another was told."""
+    """One core that gets the recorded calls."""
 
     def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
-        """``core`` is the one that a checkpoint holds, if the records do not begin with the making of one."""
+        """``core`` comes from a checkpoint, unless the records begin with its creation."""
         self.core = core
         self.limits = limits
         self.now = now
         """The time of the newest record, in seconds."""
         self.num_records = 0
         self.num_steps = 0
-        """Steps compared."""
         self.num_arrivals = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
     def run(self, records: Iterable[Record]) -> Iterator[Event]:
-        """Tell the core everything, and yield what happens.
+        """Repeat all calls, and yield the events.
 
         Raises:
-            Divergence: it decides otherwise.
+            Divergence: the core decides otherwise.
         """
         for record in records:
             self.num_records += 1
@@ -107,7 +105,7 @@ class Replay:
         return Event(record, self.now)
 
     def _obey(self, record: Record) -> None:
-        """What an operator has ordered."""
+        """Repeat an operator's command."""
         match record:
             case Paused():
                 self._core.paused = record.is_paused
