@@ -359,7 +359,7 @@ class CostBench:
         output = self._core.schedule(self._now)
         spent = time.thread_time_ns() - start
         if output is not None:
-            newest = self._core._in_flight[-1]  # noqa: SLF001 - the benchmark plays the executor
+            newest = self._core._epoch.in_flight[-1]  # noqa: SLF001 - the benchmark plays the executor
             token_ids = self._rng.integers(3, 999, size=len(newest.sampling_rows))
             token_ids[self._rng.random(len(token_ids)) < stop_share] = 2
             self._in_flight.append(

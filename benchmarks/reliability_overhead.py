@@ -176,14 +176,14 @@ class EngineBench:
             )  # fmt: skip
             self.engine.gateway_frame(b"gateway", self.gateway.encode(submit), self.now)
         self.engine.run(self.now)
-        while self.engine.core is None or self.engine.core._prefilling or self.engine.core.num_waiting:  # noqa: SLF001
+        while self.engine.core is None or self.engine.core._epoch.prefilling or self.engine.core.num_waiting:  # noqa: SLF001
             self.beat()
 
     def _answer(self) -> bytes:
         """Untimed: what an executor would say to the oldest step in flight, and what a gateway acknowledges."""
         core = self.engine.core
         assert core is not None
-        oldest = core._in_flight[0]  # noqa: SLF001 (the benchmark plays the executor)
+        oldest = core._epoch.in_flight[0]  # noqa: SLF001 (the benchmark plays the executor)
         self.num_heard += len(self.engine.gateways.outgoing)
         self.engine.gateways.outgoing.clear()
         self.engine.executor_link.outgoing.clear()

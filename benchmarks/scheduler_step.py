@@ -137,7 +137,7 @@ class Bench:
 
     def answer(self) -> bytes:
         """The executor's frame for the newest step in flight."""
-        newest = self.core._in_flight[-1]  # noqa: SLF001 - the benchmark plays the executor
+        newest = self.core._epoch.in_flight[-1]  # noqa: SLF001 - the benchmark plays the executor
         tokens = self.rng.integers(3, 4000, size=len(newest.sampling_rows))
         return self.executor_writer.encode(
             step.ExecutorOutput(
@@ -161,7 +161,7 @@ class Bench:
 
     def settle(self) -> None:
         """Run until every request decodes."""
-        while self.core.num_waiting or self.core._prefilling:  # noqa: SLF001
+        while self.core.num_waiting or self.core._epoch.prefilling:  # noqa: SLF001
             self.untimed_step()
         for _ in range(32):
             self.untimed_step()

@@ -20,11 +20,12 @@ from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowLogprobs
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.step_shape import StepShape
 from headway_scheduler.core.step.speculation import SpeculationPolicy, SpeculationRecord
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -98,7 +99,8 @@ class SpeculativeEngine:
         self._state.begin_epoch()
         core.begin_epoch(self._capacities[speculates], self._epoch)
         if speculates and self._always:
-            core.speculation = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
+            policy = AlwaysSpeculate(core.capacity.max_speculative_tokens, StepTimeModel())
+            core._speculation.policy = core._answers._speculation = policy  # noqa: SLF001 - it plays the policy
         first = self._num_requests
         outputs: dict[int, list[int]] = {}
         self.logprobs = {}

@@ -189,7 +189,9 @@ class ExactCore:
         assert len(np.unique(held)) == len(held)
         assert core.swapping.num_free_host_blocks + len(held) == core.swapping.num_host_blocks
         assert core.num_waiting + core.num_running == core.num_unfinished == len(self.live)
-        assert core._room.num_tokens == sum(request.num_queued_tokens for request in core.requests() if request.row < 0)
+        assert core._state.waiting.room.num_tokens == sum(
+            request.num_queued_tokens for request in core.requests() if request.row < 0
+        )
 
     def check_nothing_is_left(self) -> None:
         """When every request has ended: all device and host blocks are free."""

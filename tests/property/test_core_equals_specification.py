@@ -115,7 +115,7 @@ class Pair:
         rows = self.specification.sampling_rows()
         sampled = draw_token.integers(0, VOCAB_SIZE, size=len(rows)).tolist()
         step = self.specification.in_flight[0].number
-        digest = self.core._in_flight[0].digest
+        digest = self.core._epoch.in_flight[0].digest
         assert (digest is not None) == (step % DIGEST_INTERVAL_STEPS == 0)
         accepted = self._accept(draw_token)
         tokens = [

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from core_driver import CoreDriver
+from headway_scheduler.core.admission.making_way import MAX_WAYS_MADE
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.memory.swapping import NO_MOVES
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
-from headway_scheduler.core.scheduler import MAX_WAYS_MADE
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import RequestStatus
 
@@ -86,7 +86,7 @@ def test_a_pool_full_of_half_prefilled_prompts(preemption: str) -> None:
     for handle, priority in enumerate((LOW, NORMAL, HIGH, REALTIME)):
         run.add(handle, 50, 5, priority=priority)
         run.next_steps(2)
-    assert len(run.core._prefilling) == 4
+    assert len(run.core._epoch.prefilling) == 4
     assert run.core.pool.num_free == 0
     run.add(4, 50, 5, priority=LOW)
     run_to_the_end(run, 300)
@@ -199,7 +199,10 @@ def test_preempted_requests_do_not_bounce() -> None:
             run.add(number, *wanted[number])
         num_running_before = set(run.running)
         num_preemptions, num_live = core.counters.num_preemptions, core.num_running
-        waiting = {request.new.origin.handle: core._headroom(request) for request in core._waiting.in_order()}
+        waiting = {
+            request.new.origin.handle: core.admission.headroom(request)
+            for request in core._state.waiting.queue.in_order()
+        }
         if run.schedule() is None:
             break
         for row in core.rows.live_rows().tolist():
@@ -256,7 +259,7 @@ def test_whoever_overtakes_is_not_made_to_give_its_blocks_to_each_of_those_it_ha
                     ttft_slo_ms=int(rng.choice([0, 10_000, 30_000])),
                 )
         beat(run)
-        for request in run.core._waiting.in_order():
+        for request in run.core._state.waiting.queue.in_order():
             most_preemptions[request.arrival] = request.num_preemptions
         if not run.core.num_unfinished:
             break

@@ -10,8 +10,9 @@ import pytest
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.roofline import Roofline
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel, prefill_pairs
+from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS, TokenBudget
+from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 
 OBJECTIVE_S = 0.050
 MOST_TOKENS = 8192

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from headway_scheduler.core.memory.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.policies.output_lengths import OutputLengths
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.state.speculation_record import SpeculationRecord
+from headway_scheduler.core.state.step_shape import StepShape
 from headway_scheduler.core.step.speculation import SpeculationPolicy
 from specification_of_learning import (
     SpecifiedForecast,

@@ -28,9 +28,9 @@ def census(root: object, name: str) -> dict[str, float]:
     """
     numbers: dict[str, float] = {}
     seen: set[int] = set()
-    left: list[tuple[str, object]] = [(name, root)]
+    left: deque[tuple[str, object]] = deque([(name, root)])  # so that an object has its shortest path
     while left:
-        path, value = left.pop()
+        path, value = left.popleft()
         kind = _kind_of(type(value))
         if kind == _NUMBER:
             number = int(value)  # type: ignore[call-overload]

@@ -267,7 +267,7 @@ def failed_not_cached(cached_before: Collection[int], cached_after: Collection[i
 
 def waiting_counted(core: Scheduler) -> None:
     """What the waiting room counts, of all and of each tenant, is what waits."""
-    room = core._room
+    room = core._state.waiting.room
     waiting = [request for request in core._requests.values() if request.row < 0]
     tenants: dict[str, list[int]] = {}
     for request in waiting:

@@ -18,6 +18,7 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.step.sending import digest_of
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, StepAnswered
 from headway_scheduler.ingress_link import GatewayGone
@@ -83,7 +84,7 @@ class WatchedEngine(SchedulerEngine):
     def _on_answer(self, event: StepAnswered, now: float) -> None:
         process, core, output = self._process, self.core, event.output
         assert core is not None
-        oldest = core._in_flight[0].step if core._in_flight else -1
+        oldest = core._epoch.in_flight[0].step if core._epoch.in_flight else -1
         given = (output.epoch, process.frame_epoch, output.step, incarnation_of(process.peer))
         invariants.epoch_fence("an answer", given, (core.epoch, core.epoch, oldest, self.executor_link._executor))
         failed = [(blocks, core.cache.holds(blocks).tolist()) for blocks in process.blocks_of_failed(core, output)]
@@ -231,13 +232,13 @@ class SchedulerProcess(Process):
             self._had_rows = set()
             self._overtaken.clear()
             self._num_older.clear()
-        self.world.digests[self.engine.incarnation, core.epoch, output.step] = core._digest()
+        self.world.digests[self.engine.incarnation, core.epoch, output.step] = digest_of(core.rows)
         running = self._running(core, output)
         invariants.budget(core, self.engine.limits, running, output)
         if self._watches_tenants:
             self._follow_tenants(core, output)
         written = self._writes(core, running)
-        unreturned = {step.step for step in core._in_flight}
+        unreturned = {step.step for step in core._epoch.in_flight}
         self.written = {step: blocks for step, blocks in self.written.items() if step in unreturned}
         in_flight = {block: request for blocks in self.written.values() for block, request in blocks.items()}
         invariants.write_exclusivity(in_flight, written)
@@ -318,7 +319,7 @@ class SchedulerProcess(Process):
     @staticmethod
     def blocks_of_failed(core: Scheduler, output: Any) -> list[Any]:
         rows = [error.row for error in output.errors if core.rows.requests[error.row] is not None]
-        leavers = core._in_flight[0].leavers if core._in_flight else {}
+        leavers = core._epoch.in_flight[0].leavers if core._epoch.in_flight else {}
         return [core.rows.blocks_of(row) for row in rows if row not in leavers]
 
     def check_blocks(self, core: Scheduler) -> None:

@@ -22,7 +22,7 @@ import headway_scheduler.core.admission.fair_queue
 import headway_scheduler.core.admission.objectives
 import headway_scheduler.core.admission.waiting_queue
 import headway_scheduler.core.memory.prefix_statistics
-import headway_scheduler.core.scheduler
+import headway_scheduler.core.step.sending
 import headway_scheduler.ingress_link
 import headway_scheduler.serving_statistics
 from flight_logs import MemoryLog, recorder_into
@@ -460,7 +460,7 @@ def small_constants(schedule: Schedule) -> Iterator[None]:
     """What takes thousands of frames or many steps in production comes about within a few here."""
     settings = schedule.settings
     changed: list[tuple[Any, str, object]] = [
-        (headway_scheduler.core.scheduler, "DIGEST_INTERVAL_STEPS", settings.digest_every),
+        (headway_scheduler.core.step.sending, "DIGEST_INTERVAL_STEPS", settings.digest_every),
         (headway_executor.loop, "DIGEST_INTERVAL_STEPS", settings.digest_every),
         (headway_scheduler.ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", settings.window),
         (headway_gateway.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),

@@ -28,17 +28,24 @@ from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
 from headway_scheduler import compiled_core, delivery, engine, ingress_link
 from headway_scheduler.administration import Administration
+from headway_scheduler.core.admission.endings import Endings
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.objectives import TightestObjective
+from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.admission.start_window import StartWindow
 from headway_scheduler.core.admission.waiting_queue import KeyedQueue, Lane
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
 from headway_scheduler.core.memory.block_pool import BlockPool
+from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
+from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import FinishReason, RequestStatus
-from headway_scheduler.core.step.stop_tokens import StopTokens
+from headway_scheduler.core.state.stop_tokens import StopTokens
+from headway_scheduler.core.step.answer_checks import AnswerChecks
+from headway_scheduler.core.step.answers import Answers
+from headway_scheduler.core.step.decode_pass import DecodePass
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import ExecutorLink, ExecutorLost, StepAnswered
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
@@ -139,7 +146,7 @@ def accepted_tokens_forgotten(original):
     return accept
 
 
-@_mutant("what follows a stop among the accepted tokens is delivered as well", (Scheduler, "_append_to"))
+@_mutant("what follows a stop among the accepted tokens is delivered as well", (Answers, "_append_to"))
 def stop_among_accepted_overlooked(original):
     def append_to(self, request, token_ids, entries):
         stops, request.new = request.new, msgspec.structs.replace(request.new, stop_token_ids=frozenset())
@@ -153,21 +160,22 @@ def stop_among_accepted_overlooked(original):
 # ------------------------------------------------------------------------------------------------- blocks and the cache
 
 
-@_mutant("an aborted request keeps its blocks", (Scheduler, "_finish"))
+@_mutant("an aborted request keeps its blocks", (Endings, "finish"))
 def skip_free_on_abort(original):
     def finish(self, request, reason, **named):
         if reason is not FinishReason.ABORT:
             return original(self, request, reason, **named)
-        self.pool.release = lambda blocks, fence: None
+        pool = self._epoch.pool
+        pool.release = lambda blocks, fence: None
         try:
             return original(self, request, reason, **named)
         finally:
-            del self.pool.release
+            del pool.release
 
     return finish
 
 
-@_mutant("a block is free again while a step in flight may write it", (Scheduler, "_fence_of"))
+@_mutant("a block is free again while a step in flight may write it", (RunningRequests, "_fence_of"))
 def reuse_a_block_in_flight(original):
     return lambda self, row: None
 
@@ -181,11 +189,11 @@ def shared_block_not_counted(original):
     return share
 
 
-@_mutant("the blocks of a failed row enter the prefix cache", (Scheduler, "_release_row"))
+@_mutant("the blocks of a failed row enter the prefix cache", (RunningRequests, "release_row"))
 def failed_row_is_cached(original):
     def release(self, row, *, owed_tokens, cache=True):
         if not cache:
-            self._cache_blocks(self.rows.request_in(row), row, int(self.rows.num_computed_tokens[row]))
+            self._prefixes.register(self._rows.request_in(row), row, int(self._rows.num_computed_tokens[row]))
         original(self, row, owed_tokens=owed_tokens, cache=cache)
 
     return release
@@ -242,12 +250,12 @@ def fence_off_by_one(original):
 # ------------------------------------------------------------------------------------------------------------ decisions
 
 
-@_mutant("an aborted request that runs keeps its row", (Scheduler, "_finish"))
+@_mutant("an aborted request that runs keeps its row", (Endings, "finish"))
 def row_kept_on_abort(original):
     def finish(self, request, reason, **named):
         if reason is not FinishReason.ABORT or request.status is not RequestStatus.RUNNING:
             return original(self, request, reason, **named)
-        del self._requests[request.new.origin]
+        del self._state.requests[request.new.origin]
         return None
 
     return finish
@@ -258,10 +266,10 @@ def age_ignored(original):
     return lambda self, now: self._head()
 
 
-@_mutant("one token more than the budget", (Scheduler, "_begin"))
+@_mutant("one token more than the budget", (Epoch, "__init__"))
 def budget_off_by_one(original):
-    def begin(self, capacity, epoch):
-        original(self, capacity, epoch)
+    def begin(self, *arguments, **named):
+        original(self, *arguments, **named)
         self.max_num_batched_tokens += 1
 
     return begin
@@ -301,17 +309,17 @@ def preempted_to_the_back(original):
     return push
 
 
-@_mutant("a row that found no block is forgotten", (Scheduler, "_extend_decoding_one_by_one"))
+@_mutant("a row that found no block is forgotten", (DecodePass, "_extend_one_by_one"))
 def stalled_row_forgotten(original):
     def extend(self, plan, due):
         original(self, plan, due)
-        self._idle.update(self._stalled)
-        self._stalled.clear()
+        self._decoding.idle.update(self._decoding.stalled)
+        self._decoding.stalled.clear()
 
     return extend
 
 
-@_mutant("a stop token is overlooked", (Scheduler, "_end_at"))
+@_mutant("a stop token is overlooked", (Answers, "_end_at"))
 def stop_token_ignored(original):
     def end_at(self, request, num_tokens, token_id):
         return original(self, request, num_tokens, -1)
@@ -319,7 +327,7 @@ def stop_token_ignored(original):
     return end_at
 
 
-@_mutant("one bad row fails its whole step", (Scheduler, "_fail_rows"))
+@_mutant("one bad row fails its whole step", (Answers, "_fail_rows"))
 def failure_spreads(original):
     def fail_rows(self, step, failed, finished):
         message = next(iter(failed.values()), None)
@@ -409,14 +417,14 @@ def smaller_steps_forgotten(original):
     return lambda self, max_num_batched_tokens: None
 
 
-@_mutant("the state digest is never compared", (Scheduler, "_take_answer"))
+@_mutant("the state digest is never compared", (AnswerChecks, "take"))
 def digest_never_checked(original):
-    def take_answer(self, output):
+    def take(self, output):
         if self._in_flight:
             self._in_flight[0].digest = None
         return original(self, output)
 
-    return take_answer
+    return take
 
 
 @_mutant("a row begins with a block of whoever had it before", (BatchState, "_admit"))
@@ -601,12 +609,12 @@ MUTANTS["delivered-tokens-replaced"] = Mutant(
 )
 
 
-@_mutant("a prompt that is to be reported is found in the cache", (Scheduler, "_most_cached_blocks"))
+@_mutant("a prompt that is to be reported is found in the cache", (CachedPrefixes, "most_blocks"))
 def _prompts_found_in_the_cache(original):
-    return lambda self, request, num_tokens: (num_tokens - 1) // self.rows.block_size
+    return lambda self, request, num_tokens: (num_tokens - 1) // self._rows.block_size
 
 
-@_mutant("a preempted request is told of its prompt again", (Scheduler, "_keep_tokens"))
+@_mutant("a preempted request is told of its prompt again", (RunningRequests, "keep_tokens"))
 def _prompts_told_again(original):
     def keep_tokens(self, request, reason):
         request.num_prompt_logprobs = 0
@@ -727,12 +735,12 @@ def idle_tenants_kept(original):
     return lambda self, name: None
 
 
-@_mutant("who was refused for want of memory is held when it has ended", (Scheduler, "_finish"))
+@_mutant("who was refused for want of memory is held when it has ended", (Endings, "finish"))
 def refused_kept(original):
     def finish(self, request, reason, **named):
-        before = self._refused
+        before = self._admission._foreseen
         end = original(self, request, reason, **named)
-        self._refused = before
+        self._admission._foreseen = before
         return end
 
     return finish

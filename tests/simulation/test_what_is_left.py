@@ -82,10 +82,10 @@ def test_what_an_engine_holds_is_seen_wherever_it_is() -> None:
     world = run(settings_of(), [request(0)])
     engine = world.scheduler.engine
     engine.held_since_today = OrderedDict(a=1)
-    engine.core._room._tenants["nobody"] = [1, 7]
+    engine.core._state.waiting.room._tenants["nobody"] = [1, 7]
     assert leftovers(world) == [
-        "len(engine.core._room._tenants) is 1, 0 at rest",
-        "len(engine.core._room._tenants[]) is 2, 0 at rest",
+        "len(engine.core._state.waiting.room._tenants) is 1, 0 at rest",
+        "len(engine.core._state.waiting.room._tenants[]) is 2, 0 at rest",
         "len(engine.held_since_today) is 1, 0 at rest",
     ]
 

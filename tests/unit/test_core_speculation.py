@@ -35,9 +35,9 @@ def started(num_requests: int = 1, *, capacity: ExecutorCapacity = CAPACITY, **l
             ),
             now=0.0,
         )
-    while len(core._decoding()) < num_requests or core.next_step % num_requests:
+    while len(core._epoch.decoding.indices()) < num_requests or core.next_step % num_requests:
         step = scheduled(core)
-        answer(core, step, [1] * len(core._in_flight[0].sampling_rows))
+        answer(core, step, [1] * len(core._epoch.in_flight[0].sampling_rows))
     return core
 
 
@@ -55,7 +55,7 @@ def answer(
             epoch=0,
             step=output.step,
             sampled_token_ids=encode_column(tokens),
-            state_digest=core._in_flight[0].digest,
+            state_digest=core._epoch.in_flight[0].digest,
             accepted_tokens=encode_columns(columns),
             **fields,  # type: ignore[arg-type]
         ),
@@ -164,7 +164,7 @@ def test_only_as_many_as_may_speculate_do_and_nobody_beside_a_suspect() -> None:
 
 def test_proposals_take_what_is_left_of_the_budget() -> None:
     core = started(2)
-    core.max_num_batched_tokens = 8
+    core._epoch.max_num_batched_tokens = 8
     assert [count for _, count in speculative(scheduled(core))] == [4, 2]
 
 

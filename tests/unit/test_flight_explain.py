@@ -6,7 +6,7 @@ import pytest
 from flight_logs import RecordedExactCore
 from headway_lab.flight.explanation import OTHERS, OWN_BESIDE, OWN_DEVICE, explanation, time_to_first_token
 from headway_lab.flight.life import NO_EXECUTOR, Follower, Life
-from headway_scheduler.bottleneck import Reason
+from headway_scheduler.core.admission.refusals import Reason
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.records import Refused
 from headway_scheduler.flight.replay import Replay

@@ -12,6 +12,8 @@ from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.step_plan import StepPlan
 
 CAPACITY = ExecutorCapacity(num_blocks=16, block_size=4, max_model_len=32, vocab_size=64, max_num_rows=1)
 
@@ -35,7 +37,7 @@ def test_an_error_in_a_chunk_of_a_request_that_left_does_not_end_the_next_one_in
     core.abort(Origin(0, 0))
     core.add_request(request(1), now=0.0)
     core.schedule(now=0.0)
-    digest = core._in_flight[0].digest
+    digest = core._epoch.in_flight[0].digest
     answer = ExecutorOutput(epoch=0, step=0, errors=(RowError(0, "cannot be run"),), state_digest=digest)
     assert core.update(answer, now=0.0).finished == ()
     assert core.num_running == 1
@@ -57,7 +59,7 @@ def told(first: int, count: int, row: int = 0, alternatives: int = 1) -> RowProm
 
 
 def answer(core: Scheduler, *prompts: RowPromptLogprobs) -> ExecutorOutput:
-    step = core._in_flight[0]
+    step = core._epoch.in_flight[0]
     sampled = encode_column([9] * len(step.sampling_rows))
     return ExecutorOutput(
         epoch=core.epoch, step=step.step, sampled_token_ids=sampled, state_digest=step.digest, prompt_logprobs=prompts
@@ -158,6 +160,13 @@ def test_one_of_many_computes_what_they_share_if_that_is_enough(wait: int, num_c
     assert core.num_running == 8
 
 
+def waits_for_prefix(core: Scheduler, waiting: Request | None) -> bool:
+    assert waiting is not None
+    shared, _ = core.admission._prefixes.find(waiting, waiting.token_ids.tobytes(), len(waiting.token_ids))
+    plan = StepPlan(core.max_num_batched_tokens, 0.0)
+    return core.admission._prefix_wait.waits(plan, waiting, len(shared) * core.rows.block_size)
+
+
 def test_nobody_waits_for_who_makes_no_progress() -> None:
     """A prompt that has nothing in flight and no part in the step holds nobody back."""
     limits = SchedulerLimits(prefix_wait_tokens=8, max_num_batched_tokens=8, max_steps_in_flight=1, max_num_seqs=4)
@@ -165,9 +174,9 @@ def test_nobody_waits_for_who_makes_no_progress() -> None:
     core.add_request(request(0), now=0.0)
     core.schedule(now=0.0)
     core.add_request(request(1), now=0.0)
-    assert core.waits_for_prefix(core.find(Origin(0, 1)))
+    assert waits_for_prefix(core, core.find(Origin(0, 1)))
     core.update(answer(core), now=0.0)
-    assert not core.waits_for_prefix(core.find(Origin(0, 1)))
+    assert not waits_for_prefix(core, core.find(Origin(0, 1)))
 
 
 def test_somebody_waits_for_who_has_become_longer_since_it_was_first_compared() -> None:
@@ -179,7 +188,7 @@ def test_somebody_waits_for_who_has_become_longer_since_it_was_first_compared() 
     prompt = np.array([0, 1, *[9] * 18], dtype=np.int32)  # 9 is what every step samples
     core.add_request(msgspec.structs.replace(request(1), token_ids=prompt), now=0.0)
     core.schedule(now=0.0)
-    assert not core.waits_for_prefix(core.find(Origin(0, 1)))
+    assert not waits_for_prefix(core, core.find(Origin(0, 1)))
     core.update(answer(core), now=0.0)
     for _ in range(2):
         core.schedule(now=0.0)
@@ -187,4 +196,4 @@ def test_somebody_waits_for_who_has_become_longer_since_it_was_first_compared() 
     core.begin_epoch(ROOMY, 1)
     (new,) = core.schedule(now=0.0).scheduled_new_reqs
     assert decode_column(new.token_ids).tolist() == [0, 1, 9, 9, 9]
-    assert core.waits_for_prefix(core.find(Origin(0, 1)))
+    assert waits_for_prefix(core, core.find(Origin(0, 1)))

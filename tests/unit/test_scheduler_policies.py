@@ -4,8 +4,9 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_proto.columns import decode_columns
+from headway_scheduler.core.admission.admission import MAX_PASSED_OVER
+from headway_scheduler.core.admission.making_way import MAX_WAYS_MADE
 from headway_scheduler.core.admission.orders import ORDERS
-from headway_scheduler.core.scheduler import MAX_PASSED_OVER, MAX_WAYS_MADE
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import RequestStatus
 
@@ -238,7 +239,7 @@ class TestComingBack:
         request = run.request(0)
         headrooms = []
         for request.num_preemptions in range(7):
-            headrooms.append(run.core._headroom(request))
+            headrooms.append(run.core.admission.headroom(request))
         assert headrooms == [0, 4, 8, 16, 32, 50, 50]
 
     def test_beside_nobody_none_is_asked_for(self) -> None:
@@ -246,7 +247,7 @@ class TestComingBack:
         run.add(0, 4, 20)
         request = run.request(0)
         request.num_preemptions = 9
-        assert run.core._headroom(request) == 0
+        assert run.core.admission.headroom(request) == 0
 
     def test_a_preempted_request_waits_for_its_headroom_and_others_behind_it(self) -> None:
         run = start(16, reserve="none", preemption="recompute")
@@ -259,7 +260,7 @@ class TestComingBack:
         run.add(3, 1, 1)
         was_there_room_without = False
         while 2 not in run.running:
-            num_free, headroom = run.core.pool.num_free, run.core._headroom(run.request(2))
+            num_free, headroom = run.core.pool.num_free, run.core.admission.headroom(run.request(2))
             num_needed = -(-len(run.request(2).token_ids) // BLOCK_SIZE)
             was_there_room_without |= num_needed <= num_free < num_needed + headroom
             assert 3 not in run.running
@@ -277,9 +278,9 @@ class TestComingBack:
             run.add(handle, 20, 20)
         num_told = 0
         while run.core.num_unfinished:
-            waiting = run.core._waiting.first(run.now)
+            waiting = run.core._state.waiting.queue.first(run.now)
             if waiting is not None and waiting.num_preemptions:
-                num_needed, num_free = run.core.blocks_for_start(waiting)
+                num_needed, num_free = run.core.admission.blocks_for_start(waiting)
                 run.next_steps(1)
                 if waiting.status is RequestStatus.PREEMPTED:
                     assert num_needed > num_free

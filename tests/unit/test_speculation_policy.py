@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel
+from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.state.speculation_record import LONGEST_SEARCH_PAUSE, SpeculationRecord
+from headway_scheduler.core.state.step_shape import StepShape
 from headway_scheduler.core.step.speculation import (
     LONGEST_PAUSE,
     SHORTEST_PAUSE,

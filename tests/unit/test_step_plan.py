@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headway_scheduler.core.step.step_plan import StepPlan
+from headway_scheduler.core.state.step_plan import StepPlan
 
 
 def test_a_row_that_is_preempted_leaves_no_trace_in_the_message() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.roofline import Roofline
-from headway_scheduler.core.policies.step_time import WARM_UP_STEPS, StepShape, StepTimeModel, prefill_pairs
+from headway_scheduler.core.policies.step_time import WARM_UP_STEPS, StepTimeModel
+from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 
 DECODES = StepShape(40, 40, 40_000, 0)
 PROMPT = DECODES.with_prompt(1000, 0)

@@ -1,6 +1,6 @@
 """Which token ids end some running request."""
 
-from headway_scheduler.core.step.stop_tokens import StopTokens
+from headway_scheduler.core.state.stop_tokens import StopTokens
 
 
 def test_an_id_counts_until_the_last_request_that_stops_at_it_has_left() -> None:

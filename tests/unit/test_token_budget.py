@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, WARM_UP_STEPS, StepShape, StepTimeModel
+from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, WARM_UP_STEPS, StepTimeModel
 from headway_scheduler.core.policies.token_budget import (
     FIRST_STEP_TOKENS,
     LARGE_TILE_TOKENS,
@@ -18,6 +18,7 @@ from headway_scheduler.core.policies.token_budget import (
     TailRatio,
     TokenBudget,
 )
+from headway_scheduler.core.state.step_shape import StepShape
 
 OBJECTIVE_S = 0.050
 PLENTY = 1_000_000

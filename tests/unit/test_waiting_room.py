@@ -57,5 +57,5 @@ def test_nothing_is_kept_of_tenants_that_have_gone() -> None:
     for handle in range(50):
         core.add(handle, 5, 2, tenant=str(handle))
     core.all_steps()
-    room = core.core._room
+    room = core.core._state.waiting.room
     assert (room.num_requests, room.num_tokens, room._tenants) == (0, 0, {})

@@ -12,7 +12,6 @@ import msgspec
 
 from headway_proto.columns import decode_columns
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.bottleneck import bottleneck_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
@@ -20,6 +19,7 @@ from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Aborted, Answered, Arrived, EpochBegan, ExecutorGone, Refused, Turn
 from headway_scheduler.flight.replay import Event
+from headway_scheduler.wait_sentences import sentence_for
 
 NO_EXECUTOR = "no executor was connected"
 PIPE_FULL = "the steps under way had to return before another was decided"
@@ -247,8 +247,8 @@ class Follower:
         request = followed.request
         ahead = view.ahead_of(request)
         first = ahead[0] if ahead else request
-        reason, text = bottleneck_of(core, first)
-        followed.waits_for(reason.value, text, len(ahead), now)
+        reason = core.admission.reason_for(first)
+        followed.waits_for(reason.value, sentence_for(core, first), len(ahead), now)
 
     def _on_answer(self, record: Answered, event: Event) -> None:
         columns = event.events

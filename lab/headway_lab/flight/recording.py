@@ -17,11 +17,12 @@ from headway_lab.simulate.roofline import StepTime
 from headway_lab.workload.requests import Objectives, PlannedRequest
 from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import ExecutorOutput, SchedulerOutput
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel, prefill_pairs
+from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, Arrived, EpochBegan, Turn
 from headway_scheduler.flight.replay import Event

@@ -23,7 +23,6 @@ from headway_proto.operations import (
     TenantPrefixUse,
 )
 from headway_scheduler import commands
-from headway_scheduler.bottleneck import bottleneck_of
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
@@ -33,6 +32,7 @@ from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.status_report import Reported, status_of
+from headway_scheduler.wait_sentences import sentence_for
 
 MAX_PIN_NAME_BYTES = 128
 MOST_TOKENS_IN_A_REPLY = 1 << 18
@@ -187,7 +187,7 @@ def _why_running(view: SchedulerView, request: Request) -> str:
 def _why_waiting(core: Scheduler, view: SchedulerView, request: Request) -> str:
     preempted = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
     num_ahead = len(view.ahead_of(request))
-    return f"{preempted} and waits behind {num_ahead} others: {bottleneck_of(core, request).text}."
+    return f"{preempted} and waits behind {num_ahead} others: {sentence_for(core, request)}."
 
 
 def _pin(core: Scheduler, recorder: NullRecorder, prefix: PrefixToPin) -> AdminReply:

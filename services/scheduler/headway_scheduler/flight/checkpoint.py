@@ -30,10 +30,11 @@ from headway_scheduler.flight.log import FlightLogWriter, write_checkpoint
 _PAGE_BYTES = 4096
 _CLASS_MODULES = ("headway_scheduler.core.", "headway_proto.sampling", "headway_proto.step")
 _STAYS = {
-    ("Scheduler", "_order"),
-    ("Scheduler", "_batching"),
-    ("Scheduler", "_reservation"),
-    ("Scheduler", "_preemption"),
+    ("CoreState", "order"),
+    ("CoreState", "batching"),
+    ("CoreState", "reservation"),
+    ("CoreState", "preemption"),
+    ("Passes", "_batching"),
     ("Swapping", "_policy"),
     # Views of token_ids and of block_table.
     ("RowTable", "_flat_token_ids"),

@@ -10,6 +10,7 @@ import numpy as np
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.state.request import Request
 
 
 class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
@@ -68,6 +69,20 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
 def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
     """Whether a request asks for what an executor of this ``capacity`` does not do."""
     return new.sampling.constraint is not None and not capacity.supports_constraints
+
+
+def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:
+    """What keeps a request that another executor ran from going on with one of this ``capacity``; None if nothing does."""
+    largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
+    if not same_model:
+        return "the executor that took over runs another model"
+    if len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
+        return "the executor that took over cannot hold this request"
+    if request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
+        return "the executor that took over reports no log probabilities of prompts"
+    if asks_too_much(request.new, capacity):
+        return "the executor that took over cannot constrain outputs"
+    return None
 
 
 def _outside_vocabulary(field: str, token_id: int, capacity: ExecutorCapacity) -> RequestRejected:

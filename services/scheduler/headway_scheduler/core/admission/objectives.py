@@ -39,6 +39,12 @@ class TightestObjective:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
+    @property
+    def tightest_s(self) -> float | None:
+        """The same in seconds."""
+        tightest_ms = self.tightest_ms
+        return None if tightest_ms is None else tightest_ms / 1e3
+
 
 class Danger(Enum):
     """What time has brought to a waiting request."""

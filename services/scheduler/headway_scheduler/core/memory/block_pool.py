@@ -115,6 +115,13 @@ class BlockPool:
                 (step, [part[self._ref_count[part] == 0] for part in parts]) for step, parts in self._fences
             )
 
+    def allocate_behind(self, shared: BlockIndices, count: int) -> BlockIndices:
+        """A table of ``count`` blocks, which begins with ``shared``."""
+        if not len(shared):
+            return self.allocate(count)
+        self.share(shared)
+        return np.concatenate((shared, self.allocate(count - len(shared))))
+
     def num_free_among(self, blocks: BlockIndices) -> int:
         """How many of these cached blocks count towards ``num_free``."""
         return self._evictable.num_among(blocks)

@@ -153,6 +153,10 @@ class RowTable:
         """A copy of one row's tokens."""
         return self.token_ids[row, : self.num_tokens[row]].copy()
 
+    def num_tokens_of(self, request: Request) -> int:
+        """The tokens of a live request, prompt and output, that have come back."""
+        return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
+
     def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
         """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``.
 

@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepShape, StepTimeModel, is_step_time
+from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepTimeModel, is_step_time
+from headway_scheduler.core.state.step_shape import StepShape
 
 SMALL_TILE_TOKENS = 64
 """The least allotment, and what steps below ``LEAST_OF_LARGE_TILES`` are whole multiples of."""

@@ -159,3 +159,11 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """Take a token that arrived after the request lost its row."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
+
+    def forget_executor(self) -> None:
+        """The executor that held part of it is gone."""
+        self.num_unreturned = 0
+        self.num_cached_blocks = 0
+        self.host_blocks = NO_BLOCKS
+        self.num_swapped_tokens = 0
+        self.lost_work = self.lost_work[0], WasteReason.NEW_EPOCH

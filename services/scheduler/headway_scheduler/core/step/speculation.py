@@ -25,8 +25,9 @@ from collections.abc import Sequence
 
 from mypy_extensions import mypyc_attr
 
-from headway_scheduler.core.policies.step_time import StepShape, StepTimeModel, is_step_time
+from headway_scheduler.core.policies.step_time import StepTimeModel, is_step_time
 from headway_scheduler.core.state.speculation_record import SHORTEST_SEARCH_PAUSE, SpeculationRecord
+from headway_scheduler.core.state.step_shape import StepShape
 
 TRIES = 2
 SHORTEST_PAUSE = 16

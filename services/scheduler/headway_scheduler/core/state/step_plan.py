@@ -11,9 +11,9 @@ from mypy_extensions import mypyc_attr
 
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
-from headway_scheduler.core.policies.step_time import StepShape
 from headway_scheduler.core.state.indices import BlockIndices, RowIndices
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.step_shape import StepShape
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

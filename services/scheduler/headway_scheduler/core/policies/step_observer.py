@@ -6,9 +6,9 @@ A step has taken the time since it was sent, or since the answer before it if th
 the device, and this is the gap that the requests of the step have seen.
 """
 
-from headway_scheduler.core.policies.step_time import StepShape, prefill_pairs
 from headway_scheduler.core.policies.token_budget import TokenBudget
-from headway_scheduler.core.step.step_plan import StepLoad, StepPlan
+from headway_scheduler.core.state.step_plan import StepLoad, StepPlan
+from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 
 PROMPTS_ALIKE = 8
 """Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""

@@ -1,0 +1,68 @@
+"""The state of the core that outlives an executor, and the policies that the settings name.
+
+Owns: the objects. Must not know: rows, blocks or steps; those belong to an epoch.
+"""
+
+from headway_scheduler.core.admission.fair_queue import burst_tokens_of
+from headway_scheduler.core.admission.loss_recovery import LossRecovery
+from headway_scheduler.core.admission.objectives import FirstTokenWatch
+from headway_scheduler.core.admission.orders import ORDERS, QueueSettings
+from headway_scheduler.core.admission.waiting_requests import WaitingRequests
+from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.memory.prefix_statistics import PrefixStatistics
+from headway_scheduler.core.policies.batching import BATCHING_POLICIES
+from headway_scheduler.core.policies.output_lengths import OutputLengths
+from headway_scheduler.core.policies.reservations import RESERVATIONS
+from headway_scheduler.core.policies.step_observer import StepObserver
+from headway_scheduler.core.policies.step_time import StepTimeModel
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
+
+
+class CoreState:
+    """Policies, totals, what was learned, and the live requests. ``capacity`` is that of the newest executor."""
+
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+        self.limits = limits
+        self.capacity = capacity
+        self.counters = SchedulerCounters()
+        self.prefix_statistics = PrefixStatistics(self.counters)
+        self.is_paused = False
+        self.order = ORDERS[limits.order]
+        self.batching = BATCHING_POLICIES[limits.batching]
+        self.reservation = RESERVATIONS[self.batching.reservation if limits.reserve == "auto" else limits.reserve]
+        self.preemption = PREEMPTIONS[limits.preemption]
+        self.predicts = self.reservation.predicts or self.order.predicts
+        self.lengths = OutputLengths()
+        self.step_times = StepTimeModel()
+        self.budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self.step_times)
+        # What depends on step times: the budget, the choice between kinds of preemption, and objectives on first tokens.
+        self.bounds_prompts = limits.budget != "fixed"
+        self.observer = StepObserver(
+            self.budget,
+            is_wanted=self.bounds_prompts or self.preemption.needs_costs,
+            wants_each_prompt=self.bounds_prompts,
+        )
+        self.requests: dict[Origin, Request] = {}
+        queue = self.order.make_queue(
+            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
+        )
+        self.waiting = WaitingRequests(limits, queue)
+        self.first_tokens = FirstTokenWatch()
+        self.losses = LossRecovery()
+        self.num_arrivals = 0
+        self.num_started = 0
+
+    def _predicted_output(self, request: Request) -> int:
+        """Output tokens still to be expected; as many as it may have where nothing is known."""
+        age = len(request.token_ids) - request.new.num_prompt_tokens
+        most = request.limit - request.new.num_prompt_tokens
+        predicted = self.lengths.predicted_output(request.curve, age, most)
+        return (most if predicted is None else predicted) - age
+
+    def _burst_tokens(self) -> int:
+        capacity = self.capacity
+        return burst_tokens_of(capacity.max_request_tokens, capacity.num_blocks * capacity.block_size)

@@ -1,0 +1,62 @@
+"""Waiting for a prefix: of many requests with one long beginning, one computes it and the others find it cached.
+
+Owns: for whom a waiting request waits. Must not know: the queue's order, or how blocks enter the cache.
+"""
+
+import numpy as np
+
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.running_requests import RunningRequests
+from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.step_plan import StepPlan
+
+
+class PrefixWait:
+    """Compares a waiting prompt with the newest ones under way."""
+
+    def __init__(self, state: CoreState, epoch: Epoch, prefixes: CachedPrefixes, running: RunningRequests) -> None:
+        limits = state.limits
+        # Where a batch that runs has to end before the next, waiting for a prefix would mean waiting for that.
+        may_join = state.batching.rules(any_decoded=True).admits
+        self._is_enabled = limits.enable_prefix_caching and limits.prefix_wait_tokens > 0 and may_join
+        self._least_tokens = limits.prefix_wait_tokens
+        self._rows = epoch.rows
+        self._prefixes = prefixes
+        self._running = running
+
+    def waits(self, plan: StepPlan, request: Request, start: int) -> bool:
+        """Whether a running request is computing tokens of this prompt from ``start`` on, enough to be worth the wait.
+
+        Only one of the newest prompts counts, with a part in this step or in flight. So each step of waiting brings that
+        prompt forward, and the wait ends with it.
+        """
+        if not self._is_enabled:
+            return False
+        newest = self._running.newest_prompts(plan)
+        rows, size = self._rows, self._rows.block_size
+        end = -(-(start + self._least_tokens) // size) * size
+        if request.num_swapped_tokens or end > self._prefixes.most_blocks(request, len(request.token_ids)) * size:
+            return False
+        mark = self._mark_of(request)
+        for other in newest:
+            if self._mark_of(other) != mark or other is request:
+                continue
+            if other.num_admitted_tokens // size * size < end:
+                continue
+            if self._prefixes.by_tenant and other.new.tenant != request.new.tenant:
+                continue
+            if np.array_equal(rows.token_ids[other.row, :end], request.token_ids[:end]):
+                return True
+        return False
+
+    def _mark_of(self, request: Request) -> int:
+        """The token at the place where a shared beginning must reach; most prompts that differ do so there too.
+
+        -1 for a request that is too short. It may be long enough when it comes back with some of its output.
+        """
+        place = self._least_tokens - 1
+        if request.mark < 0 and place < len(request.token_ids):
+            request.mark = int(request.token_ids[place])
+        return request.mark

@@ -1,0 +1,34 @@
+"""The requests without a row: the queue and its totals, kept together.
+
+Owns: that a request enters and leaves all of them at once. Must not know: why a request waits.
+"""
+
+from headway_scheduler.core.admission.waiting_queue import WaitingQueue
+from headway_scheduler.core.admission.waiting_room import WaitingRoom
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import Request, RequestStatus
+
+
+class WaitingRequests:
+    """``queue`` has the order, ``room`` the totals, ``num_preempted`` of them lost their row."""
+
+    def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
+        self.queue = queue
+        self.room = WaitingRoom(limits)
+        self.num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def enter(self, request: Request) -> None:
+        """The request waits from now on."""
+        request.num_queued_tokens = len(request.token_ids)
+        self.room.enter(request)
+        self.num_preempted += request.status is RequestStatus.PREEMPTED
+        self.queue.push(request)
+
+    def leave(self, request: Request) -> None:
+        """The request waits no more."""
+        self.room.leave(request)
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+        self.queue.remove(request)

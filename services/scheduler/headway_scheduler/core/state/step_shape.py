@@ -1,0 +1,33 @@
+"""What the duration of a step depends on.
+
+Owns: the shape of a step. Must not know: the model that predicts from it.
+"""
+
+from typing import NamedTuple
+
+
+class StepShape(NamedTuple):
+    """What the duration of a step depends on.
+
+    ``num_tokens`` and ``num_rows`` of the whole step. ``num_context_tokens``: positions computed before, over all rows.
+    ``num_prefill_pairs``: queries times keys of the chunks of prompts, see ``prefill_pairs``.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_context_tokens: int = 0
+    num_prefill_pairs: int = 0
+
+    def with_prompt(self, num_tokens: int, num_computed_tokens: int) -> "StepShape":
+        """The step with one more row, ``num_tokens`` of a prompt of which ``num_computed_tokens`` are computed."""
+        return StepShape(
+            self.num_tokens + num_tokens,
+            self.num_rows + 1,
+            self.num_context_tokens + num_computed_tokens,
+            self.num_prefill_pairs + prefill_pairs(num_tokens, num_computed_tokens),
+        )
+
+
+def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
+    """Pairs of a query and a key in a chunk: each token attends to all before it and to itself."""
+    return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2

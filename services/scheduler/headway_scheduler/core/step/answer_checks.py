@@ -1,0 +1,106 @@
+"""Checks an executor's answer against the oldest step in flight, before anything of it counts.
+
+Owns: what makes an answer impossible. Must not know: what becomes of its tokens.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import Int32Array, decode_column
+from headway_proto.step import ExecutorOutput, RowPromptLogprobs
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.step_plan import InFlightStep
+from headway_scheduler.core.state.stop_tokens import StopTokens
+from headway_scheduler.core.step.accepted_tokens import AcceptedTokens, split_tokens
+
+
+class StateMismatch(Exception):  # noqa: N818 - named for what was found
+    """The executor's report cannot follow from the steps that it was sent; only a new epoch helps."""
+
+
+class Answer(NamedTuple):
+    """An answer that fits ``step``.
+
+    ``token_ids``: one for each row that samples. ``stops_some``: whether a running request stops at it. ``accepted``:
+    further tokens, of rows that speculate.
+    """
+
+    step: InFlightStep
+    token_ids: Int32Array
+    stops_some: NDArray[np.bool_]
+    accepted: list[AcceptedTokens]
+
+
+class AnswerChecks:
+    """Takes the oldest step out of those in flight if the answer fits it."""
+
+    def __init__(self, epoch: Epoch, stop_tokens: StopTokens) -> None:
+        self._in_flight = epoch.in_flight
+        self._max_rows = epoch.rows.max_rows
+        self._ends_some = stop_tokens.ends_some
+
+    def take(self, output: ExecutorOutput) -> Answer:
+        """The checked answer.
+
+        Raises:
+            StateMismatch: it cannot be the answer to the oldest step in flight, which stays there.
+        """
+        if not self._in_flight or output.step != self._in_flight[0].step:
+            raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
+        step = self._in_flight[0]
+        self._require_rows(step, output)
+        accepted: list[AcceptedTokens] = []
+        if step.speculating:
+            try:
+                token_ids, accepted = split_tokens(output, step.sampling_rows, step.speculating)
+            except ValueError as problem:
+                raise StateMismatch(f"step {step.step}: {problem}") from None
+        else:
+            token_ids = decode_column(output.sampled_token_ids)
+        if len(token_ids) != len(step.sampling_rows):
+            raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
+        if step.digest is not None and output.state_digest != step.digest:
+            raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
+        if output.errors:
+            token_ids = token_ids.copy()
+            for error in output.errors:
+                token_ids[step.places_of(error.row)] = 0  # nobody will see it
+        try:
+            # Seen as unsigned, a negative id is outside the vocabulary as well.
+            stops_some = self._ends_some.take(token_ids.view(np.uint32))
+            for entry in accepted:
+                self._ends_some[np.asarray(entry.token_ids, dtype=np.int32).view(np.uint32)]
+        except IndexError:
+            raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
+        self._in_flight.popleft()
+        return Answer(step, token_ids, stops_some, accepted)
+
+    def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
+        """A row that cannot be would be somebody else's, or end this process."""
+        for error in output.errors:
+            if not 0 <= error.row < self._max_rows:
+                raise StateMismatch(f"an error of row {error.row} in step {step.step}, which there is not")
+        for values in output.logprobs:
+            place = step.places_of(values.row) if 0 <= values.row < self._max_rows else slice(0, 0)
+            if place.start == place.stop:
+                raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
+        if output.prompt_logprobs:
+            _require_prompts(step, output.prompt_logprobs)
+
+
+def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:
+    """A report of prompts covers exactly the tokens that the step computed of them, once for each row."""
+    chunks = {chunk.row: chunk for chunk in step.chunks}
+    for row, values in ((entry.row, entry.values) for entry in reported):
+        chunk = chunks.pop(row, None)
+        if chunk is None:
+            raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}, which ran none of it")
+        problem = values.problem()
+        computed = chunk.start + 1, chunk.end_of_prompt_logprobs
+        if problem is None and (values.first_position, values.end) != computed:
+            problem = f"positions {values.first_position} to {values.end - 1} follow from no tokens of it"
+        if problem is not None:
+            raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}: {problem}")

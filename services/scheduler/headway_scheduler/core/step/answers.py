@@ -1,0 +1,307 @@
+"""Takes in the answers of the executor: tokens, log probabilities, failures of rows, and the ends that follow.
+
+Owns: the tokens of an answer, row by row. Must not know: how the next step is decided, or who listens.
+"""
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import Int32Array
+from headway_proto.step import ExecutorOutput
+from headway_scheduler.core.admission.admission import Admission
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.endings import Endings
+from headway_scheduler.core.admission.running_requests import RunningRequests
+from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.events import (
+    FinishedEvent,
+    FirstTokenEvent,
+    LogprobsEvent,
+    PromptLogprobsEvent,
+    StepEvents,
+)
+from headway_scheduler.core.state.indices import RowIndices
+from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
+from headway_scheduler.core.state.step_plan import InFlightStep, StepLoad
+from headway_scheduler.core.step.accepted_tokens import AcceptedTokens
+from headway_scheduler.core.step.answer_checks import AnswerChecks
+from headway_scheduler.core.step.speculation import SpeculationPolicy
+from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColumns
+
+
+class Answers:
+    """Tokens enter the columns of all rows at once; only rows that end, failed or speculate are looked at one by one."""
+
+    def __init__(
+        self,
+        state: CoreState,
+        epoch: Epoch,
+        prefixes: CachedPrefixes,
+        running: RunningRequests,
+        admission: Admission,
+        endings: Endings,
+        speculation: SpeculationPolicy,
+    ) -> None:
+        self._state = state
+        self._observer = state.observer
+        self._counters = state.counters
+        self._queue = state.waiting.queue
+        self._keeps_books = state.order.keeps_books
+        self._epoch = epoch
+        self._rows = epoch.rows
+        self._prefixes = prefixes
+        self._admission = admission
+        self._endings = endings
+        self._speculation = speculation
+        self._checks = AnswerChecks(epoch, running.stop_tokens)
+        self._origins = SamplingOrigins(epoch.rows)
+
+    def take(self, output: ExecutorOutput, now: float) -> StepEvents:
+        """Take in the answer to the oldest step in flight.
+
+        Raises:
+            StateMismatch: it cannot be the answer to that step.
+        """
+        step, token_ids, stops_some, accepted = self._checks.take(output)
+        self._epoch.pool.complete_step(step.step)
+        self._learn(step, output, now, accepted)
+        finished: list[FinishedEvent] = []
+        first_tokens: list[FirstTokenEvent] = []
+        resumed_gaps_s: list[float] = []
+        failed = {error.row: error.message for error in output.errors}
+        prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()
+        if step.chunks:
+            prompt_logprobs = self._prompt_logprobs(step, output, failed)
+            self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
+        logprobs = self._logprobs(step, output) if output.logprobs else ()
+        sampling_rows = step.sampling_rows
+        late: list[tuple[Request, int]] = []
+        if failed or step.leavers:
+            is_gone = np.zeros(self._rows.max_rows, dtype=np.bool_)
+            is_gone[[*failed, *step.leavers]] = True
+            stays = (~is_gone[sampling_rows]).nonzero()[0]
+            late = self._late_tokens(step, token_ids, failed)
+            self._fail_rows(step, failed, finished)
+            sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
+        columns = self._append_tokens(sampling_rows, token_ids, stops_some, finished)
+        if late:
+            columns = self._append_late_tokens(columns, late, finished)
+        if accepted:
+            columns = self._append_accepted(step, accepted, columns, finished)
+            ends = {end.origin: end.num_output_tokens for end in finished}
+            logprobs = tuple(event for event in logprobs if event.index < ends.get(event.origin, event.index + 1))
+        self._counters.num_output_tokens += len(columns.token_ids)
+        return StepEvents(
+            admitted=self._admission.take_admitted(),
+            owners=columns.owners,
+            handles=columns.handles,
+            indices=columns.indices,
+            token_ids=columns.token_ids,
+            logprobs=logprobs,
+            finished=tuple(finished),
+            first_tokens=tuple(first_tokens),
+            resumed_gaps_s=tuple(resumed_gaps_s),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    # --------------------------------------------------------------------------------------------- the time of steps
+
+    def _learn(self, step: InFlightStep, output: ExecutorOutput, now: float, accepted: list[AcceptedTokens]) -> None:
+        """Learn what the step and its moves have cost."""
+        # A step that moved blocks says nothing of steps: its moves may have run before it, or beside the one before.
+        if step.load is not None and not step.num_moved_blocks:
+            self._learn_duration(step, step.load, now, accepted)
+        self._observer.last_answer_time = now
+        self._counters.device_us += output.device_time_us
+        if step.num_moved_blocks:
+            self._epoch.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
+
+    def _learn_duration(self, step: InFlightStep, load: StepLoad, now: float, accepted: list[AcceptedTokens]) -> None:
+        if step.speculating:
+            num_proposed = sum(entry.num_proposed for entry in accepted)
+            self._speculation.note_step(load.shape, self._observer.duration_s(load, now), num_proposed)
+        else:
+            self._observer.learn(load, now)
+
+    # -------------------------------------------------------------------------------------- prompts, log probabilities
+
+    def _prompt_logprobs(
+        self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
+    ) -> tuple[PromptLogprobsEvent, ...]:
+        """The new part of the step's log probabilities of prompts.
+
+        How far each has been reported follows from the step alone, so that a replay needs no values.
+        """
+        reported = {entry.row: entry.values for entry in output.prompt_logprobs}
+        events = []
+        for chunk in step.chunks:
+            request = chunk.request
+            if request.status is RequestStatus.FINISHED or chunk.row in failed or not request.is_owed_prompt_logprobs:
+                continue
+            first = request.num_prompt_logprobs + 1
+            if chunk.end_of_prompt_logprobs > first:
+                request.num_prompt_logprobs = chunk.end_of_prompt_logprobs - 1
+                if chunk.row in reported:
+                    events.append(PromptLogprobsEvent(request.new.origin, reported[chunk.row].behind(first)))
+        return tuple(events)
+
+    def _confirm_chunks(
+        self,
+        step: InFlightStep,
+        failed: dict[int, str],
+        now: float,
+        first_tokens: list[FirstTokenEvent],
+        resumed_gaps_s: list[float],
+    ) -> None:
+        """Parts of prompts are computed: note first tokens, and enter full blocks into the prefix cache."""
+        for chunk in step.chunks:
+            request = chunk.request
+            if chunk.row in failed or request.status is RequestStatus.FINISHED:
+                continue
+            if chunk.completes and request.first_token_time is None:
+                request.first_token_time = now
+                request.device_us_marks = request.device_us_marks[0], self._counters.device_us
+                assert request.scheduled_time is not None
+                first_tokens.append(FirstTokenEvent(request.arrival_time, request.scheduled_time))
+            elif chunk.completes and request.last_token_time is not None:
+                resumed_gaps_s.append(now - request.last_token_time)
+            if chunk.holds_blocks:
+                self._prefixes.register(request, chunk.row, chunk.num_computed_tokens)
+
+    def _logprobs(self, step: InFlightStep, output: ExecutorOutput) -> tuple[LogprobsEvent, ...]:
+        events = []
+        num_reported: Counter[int] = Counter()
+        for values in output.logprobs:
+            request = step.leavers[values.row] if values.row in step.leavers else self._rows.requests[values.row]
+            if request is not None:
+                num_tokens = self._rows.num_tokens_of(request)
+                index = num_tokens - request.new.num_prompt_tokens + num_reported[values.row]
+                num_reported[values.row] += 1
+                events.append(LogprobsEvent(request.new.origin, index, values))
+        return tuple(events)
+
+    # ----------------------------------------------------------------------------------------------- rows that are gone
+
+    def _late_tokens(
+        self, step: InFlightStep, token_ids: Int32Array, failed: dict[int, str]
+    ) -> list[tuple[Request, int]]:
+        """The tokens for requests that lost their row after this step was scheduled, rows ascending."""
+        late = []
+        for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
+            request.num_unreturned -= 1
+            if row not in failed and request.status is not RequestStatus.FINISHED:
+                late.append((request, int(token_ids[step.places_of(row)][0])))
+        return late
+
+    def _fail_rows(self, step: InFlightStep, failed: dict[int, str], finished: list[FinishedEvent]) -> None:
+        for row, message in sorted(failed.items()):
+            request = step.leavers[row] if row in step.leavers else self._rows.requests[row]
+            if request is not None and request.status is not RequestStatus.FINISHED:
+                finished.append(self._endings.finish(request, FinishReason.ERROR, error=message))
+
+    # ----------------------------------------------------------------------------------------------------------- tokens
+
+    def _append_tokens(
+        self,
+        sampling_rows: RowIndices,
+        token_ids: Int32Array,
+        stops_some: NDArray[np.bool_],
+        finished: list[FinishedEvent],
+    ) -> TokenColumns:
+        rows = self._rows
+        self._origins.look_up(sampling_rows)
+        positions = rows.append_tokens(sampling_rows, token_ids, self._origins.first_token)
+        if self._keeps_books:
+            self._queue.charge_output(self._origins.num_by_tenant)
+        at_end = stops_some | (positions == self._origins.last_position)
+        for entry in at_end.nonzero()[0].tolist():
+            request = rows.request_in(int(sampling_rows[entry]))
+            end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
+            if end is not None:
+                finished.append(end)
+        return self._origins.columns(positions, token_ids)
+
+    def _append_late_tokens(
+        self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]
+    ) -> TokenColumns:
+        for request, token_id in late:
+            request.append_token(token_id)
+            request.last_token_time = self._observer.last_answer_time
+            if self._keeps_books:
+                self._charge_token(self._queue.place_of_tenant(request))
+        for request, token_id in late:
+            end = self._end_at(request, len(request.token_ids), token_id)
+            if end is not None:
+                finished.append(end)
+        return columns.with_late(late)
+
+    def _append_accepted(
+        self,
+        step: InFlightStep,
+        accepted: list[AcceptedTokens],
+        columns: TokenColumns,
+        finished: list[FinishedEvent],
+    ) -> TokenColumns:
+        """Append the tokens that rows have beyond their first, up to the end of their requests; learn from them."""
+        rows, counters = self._rows, self._counters
+        entries: list[tuple[int, int, int, int]] = []
+        moved: list[int] = []
+        for row, num_allowed, num_proposed, token_ids in accepted:
+            counters.num_drafts += num_proposed > 0
+            counters.num_draft_tokens += num_proposed
+            counters.num_accepted_tokens += len(token_ids)
+            request = None if row in step.leavers else rows.requests[row]
+            if request is None:  # it has ended meanwhile, or with its first token
+                counters.count_surplus(len(token_ids))
+                continue
+            rows.num_computed_tokens[row] += len(token_ids)
+            self._speculation.learn(
+                request.speculation,
+                int(rows.num_computed_tokens[row]),
+                num_allowed=num_allowed,
+                num_proposed=num_proposed,
+                num_accepted=len(token_ids),
+            )
+            rows.note_speculation(row, request.speculation)
+            num_taken, end = self._append_to(request, token_ids, entries)
+            counters.count_surplus(len(token_ids) - num_taken)
+            if end is not None:
+                finished.append(end)
+            elif token_ids:
+                moved.append(row)
+        if moved:
+            self._epoch.decoding.start(moved, self._epoch.next_step)
+        return columns.with_further(entries) if entries else columns
+
+    def _append_to(
+        self, request: Request, token_ids: list[int], entries: list[tuple[int, int, int, int]]
+    ) -> tuple[int, FinishedEvent | None]:
+        """Append tokens to a running request until one ends it: how many, and the end."""
+        rows, row, origin = self._rows, request.row, request.new.origin
+        for place, token_id in enumerate(token_ids):
+            num_tokens = int(rows.num_tokens[row])
+            rows.token_ids[row, num_tokens] = token_id
+            rows.num_tokens[row] = num_tokens + 1
+            entries.append((origin.owner, origin.handle, num_tokens - request.new.num_prompt_tokens, token_id))
+            if self._keeps_books:
+                self._charge_token(int(rows.tenant[row]))
+            end = self._end_at(request, num_tokens + 1, token_id)
+            if end is not None:
+                return place + 1, end
+        return len(token_ids), None
+
+    def _charge_token(self, tenant: int) -> None:
+        """Charge one output token to the tenant at this place in the order's books."""
+        self._queue.charge_output(np.arange(tenant + 1) == tenant)
+
+    def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
+        """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""
+        new = request.new
+        if token_id in new.stop_token_ids and num_tokens - new.num_prompt_tokens >= new.sampling.min_tokens:
+            return self._endings.finish(request, FinishReason.STOP, stop_token_id=token_id)
+        if num_tokens == request.limit:
+            return self._endings.finish(request, FinishReason.LENGTH)
+        return None

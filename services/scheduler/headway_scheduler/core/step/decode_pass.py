@@ -1,0 +1,65 @@
+"""The decode pass: a block for each decoding row that has come to the end of its last.
+
+Owns: which rows are due, and in which order they are served. Must not know: prompts, or how a row is preempted.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import Int32Array
+from headway_scheduler.core.admission.making_way import MakingWay
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.indices import RowIndices
+from headway_scheduler.core.state.step_plan import StepPlan
+
+
+class DecodePass:
+    """Touches only rows whose due tick is this step: a row that simply decodes costs nothing here."""
+
+    def __init__(self, epoch: Epoch, making_way: MakingWay) -> None:
+        self._epoch = epoch
+        self._rows = epoch.rows
+        self._pool = epoch.pool
+        self._decoding = epoch.decoding
+        self._making_way = making_way
+
+    def serve(self, plan: StepPlan) -> None:
+        """Give each due row a block, let it wait for one, or stop it if nothing is left to compute."""
+        rows, decoding, tick = self._rows, self._decoding, np.array(self._epoch.next_step, dtype=np.int64)
+        due = (rows.due_tick[: rows.end] == tick).nonzero()[0]
+        if decoding.stalled:
+            stalled = sorted(decoding.stalled.difference(plan.sits_out))
+            due = np.sort(np.concatenate((due, np.asarray(stalled, dtype=np.intp))))
+        if not len(due):
+            return
+        num_left = rows.last_position[due] - rows.num_computed_tokens[due]
+        if np.count_nonzero(num_left) < len(due):
+            for row in due[num_left == 0].tolist():
+                decoding.stop(row)
+                decoding.idle.add(row)
+            due, num_left = due[num_left > 0], num_left[num_left > 0]
+        if len(due) > self._pool.num_free:
+            self._extend_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
+        elif len(due):
+            # There is a block for everyone: no need to ask who is served first.
+            self._extend(plan, due, num_left, tick)
+
+    def _extend(self, plan: StepPlan, due: RowIndices, num_left: Int32Array, tick: NDArray[np.int64]) -> None:
+        rows = self._rows
+        blocks = self._pool.allocate(len(due))
+        rows.append_one_block_each(due, blocks)
+        plan.add_blocks(due, blocks)
+        rows.due_tick[due] = np.minimum(num_left, rows.tokens_per_block) + tick
+        self._decoding.resume(due)
+
+    def _extend_one_by_one(self, plan: StepPlan, due: list[int]) -> None:
+        decoding = self._decoding
+        for row in due:
+            if self._rows.requests[row] is None:
+                continue  # preempted for a row before it
+            decoding.stop(row)
+            decoding.stalled.add(row)
+            if self._making_way.obtain_block(plan, row):
+                self._epoch.extend(plan, row, 1)
+                decoding.stalled.discard(row)
+                decoding.start([row], self._epoch.next_step)

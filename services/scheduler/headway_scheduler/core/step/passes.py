@@ -1,0 +1,87 @@
+"""Which passes make a step, and in which order: what the batching policy says.
+
+Owns: the rules in force, and the rows that sit a step out. Must not know: how a pass serves its rows.
+"""
+
+from headway_scheduler.core.admission.admission import Admission
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.refusals import Reason
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.policies.batching import StepRules
+from headway_scheduler.core.state.step_plan import StepPlan
+from headway_scheduler.core.step.decode_pass import DecodePass
+from headway_scheduler.core.step.prefill_pass import PrefillPass
+
+
+class Passes:
+    """Asks the policy for new rules only when a batch begins or first decodes."""
+
+    def __init__(
+        self, state: CoreState, epoch: Epoch, admission: Admission, decode: DecodePass, prefill: PrefillPass
+    ) -> None:
+        self._batching = state.batching
+        self._waiting = state.waiting
+        self._epoch = epoch
+        self._admission = admission
+        self._decode = decode
+        self._prefill = prefill
+        self._overlaps_own_steps = state.batching.overlaps_own_steps
+        self._set_rules(any_decoded=False)
+
+    def _set_rules(self, *, any_decoded: bool) -> None:
+        """``any_decoded``: whether a decode has run since the last time that nothing ran."""
+        self._any_decoded = any_decoded
+        self.rules = self._batching.rules(any_decoded=any_decoded)
+
+    def begin_step(self) -> None:
+        """A step is put together: the batch before it may have ended."""
+        if self._any_decoded and not self._epoch.rows.num_live:
+            self._set_rules(any_decoded=False)
+
+    def end_step(self, *, has_decoded: bool) -> None:
+        """The step is sent."""
+        if has_decoded and not self._any_decoded:
+            self._set_rules(any_decoded=True)
+
+    def run(self, plan: StepPlan) -> None:
+        """Fill the plan."""
+        rules = self.rules
+        if not self._overlaps_own_steps:
+            self._choose_batch(plan)
+        if not rules.prompts_run_alone:
+            self._decode.serve(plan)
+            if self._epoch.prefilling or self._waiting:
+                self._prefill.serve(plan, rules)
+        elif not self._run_prompts_alone(plan, rules):
+            self._decode.serve(plan)
+
+    def _choose_batch(self, plan: StepPlan) -> None:
+        """Leave out what is part of a step in flight, and what is beyond the size of a batch; O(running)."""
+        epoch, rows = self._epoch, self._epoch.rows
+        in_flight = set[int]().union(*(step.ran_rows() for step in epoch.in_flight))
+        ready = [row for row in rows.live_rows().tolist() if row not in in_flight]
+        ready.sort(key=rows.order_key.__getitem__)
+        batch = ready[: epoch.max_rows_per_step]
+        plan.max_new_requests = epoch.max_rows_per_step - len(batch)
+        plan.sits_out = in_flight.union(ready[len(batch) :])
+        epoch.decoding.hold_back(plan, [row for row in epoch.decoding.indices().tolist() if row in plan.sits_out])
+
+    def _run_prompts_alone(self, plan: StepPlan, rules: StepRules) -> bool:
+        """Fill the step with prompts while decodes sit out; whether there was one to run.
+
+        Not while a decode waits for a block: prompts would take every block that comes free, fill the pool, be
+        preempted, and start again, for ever.
+        """
+        epoch = self._epoch
+        if epoch.decoding.stalled:
+            plan.exceptions += [(row, 0) for row in sorted(epoch.prefilling)]
+            self._admission.refuse_all(Reason.BLOCKS)
+            return False
+        if not epoch.prefilling and (not self._waiting or self._admission.cut_of(rules) is None):
+            return False
+        epoch.decoding.hold_back(plan, epoch.decoding.indices().tolist())
+        self._prefill.serve(plan, rules)
+        if not plan.chunks:
+            epoch.decoding.let_decode([row for row in plan.held_back if row not in plan.sits_out], in_this_step=True)
+            plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
+        return bool(plan.chunks)

@@ -1,0 +1,71 @@
+"""A complete plan becomes a step in flight and the message for it.
+
+Owns: that both say the same, and the digest of the mirrored state. Must not know: how the plan came about.
+"""
+
+from headway_proto.columns import encode_column
+from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput, state_digest
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.running_requests import RunningRequests
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.memory.row_table import RowTable
+from headway_scheduler.core.state.step_plan import InFlightStep, StepPlan
+
+
+class Sending:
+    """Commits plans."""
+
+    def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests) -> None:
+        self._observer = state.observer
+        self._counters = state.counters
+        self._epoch = epoch
+        self._running = running
+
+    def commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
+        """Make the plan, of ``total`` tokens without proposals, a step in flight and the message for it."""
+        epoch, rows, decoding, step = self._epoch, self._epoch.rows, self._epoch.decoding, self._epoch.next_step
+        load = None
+        if self._observer.is_worth_it(plan, step):
+            load = self._observer.load(plan, decoding.shape(), self._running.tightest.tightest_s)
+        swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves()
+        epoch.next_step += 1
+        rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
+        completed = [chunk.row for chunk in plan.chunks if chunk.completes]
+        if completed:
+            decoding.start(completed, epoch.next_step)
+        output = SchedulerOutput(
+            epoch=epoch.number,
+            step=step,
+            scheduled_new_reqs=tuple(plan.new_requests),
+            finished_rows=encode_column(sorted(epoch.finished_rows)) if epoch.finished_rows else b"",
+            new_blocks=plan.new_blocks(),
+            num_scheduled_tokens=plan.scheduled_tokens(decoding.idle, decoding.stalled, plan.held_back),
+            swap_out=swap_out,
+            swap_in=swap_in,
+            total_num_scheduled_tokens=total,
+            num_speculative_tokens=plan.speculative_tokens(),
+        )
+        epoch.finished_rows.clear()
+        digest = digest_of(rows) if step % DIGEST_INTERVAL_STEPS == 0 else None
+        # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
+        epoch.in_flight.append(
+            InFlightStep(
+                step,
+                decoding.indices(),
+                plan.chunks,
+                digest=digest,
+                load=load,
+                num_moved_blocks=num_moved_blocks,
+                speculating=plan.speculating,
+            )
+        )
+        if plan.held_back:
+            decoding.let_decode(plan.held_back, in_this_step=False)
+        self._counters.num_steps += 1
+        return output
+
+
+def digest_of(rows: RowTable) -> int:
+    """A digest of the state that the executor mirrors."""
+    live = rows.live_rows()
+    return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table)

@@ -1,0 +1,64 @@
+"""The speculation pass: proposals for decoding rows, with what is left of the budget after everything else.
+
+Owns: how many proposals budget, limit and blocks allow. Must not know: when speculation pays (``speculation``).
+"""
+
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.running_requests import RunningRequests
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.step_plan import StepPlan
+from headway_scheduler.core.step.speculation import SpeculationPolicy
+
+
+class SpeculationPass:
+    """Costs nothing with an executor that does not speculate."""
+
+    def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests) -> None:
+        self.policy = SpeculationPolicy(epoch.capacity.max_speculative_tokens, state.step_times)
+        self._limits = state.limits
+        self._losses = state.losses
+        self._epoch = epoch
+        self._rows = epoch.rows
+        self._running = running
+
+    def serve(self, plan: StepPlan) -> None:
+        """Let decoding rows run proposals; O(those that do)."""
+        if not self.policy.max_tokens or self._losses.is_active:
+            return
+        rows, decoding, step = self._rows, self._epoch.decoding.indices(), self._epoch.next_step
+        if not 0 < len(decoding) <= self._limits.max_speculating_seqs:
+            return
+        of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
+        if not self.policy.is_time_to_try(step, len(decoding)):
+            of_now &= rows.is_proven[decoding].any()
+        ready = decoding[of_now].tolist()
+        if not ready:
+            return
+        records = [rows.request_in(row).speculation for row in ready]
+        positions = rows.num_computed_tokens[ready].tolist()
+        candidates = list(zip(records, positions, strict=True))
+        objective_s = self._running.tightest.tightest_s
+        counts = self.policy.choose(candidates, self._epoch.decoding.shape(), step, objective_s)
+        for row, record, count in zip(ready, records, counts, strict=True):
+            rows.note_speculation(row, record)
+            num_tokens = self._find_room(plan, row, count)
+            if num_tokens > 0:
+                plan.let_speculate(row, num_tokens)
+
+    def _find_room(self, plan: StepPlan, row: int, count: int) -> int:
+        """Of ``count`` tokens ahead of a decoding row, those that budget, limit and blocks allow; 0 or less for none.
+
+        Blocks that are missing are taken now only if as many as there are rows stay free: the row would have come to them
+        anyway, but not yet, and nobody is to be preempted for proposals that may be wrong.
+        """
+        rows, epoch = self._rows, self._epoch
+        end = int(rows.num_computed_tokens[row]) + 1
+        count = min(count, int(rows.last_position[row]) - end, epoch.budget_left(plan) - plan.num_speculative_tokens)
+        missing = -(-(end + count) // rows.block_size) - int(rows.num_blocks[row])
+        if count <= 0 or missing <= 0:
+            return count
+        if plan.short_of_blocks or epoch.pool.num_free < missing + rows.num_live:
+            return int(rows.num_blocks[row]) * rows.block_size - end
+        epoch.extend(plan, row, missing)
+        epoch.decoding.start([row], epoch.next_step)
+        return count
