@@ -31,7 +31,7 @@ import grpc
 import headway
 from counts import count
 from headway.client import AsyncClient
-from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
 from headway_proto import generation_pb2 as api

@@ -207,7 +207,7 @@ def gateway_note_us() -> float:
     for _ in range(NUM_BLOCKS):
         start = time.perf_counter_ns()
         for _ in range(CALLS_PER_BLOCK):
-            kept.note_delta(1, 0.01, 1.0)
+            kept.count_delta(1, 0.01, 1.0)
         blocks.append((time.perf_counter_ns() - start) / 1e3 / CALLS_PER_BLOCK)
     return min(blocks)
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from headway_executor.batch_state import BatchState
 from headway_executor.statistics import ExecutorStatistics
-from headway_gateway.ingress_link import IngressLink, LiveSequence
+from headway_gateway.ingress_link import IngressLink
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
@@ -570,7 +571,7 @@ def _taken_again(original):
         for handle, _, token_id in zip(*decode_columns(columns, 3).tolist(), strict=True):
             if handle in self._live:
                 self._live[handle].tokens.append(token_id)
-                self._note_news(self._live[handle])
+                self._add_news(self._live[handle])
         return True
 
     return append_tokens
@@ -597,7 +598,7 @@ def _replaced(original):
         for handle, index, token_id in zip(*decode_columns(columns, 3).tolist(), strict=True):
             if handle in self._live:
                 self._live[handle].tokens[index : index + 1] = [token_id]
-                self._note_news(self._live[handle])
+                self._add_news(self._live[handle])
         return True
 
     return append_tokens

@@ -15,7 +15,8 @@ from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, LinkOutcome, StepLink, StepReady
-from headway_gateway.ingress_link import IngressLink, LiveSequence
+from headway_gateway.ingress_link import IngressLink
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams

@@ -12,7 +12,8 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.loop import StepCycle
 from headway_executor.step_link import StepLink
-from headway_gateway.ingress_link import IngressLink, LiveSequence
+from headway_gateway.ingress_link import IngressLink
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Submit

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.detokenization import ByteLevelDetokenizer
-from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import (
     FINISH_ERROR,
@@ -29,7 +29,7 @@ def continuation(
     submission = Submit(
         handle=1,
         request_id="r",
-        index=0,
+        index=2,
         token_ids=b"",
         num_prompt_tokens=3,
         max_tokens=100,
@@ -38,7 +38,7 @@ def continuation(
     sequence = LiveSequence(submission, held, lambda: None)
     text = OutputText(ByteLevelDetokenizer(TABLE), stops, min_tokens)
     text.push(list(held))
-    return Continuation(index=2, sequence=sequence, text=text, num_prompt_tokens=3), sequence
+    return Continuation(sequence, text), sequence
 
 
 def ended(count: int, reason: str = FINISH_LENGTH, **more: object) -> Finished:

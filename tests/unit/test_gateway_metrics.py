@@ -51,9 +51,9 @@ async def test_calls_count_by_the_status_that_they_end_with():
 
 def test_tokens_of_one_delta_follow_each_other_at_once():
     statistics = GatewayStatistics()
-    statistics.note_delta(1, None, 0.5)
-    statistics.note_delta(3, 0.02, 0.6)
-    statistics.note_delta(0, 0.02, 0.7)  # text that was held back, and no token
+    statistics.count_delta(1, None, 0.5)
+    statistics.count_delta(3, 0.02, 0.6)
+    statistics.count_delta(0, 0.02, 0.7)  # text that was held back, and no token
     assert statistics.first_token_s.snapshot().num_values == 1
     gaps = statistics.gap_s.snapshot()
     assert (gaps.num_values, gaps.cumulative[0]) == (3, 2)

@@ -164,14 +164,14 @@ def test_a_template_that_takes_too_long_is_told_as_a_failure_of_this_time_and_no
     model._chat_template._most_render_s = 0.3
     os.kill(model._chat_template._renderer.process.pid, signal.SIGSTOP)
     with pytest.raises(CallRefusedError) as caught:
-        asyncio.run(encoder.encode_chat(chat, MODEL))
+        asyncio.run(encoder.encode(api.GenerateRequest(chat=chat), "chat", MODEL))
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     assert caught.value.message == (
         "chat: the chat template takes too long this time: no answer came in time; try again"
     )
     assert caught.value.retry_after_s == 1.0
     model._chat_template._most_render_s = 30.0
-    assert asyncio.run(encoder.encode_chat(chat, MODEL))
+    assert asyncio.run(encoder.encode(api.GenerateRequest(chat=chat), "chat", MODEL))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from headway_gateway.statuses import CallRefusedError
-from headway_gateway.validation import check_prompt, check_request, resolve_max_tokens
+from headway_gateway.validation import CheckedRequest, check_prompt, check_request, resolve_max_tokens
+from headway_proto.columns import encode_column
 from headway_proto.generation_pb2 import (
     Chat,
     ChatMessage,
@@ -17,7 +18,7 @@ from headway_proto.generation_pb2 import (
     SamplingParams,
     TokenIds,
 )
-from headway_proto.ingress import PRIORITY_LOW, PRIORITY_NORMAL, ModelInfo
+from headway_proto.ingress import PRIORITY_LOW, PRIORITY_NORMAL, ModelInfo, Submit
 from headway_proto.sampling import NO_LOGPROBS
 from headway_proto.sampling import SamplingParams as WireSampling
 
@@ -35,6 +36,10 @@ def request(**changes: object) -> GenerateRequest:
 
 def sampled(**changes: object) -> GenerateRequest:
     return request(sampling=SamplingParams(**changes))
+
+
+def submitted(checked: CheckedRequest) -> Submit:
+    return checked.submission(0, handle=7, prompt=encode_column([1, 2]), max_tokens=3, traceparent="00-trace")
 
 
 BAD = [
@@ -137,8 +142,8 @@ def test_defaults_are_filled_in():
     assert spec.sampling.logprobs == NO_LOGPROBS
     assert spec.max_tokens is None
     assert spec.num_continuations == 1
-    assert spec.priority == PRIORITY_NORMAL
-    assert spec.held_tokens is None
+    assert submitted(spec).priority == PRIORITY_NORMAL
+    assert spec.held_tokens == ()
     assert len(spec.request_id) == 32
 
 
@@ -158,12 +163,16 @@ def test_what_is_given_is_kept():
         MODEL,
     )  # fmt: skip
     assert spec.request_id == "r"
-    assert (spec.tenant, spec.ttft_slo_ms, spec.itl_slo_ms, spec.priority) == ("t", 1, 2, PRIORITY_LOW)
+    asked = submitted(spec)
+    assert (asked.request_id, asked.sampling) == (spec.request_id, spec.sampling)
+    assert (asked.tenant, asked.ttft_slo_ms, asked.itl_slo_ms, asked.priority) == ("t", 1, 2, PRIORITY_LOW)
+    assert (asked.handle, asked.index, asked.num_prompt_tokens, asked.max_tokens) == (7, 0, 2, 3)
+    assert (asked.ignore_eos, asked.traceparent) == (True, "00-trace")
     assert spec.sampling == WireSampling(
         temperature=0.0, top_p=0.5, min_p=0.25, top_k=0, logprobs=0, stop_token_ids=(4,), seed=2**64 - 1,
         logit_bias=((1, -2.0),),
     )  # fmt: skip
-    assert (spec.stops, spec.ignore_eos, spec.num_continuations, spec.max_tokens) == (("a",), True, 2, 3)
+    assert (spec.num_continuations, spec.max_tokens) == (2, 3)
 
 
 def test_seeds_of_continuations_count_up_and_wrap():
@@ -221,7 +230,7 @@ def test_unset_max_tokens_takes_the_room():
 
 def test_only_the_first_continuation_reports_the_prompt_and_all_report_themselves_where_some_are_chosen():
     spec = check_request(sampled(n=2, best_of=3, prompt_logprobs=4, seed=8), MODEL)
-    assert (spec.num_continuations, spec.num_told, spec.is_choice) == (3, 2, True)
+    assert (spec.num_continuations, spec.num_returned, spec.is_choice) == (3, 2, True)
     asked = [(one.seed, one.prompt_logprobs, one.logprobs) for one in map(spec.sampling_of, range(3))]
     assert asked == [(8, 4, 0), (9, NO_LOGPROBS, 0), (10, NO_LOGPROBS, 0)]
     assert not check_request(sampled(n=2, best_of=2), MODEL).is_choice

@@ -23,23 +23,6 @@ DEMO = Path(headway.__file__).parent / "demo_model"
 ACCEPTED = api.GenerateResponse(accepted=api.Accepted(prompt_tokens=7, cached_tokens=4))
 
 
-class Answers:
-    """Keeps what is written, as a gRPC context would send it."""
-
-    def __init__(self) -> None:
-        self.written: list[vllm.GenerateResponse] = []
-        self.metadata: tuple[tuple[str, str], ...] = ()
-
-    def time_remaining(self) -> float | None:
-        return 2.5
-
-    async def send_initial_metadata(self, metadata) -> None:
-        self.metadata = metadata
-
-    async def write(self, message) -> None:
-        self.written.append(vllm.GenerateResponse.FromString(message.SerializeToString()))
-
-
 def delta(index: int, token_ids: list[int], *, top: int | None = None) -> api.GenerateResponse:
     made = api.Delta(index=index, text="x", token_ids=token_ids)
     if top is not None:
@@ -55,11 +38,15 @@ def finished(index: int, num_tokens: int, **end) -> api.GenerateResponse:
 
 
 async def answers_to(request: vllm.GenerateRequest, *events: api.GenerateResponse) -> list[vllm.GenerateResponse]:
-    answers = Answers()
-    writer = AnswerWriter(request, answers)
+    sent: list[vllm.GenerateResponse] = []
+
+    async def send(message: vllm.GenerateResponse) -> None:
+        sent.append(vllm.GenerateResponse.FromString(message.SerializeToString()))
+
+    writer = AnswerWriter(request, send)
     for event in events:
         await writer.write(event)
-    return answers.written
+    return sent
 
 
 async def test_a_stream_is_chunks_of_new_tokens_and_an_end_per_output() -> None:
@@ -126,14 +113,6 @@ async def test_an_abort_is_told_and_an_error_ends_the_call() -> None:
         await answers_to(
             vllm.GenerateRequest(), ACCEPTED, finished(1, 0, reason=api.FINISH_REASON_ERROR, error="NaN logits")
         )
-
-
-async def test_deadline_and_initial_metadata_pass_through() -> None:
-    answers = Answers()
-    writer = AnswerWriter(vllm.GenerateRequest(), answers)
-    await writer.send_initial_metadata((("headway-request-id", "r"),))
-    assert answers.metadata == (("headway-request-id", "r"),)
-    assert writer.time_remaining() == 2.5
 
 
 def test_the_tokenizers_archive_is_whole_and_always_the_same() -> None:

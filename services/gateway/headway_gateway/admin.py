@@ -6,14 +6,15 @@ Must not know: how the scheduler answers them.
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import msgspec
 
 from headway_gateway.flight_log import flight_log_pieces
 from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.rpc_handlers import Context, time_left_s
+from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
 from headway_proto import admin_pb2 as api
@@ -29,10 +30,7 @@ from headway_proto.operations import (
     TenantPrefixUse,
 )
 
-_ANSWER_TIMEOUT_S = 5.0
 _NOT_FOUND = "not found"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class AdminServicer(api_grpc.AdminServicer):
@@ -86,16 +84,11 @@ class AdminServicer(api_grpc.AdminServicer):
         """Keep the beginning of prompts cached. FAILED_PRECONDITION where the scheduler's pool does not allow it."""
         check_pin(request)
         try:
-            model = await self._client.wait_until_serving(_timeout_s(context))
+            model = await self._client.wait_until_serving(time_left_s(context, ANSWER_TIMEOUT_S))
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-        kind = request.WhichOneof("prefix")
-        if kind == "text":
-            token_ids = await self._prompts.encode_text(request.text, model)
-        elif kind == "chat":
-            token_ids = await self._prompts.encode_chat_prefix(request.chat, model)
-        else:
-            token_ids = list(request.token_ids.ids)
+        kind = request.WhichOneof("prefix") or "token_ids"
+        token_ids = await self._prompts.encode(request, kind, model, is_prefix=True)
         require_token_ids(token_ids, "token_ids.ids", model.vocab_size)
         prefix = PrefixToPin(name=request.name, tenant=request.tenant, token_ids=encode_column(token_ids))
         reply = await self._call("pin", context, prefix=prefix)
@@ -153,7 +146,7 @@ class AdminServicer(api_grpc.AdminServicer):
         """Ask the scheduler; ``not_found`` is what to tell the caller if it knows no such thing."""
         try:
             reply = await self._client.call_admin(
-                method, request_id, prefix, place=place, timeout_s=_timeout_s(context)
+                method, request_id, prefix, place=place, timeout_s=time_left_s(context, ANSWER_TIMEOUT_S)
             )
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
@@ -162,11 +155,6 @@ class AdminServicer(api_grpc.AdminServicer):
         if reply.error:
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply
-
-
-def _timeout_s(context: Context) -> float:
-    remaining_s = context.time_remaining()
-    return _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:

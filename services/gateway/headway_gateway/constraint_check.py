@@ -28,7 +28,7 @@ import msgspec
 from headway_gateway.bounded_process import BoundedProcess, NoAnswerError, OutOfTimeError
 from headway_gateway.fair_turns import FairTurns, TooManyWaitError
 from headway_gateway.grammar_compiler import Verdict, Vocabulary
-from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_gateway.statuses import CallRefusedError, invalid_argument, try_later
 from headway_proto.ingress import ModelInfo
 from headway_proto.sampling import Constraint
 
@@ -46,7 +46,6 @@ _MOST_BEGINNING = 2
 _MOST_BEGUN = 128
 """Fewer than an executor keeps."""
 
-_RETRY_S = 1.0
 _PROGRAM = "headway_gateway.grammar_compiler"
 _TOKENIZER_FILE = "tokenizer.json"
 
@@ -71,7 +70,7 @@ class Beginning:
 
     def _end(self, *, has_begun: bool) -> None:
         if self._checker is not None:
-            self._checker.note_end(self._caller, self._key, has_begun=has_begun)
+            self._checker.end(self._caller, self._key, has_begun=has_begun)
             self._checker = None
 
 
@@ -124,7 +123,7 @@ class ConstraintChecker:
         self._begun.move_to_end(key)
         return Beginning()
 
-    def note_end(self, caller: str, key: bytes, *, has_begun: bool) -> None:
+    def end(self, caller: str, key: bytes, *, has_begun: bool) -> None:
         """What ``begin`` returned to ``caller`` has come to an end."""
         if has_begun:
             self._begun[key] = None
@@ -157,16 +156,12 @@ class ConstraintChecker:
                 self._turns.give_back(caller)
                 raise
             # It goes on if the caller leaves, and so does the turn: the process is taken until then.
-            judging.add_done_callback(partial(self._note_judged, caller))
+            judging.add_done_callback(partial(self._end_turn, caller))
             try:
                 verdict = await asyncio.shield(judging)
             except NoAnswerError as error:
-                raise CallRefusedError(
-                    grpc.StatusCode.UNAVAILABLE,
-                    f"{field}: could not be compiled this time ({error}); try again, or send a simpler one",
-                    retry_after_s=_RETRY_S,
-                    reason="constraint_not_judged",
-                ) from error
+                message = f"{field}: could not be compiled this time ({error}); try again, or send a simpler one"
+                raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="constraint_not_judged") from error
         if verdict.problem:
             raise invalid_argument(field, verdict.problem)
         return verdict
@@ -192,7 +187,7 @@ class ConstraintChecker:
         with suppress(NoAnswerError):  # Who needs it will try again.
             self._rest(vocabulary, self._started(vocabulary))
 
-    def _note_judged(self, caller: str, judging: "asyncio.Future[Verdict]") -> None:
+    def _end_turn(self, caller: str, judging: "asyncio.Future[Verdict]") -> None:
         if not judging.cancelled():
             judging.exception()  # Seen, also where nobody waits for it any more.
         self._turns.give_back(caller)
@@ -201,12 +196,8 @@ class ConstraintChecker:
         try:
             await turns.take(caller)
         except TooManyWaitError as error:
-            raise CallRefusedError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"sampling.{constraint.kind}: too many constraints wait to be compiled: {error}",
-                retry_after_s=_RETRY_S,
-                reason="constraints_waiting",
-            ) from error
+            message = f"sampling.{constraint.kind}: too many constraints wait to be compiled: {error}"
+            raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="constraints_waiting") from error
 
     def _known(self, key: bytes) -> Verdict | None:
         with self._lock:

@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterable
 
 from headway_gateway.detokenization import Detokenizer
-from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.stop_strings import StopMatcher
-from headway_gateway.tracing import OutputTimes
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import (
     FINISH_ABORT,
@@ -79,26 +78,25 @@ class OutputText:
 
 
 class Continuation:
-    """Continuation ``index`` of a request."""
+    """One output of a request: ``sequence`` as the client sees it."""
 
-    def __init__(self, *, index: int, sequence: LiveSequence, text: OutputText, num_prompt_tokens: int) -> None:
-        """``text`` has been given the tokens that ``sequence`` held at submission."""
-        self.index = index
+    def __init__(self, sequence: LiveSequence, text: OutputText) -> None:
+        """``text`` has taken in the tokens that the client already had."""
+        self.index = sequence.submission.index
         self.sequence = sequence
         self.is_over = False
         self.reason = ""
-        """Why it is over, in a word."""
+        """Why it ended, in one word."""
+        self.num_sent = sequence.num_held
+        """Output tokens that the client has, those from before the call included."""
+        self.submitted_at = time.monotonic()
+        self.first_written_at: float | None = None
         self._written_at: float | None = None
-        self._first_written_at: float | None = None
         self._ended_at: float | None = None
         self._text = text
-        self._num_prompt_tokens = num_prompt_tokens
-        self.num_told = sequence.num_held
-        """Tokens of the output that the client has, those that it held included."""
-        self._submitted_at = time.monotonic()
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
-        self._last_token_at = self._submitted_at
+        self._last_token_at = self.submitted_at
 
     @property
     def has_begun(self) -> bool:
@@ -114,10 +112,10 @@ class Continuation:
     @property
     def mean_logprob(self) -> float:
         """The mean log probability of the tokens told, where they have any; NaN without tokens."""
-        values = [entry.logprob for entry in self.sequence.logprobs[: self.num_told - self.sequence.num_held]]
+        values = [entry.logprob for entry in self.sequence.logprobs[: self.num_sent - self.sequence.num_held]]
         return sum(values) / len(values) if values else math.nan
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         """Remember when its news came; to be called as they come."""
         now = time.monotonic()
         if self._admitted_at is None:
@@ -133,7 +131,7 @@ class Continuation:
         if self.is_over:
             return responses
         sequence = self.sequence
-        first = self.num_told
+        first = self.num_sent
         token_ids = sequence.tokens[first:]
         text = self._text.push(token_ids) if token_ids else ""
         stop = self._text.matched_stop
@@ -142,11 +140,11 @@ class Continuation:
         elif sequence.end is not None:
             text += self._text.finish()
             stop = self._text.matched_stop
-        self.num_told = first + len(token_ids)
+        self.num_sent = first + len(token_ids)
         if token_ids or text:
             delta = api.Delta(index=self.index, text=text, token_ids=token_ids, first_token_index=first)
             if sequence.logprobs:
-                delta.logprobs.extend(self._logprobs(first, self.num_told))
+                delta.logprobs.extend(self._logprobs(first, self.num_sent))
             responses.append(api.GenerateResponse(delta=delta))
         if stop is not None or sequence.end is not None:
             self.is_over = True
@@ -156,34 +154,26 @@ class Continuation:
             responses.append(api.GenerateResponse(finished=finished))
         return responses
 
-    def note_written(self, now: float) -> float | None:
+    def record_written(self, now: float) -> float | None:
         """A delta has been written; returns the seconds since the one before, None for the first."""
         before, self._written_at = self._written_at, now
         if before is None:
-            self._first_written_at = now
+            self.first_written_at = now
             return None
         return now - before
 
-    def times(self) -> OutputTimes:
-        """How it went, for its trace: by the scheduler's own figures where it told them."""
-        end, timings = self.sequence.end, self._timings()
-        told = end if isinstance(end, Finished) else None
-        ended_at = time.monotonic() if self._ended_at is None else self._ended_at
-        seen_ms = 0.0 if self._admitted_at is None or self.refusal else (ended_at - self._submitted_at) * 1e3
-        return OutputTimes(
-            continuation=self.index,
-            submitted_at=self._submitted_at,
-            ended_at=ended_at,
-            reason=self.reason,
-            num_output_tokens=self.num_told,
-            first_written_at=self._first_written_at,
-            queue_ms=timings.queue_ms,
-            ttft_ms=timings.ttft_ms,
-            total_ms=told.total_ms if told else seen_ms,
-            prefill_device_ms=told.prefill_device_ms if told else 0.0,
-            decode_device_ms=told.decode_device_ms if told else 0.0,
-            num_preemptions=timings.preemptions,
-        )
+    @property
+    def ended_at(self) -> float:
+        """When it ended, in monotonic seconds; now, if it has not."""
+        return time.monotonic() if self._ended_at is None else self._ended_at
+
+    @property
+    def total_ms(self) -> float:
+        """From its arrival at the scheduler to its end; 0 if the scheduler never took it."""
+        end = self.sequence.end
+        if isinstance(end, Finished):
+            return end.total_ms
+        return 0.0 if self._admitted_at is None or end is not None else (self.ended_at - self.submitted_at) * 1e3
 
     def _logprobs(self, first: int, last: int) -> Iterable[api.TokenLogprob]:
         offset = self.sequence.num_held
@@ -203,11 +193,11 @@ class Continuation:
         finished = api.Finished(
             index=self.index,
             usage=api.Usage(
-                prompt_tokens=self._num_prompt_tokens,
-                output_tokens=self.num_told,
+                prompt_tokens=self.sequence.submission.num_prompt_tokens,
+                output_tokens=self.num_sent,
                 cached_tokens=self.sequence.num_cached_tokens or 0,
             ),
-            timings=self._timings(),
+            timings=self.timings(),
         )
         if stop is not None:
             finished.reason = api.FINISH_REASON_STOP
@@ -222,19 +212,19 @@ class Continuation:
             finished.error = end.message or end.reason
         return finished
 
-    def _timings(self) -> api.Timings:
+    def timings(self) -> api.Timings:
         """The scheduler's own figures where it told them; a stop string ends the output before it could."""
-        num_gaps = self.num_told - self.sequence.num_held - 1
-        first = self._first_token_at if self._first_token_at is not None else self._submitted_at
+        num_gaps = self.num_sent - self.sequence.num_held - 1
+        first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0
         end = self.sequence.end
         if isinstance(end, Finished):
             return api.Timings(
                 queue_ms=end.queue_ms, ttft_ms=end.ttft_ms, mean_itl_ms=mean_itl_ms, preemptions=end.num_preemptions
             )
-        admitted = self._admitted_at if self._admitted_at is not None else self._submitted_at
+        admitted = self._admitted_at if self._admitted_at is not None else self.submitted_at
         return api.Timings(
-            queue_ms=(admitted - self._submitted_at) * 1000,
-            ttft_ms=(first - self._submitted_at) * 1000,
+            queue_ms=(admitted - self.submitted_at) * 1000,
+            ttft_ms=(first - self.submitted_at) * 1000,
             mean_itl_ms=mean_itl_ms,
         )

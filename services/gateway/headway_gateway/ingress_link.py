@@ -9,10 +9,11 @@ dropped; one beyond the next is a gap, and a gap, like a damaged frame or silenc
 """
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import decode_columns, encode_column
 from headway_proto.framing import Frame, FramingError
 from headway_proto.ingress import (
@@ -22,7 +23,6 @@ from headway_proto.ingress import (
     REJECT_OVERLOADED,
     REJECT_UNAVAILABLE,
     Abort,
-    Finished,
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
@@ -31,86 +31,16 @@ from headway_proto.ingress import (
     SchedulerHello,
     SchedulerLoad,
     SchedulerStatus,
-    Submit,
-    TokenLogprobs,
     Tokens,
     gateway_frame_reader,
     gateway_frame_writer,
 )
 from headway_proto.operations import AdminCall, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
-from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 MAX_HANDLE = (1 << 31) - 1
 _PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
 _LEAST_RETRY_S = 0.1
 _MOST_RETRY_S = 1.0
-
-
-class LiveSequence:
-    """One continuation that the gateway wants, and all that has come of it.
-
-    ``tokens`` are its output token ids from index 0, those held at submission first. ``logprobs`` belong to the tokens
-    behind the ``num_held`` first. ``prompt_logprobs`` are of its ``num_prompt_logprobs`` first prompt tokens behind the very
-    first, in order. ``num_cached_tokens`` is None until the sequence has run. ``end`` tells how it ended.
-    ``on_news`` is called (by the owner of the link's loop) after any of these have changed.
-    """
-
-    __slots__ = (
-        "end",
-        "handle",
-        "has_news",
-        "logprobs",
-        "num_cached_tokens",
-        "num_held",
-        "num_prompt_logprobs",
-        "on_news",
-        "prompt_logprobs",
-        "submission",
-        "tokens",
-    )
-
-    def __init__(self, submission: Submit, held_tokens: Iterable[int], on_news: Callable[[], None]) -> None:
-        """``submission.token_ids`` is the prompt alone; held tokens are added each time it is sent."""
-        self.submission = submission
-        self.handle = submission.handle
-        self.tokens = list(held_tokens)
-        self.num_held = len(self.tokens)
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[PromptLogprobColumns] = []
-        self.num_prompt_logprobs = 0
-        self.num_cached_tokens: int | None = None
-        self.end: Finished | Rejected | None = None
-        self.on_news = on_news
-        self.has_news = False
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the scheduler has taken it: from then on it is owed an end, not a refusal."""
-        return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
-
-    def to_submit(self) -> Submit:
-        """What to send so that generation goes on behind the tokens already here."""
-        if not self.tokens and not self.has_run:
-            return self.submission
-        token_ids = self.submission.token_ids + encode_column(self.tokens)
-        return msgspec.structs.replace(
-            self.submission,
-            token_ids=token_ids,
-            has_run=self.has_run,
-            num_prompt_logprobs=self.num_prompt_logprobs,
-        )
-
-    def take_prompt_logprobs(self, values: PromptLogprobColumns) -> bool:
-        """Take in what is new of ``values``; False if they do not follow what is here."""
-        first = self.num_prompt_logprobs + 1
-        is_within = values.end <= self.submission.num_prompt_tokens
-        if values.problem() is not None or not is_within or not 1 <= values.first_position <= first:
-            return False
-        new = values.behind(first)
-        if new.num_positions:
-            self.prompt_logprobs.append(new)
-            self.num_prompt_logprobs += new.num_positions
-        return True
 
 
 class LinkPhase(enum.Enum):
@@ -336,7 +266,7 @@ class IngressLink:
         self._next_sequence = 1
         self._heard_at = now
         self.submit_credits = hello.submit_credits
-        self._note_status(hello.model, hello.state)
+        self._take_status(hello.model, hello.state)
         self.counters.links_opened += 1
         for sequence in self._live.values():
             self._send(sequence.to_submit())
@@ -364,7 +294,7 @@ class IngressLink:
             self.num_steps = body.num_steps
             self.num_unfinished = body.num_unfinished
             self.load = body.load
-            self._note_status(body.model, body.state)
+            self._take_status(body.model, body.state)
         elif isinstance(body, Rejected):
             self._take_in_rejection(body, now)
         elif isinstance(body, AdminReply) and self._admin_calls.pop(body.call_id, None) is not None:
@@ -378,7 +308,7 @@ class IngressLink:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = admitted.num_cached_tokens
-                self._note_news(sequence)
+                self._add_news(sequence)
         if body.prompt_logprobs and not self._take_in_prompts(body.prompt_logprobs):
             return False
         if body.columns and not self._append_tokens(body.columns):
@@ -395,7 +325,7 @@ class IngressLink:
                 return False
             del self._live[finished.handle]
             sequence.end = finished
-            self._note_news(sequence)
+            self._add_news(sequence)
         return True
 
     def _take_in_prompts(self, prompts: Iterable[PromptLogprobs]) -> bool:
@@ -405,7 +335,7 @@ class IngressLink:
                 continue
             if not sequence.take_prompt_logprobs(prompt.values):
                 return False
-            self._note_news(sequence)
+            self._add_news(sequence)
         return True
 
     def _append_tokens(self, columns: bytes) -> bool:
@@ -443,14 +373,14 @@ class IngressLink:
             return
         del self._live[rejected.handle]
         sequence.end = rejected
-        self._note_news(sequence)
+        self._add_news(sequence)
 
-    def _note_news(self, sequence: LiveSequence) -> None:
+    def _add_news(self, sequence: LiveSequence) -> None:
         if not sequence.has_news:
             sequence.has_news = True
             self._news.append(sequence)
 
-    def _note_status(self, model: ModelInfo | None, state: str) -> None:
+    def _take_status(self, model: ModelInfo | None, state: str) -> None:
         if model != self.model or state != self.scheduler_state or self._next_sequence == 1:
             self.status_version += 1
         self.model = model

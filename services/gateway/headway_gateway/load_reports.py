@@ -13,11 +13,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import grpc
 
 from headway_gateway.ingress_link import IngressLink
+from headway_gateway.rpc_handlers import Context
 from headway_gateway.statistics import GatewayStatistics
 from headway_proto import orca_pb2 as api
 
@@ -29,8 +30,6 @@ DEFAULT_INTERVAL_S = 1.0
 _SAMPLE_INTERVAL_S = 1.0
 _GENERATE = "headway.v1.Generation/Generate"
 _OK = grpc.StatusCode.OK.name
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class _Sample(NamedTuple):

@@ -6,7 +6,7 @@ Must not know: sockets, gRPC calls, or the outputs behind the prompt.
 
 from collections.abc import Iterator
 
-from headway_gateway.ingress_link import LiveSequence
+from headway_gateway.live_sequence import LiveSequence
 from headway_proto import generation_pb2 as api
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterable
 import structlog
 import zmq
 
-from headway_gateway.ingress_link import IngressLink, LinkPhase, LiveSequence
+from headway_gateway.ingress_link import IngressLink, LinkPhase
 from headway_gateway.link_keys import LinkKeys
+from headway_gateway.live_sequence import LiveSequence
 from headway_process.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
 from headway_proto.operations import AdminReply, CachePosition, FlightLogPlace, PrefixToPin
 
+ANSWER_TIMEOUT_S = 5.0
+"""How long an operator's call may take."""
 _TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
 _MOST_FRAMES_PER_TURN = 32
 _SOCKET_HIGH_WATER_MARK = 16384

@@ -15,20 +15,18 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 from headway_gateway.admin import AdminServicer
+from headway_gateway.authentication import (
+    HEALTH_PREFIX,
+    REFLECTION_PREFIX,
+    VLLM_ENGINE_PREFIX,
+    AuthenticationInterceptor,
+)
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
 from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import (
-    HEALTH_PREFIX,
-    REFLECTION_PREFIX,
-    VLLM_ENGINE_PREFIX,
-    AuthenticationInterceptor,
-    CallCountingInterceptor,
-    ErrorInterceptor,
-    OpenCallsInterceptor,
-)
+from headway_gateway.interceptors import CallCountingInterceptor, ErrorInterceptor, OpenCallsInterceptor
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
@@ -36,7 +34,7 @@ from headway_gateway.preflight import problem_of_listening
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
-from headway_gateway.servicer import GenerationServicer, ServingLimits
+from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.tokenization import TextModel
 from headway_gateway.tracing import Tracing
@@ -91,43 +89,20 @@ class GatewayServer:
             client=self._client,
             text_model=text_model,
             lanes=self._lanes,
-            limits=ServingLimits(
-                max_concurrent_streams=config.max_concurrent_streams,
-                unavailable_grace_s=config.unavailable_grace_s,
-                slow_client_s=config.slow_client_s,
-                max_tenant_requests_per_s=config.max_tenant_requests_per_s,
-            ),
+            config=config,
             statistics=self._statistics,
             tracing=self._tracing,
             load_report=self._load_report if config.load_reports else None,
             constraints=self._constraints,
         )
         self._load = LoadMonitor(self._client.link, self._statistics)
-        more_services = (VLLM_ENGINE_SERVICE,) if serves_vllm_engine(config) else ()
-        own_names = (config.launcher_health_name,) if config.launcher_health_name else ()
+        self._more_services = (VLLM_ENGINE_SERVICE,) if serves_vllm_engine(config) else ()
         health_service = health.aio.HealthServicer()
-        self._health = HealthReporter(
-            service=health_service,
-            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE, *more_services, *own_names),
-            client=self._client,
-            tokenizer_width=text_model.vocab_size,
-            stall_s=config.stall_s,
-        )
+        self._health = self._health_reporter(health_service, text_model.vocab_size)
         self._tokens = token_file(config)
-        self._server = grpc.aio.server(
-            interceptors=self._interceptors(),
-            options=_channel_options(config),
-        )
-        generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
-        admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminServicer(self._client, PromptEncoder(text_model, self._lanes)), self._server
-        )  # type: ignore[no-untyped-call]
+        self._server = grpc.aio.server(interceptors=self._interceptors(), options=_channel_options(config))
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
-        if config.load_reports:
-            add_load_reports(self._server, self._load_report)
-        if more_services:
-            self._add_vllm_engine()
-        add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, *more_services))
+        self._add_services(AdminServicer(self._client, PromptEncoder(text_model, self._lanes)))
 
     @property
     def client(self) -> SchedulerClient:
@@ -187,6 +162,25 @@ class GatewayServer:
 
     def _load_report(self) -> OrcaLoadReport:
         return self._load.report()
+
+    def _health_reporter(self, service: health.aio.HealthServicer, tokenizer_width: int) -> HealthReporter:
+        own_names = (self._config.launcher_health_name,) if self._config.launcher_health_name else ()
+        return HealthReporter(
+            service=service,
+            service_names=(health.OVERALL_HEALTH, GENERATION_SERVICE, *self._more_services, *own_names),
+            client=self._client,
+            tokenizer_width=tokenizer_width,
+            stall_s=self._config.stall_s,
+        )
+
+    def _add_services(self, admin: AdminServicer) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(self._generation, self._server)  # type: ignore[no-untyped-call]
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)  # type: ignore[no-untyped-call]
+        if self._config.load_reports:
+            add_load_reports(self._server, self._load_report)
+        if self._more_services:
+            self._add_vllm_engine()
+        add_reflection(self._server, (GENERATION_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, *self._more_services))
 
     def _add_vllm_engine(self) -> None:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc

@@ -41,7 +41,7 @@ class GatewayStatistics:
         self.num_joined_tokens = 0
         """Tokens that came with another in one delta."""
 
-    def note_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
+    def count_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
         """A delta was written, ``gap_s`` after the one before of the same output; None for the first."""
         self.num_deltas += 1
         if not num_tokens:

@@ -15,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 SHOWN_VALUE_CHARS = 64
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "headway"
+RETRY_S = 1.0
+"""When to try again, unless something better is known."""
 
 
 class CallRefusedError(Exception):
@@ -65,6 +67,11 @@ def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
     """An INVALID_ARGUMENT about several fields; the message lists them all on one line."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())
     return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
+
+
+def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
+    """A refusal that asks the client to call again ``after_s`` seconds later (``RetryInfo``)."""
+    return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
 def shown(value: object) -> str:

@@ -22,14 +22,16 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 import structlog
 
+from headway_gateway.continuation import Continuation
 from headway_gateway.statuses import CallRefusedError
-from headway_gateway.validation import GenerationSpec
+from headway_gateway.validation import CheckedRequest
 from headway_process.installation import install_advice
+from headway_proto.ingress import PRIORITY_NORMAL, Finished
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -50,23 +52,6 @@ _SERVER_FAULTS = frozenset(
 _log = structlog.get_logger("headway.gateway.traces")
 
 
-class OutputTimes(NamedTuple):
-    """One continuation as it went. Times in monotonic seconds; the scheduler's own durations in milliseconds."""
-
-    continuation: int
-    submitted_at: float
-    ended_at: float
-    reason: str
-    num_output_tokens: int
-    first_written_at: float | None
-    queue_ms: float = 0.0
-    ttft_ms: float = 0.0
-    total_ms: float = 0.0
-    prefill_device_ms: float = 0.0
-    decode_device_ms: float = 0.0
-    num_preemptions: int = 0
-
-
 class RequestTrace(Protocol):
     """The trace of one call, open while it is a context; what ends that ends the trace."""
 
@@ -74,13 +59,13 @@ class RequestTrace(Protocol):
     def traceparent(self) -> str:
         """For those who work on the request; empty where nobody traces it."""
 
-    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
+    def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """What is asked for."""
 
-    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+    def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         """The prompt is tokens, in monotonic seconds."""
 
-    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+    def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
         """How the continuations went, ended or not."""
 
     def __enter__(self) -> Self: ...
@@ -95,13 +80,13 @@ class Untraced:
 
     traceparent = ""
 
-    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
+    def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """Nothing."""
 
-    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+    def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         """Nothing."""
 
-    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+    def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
         """Nothing."""
 
     def __enter__(self) -> Self:
@@ -194,37 +179,38 @@ class _Traced:
         TraceContextTextMapPropagator().inject(carrier, self._context)
         self.traceparent = carrier.get("traceparent", "")
 
-    def note_spec(self, spec: GenerationSpec, model_name: str, *, is_chat: bool) -> None:
-        operation, sampling = "chat" if is_chat else "text_completion", spec.sampling
+    def record_request(self, checked: CheckedRequest, model_name: str) -> None:
+        request, sampling = checked.request, checked.sampling
+        operation = "chat" if request.HasField("chat") else "text_completion"
         self._root.update_name(f"{operation} {model_name}")
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": model_name,
             "gen_ai.response.model": model_name,
-            "gen_ai.response.id": spec.request_id,
+            "gen_ai.response.id": checked.request_id,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
-            "gen_ai.request.choice.count": spec.num_continuations,
+            "gen_ai.request.choice.count": checked.num_continuations,
             "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-            "headway.priority": spec.priority,
+            "headway.priority": request.priority or PRIORITY_NORMAL,
         }
-        if spec.max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = spec.max_tokens
-        if spec.tenant:
-            attributes["headway.tenant"] = spec.tenant
+        if checked.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = checked.max_tokens
+        if request.tenant:
+            attributes["headway.tenant"] = request.tenant
         self._root.set_attributes(attributes)
 
-    def note_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
+    def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         self._root.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         self._span("gateway", "tokenize", self._context, began_at, ended_at, {})
 
-    def note_outputs(self, outputs: Iterable[OutputTimes], num_cached_tokens: int) -> None:
+    def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
         outputs = list(outputs)
         self._root.set_attributes(
             {
-                "gen_ai.usage.output_tokens": sum(output.num_output_tokens for output in outputs),
+                "gen_ai.usage.output_tokens": sum(output.num_sent for output in outputs),
                 "gen_ai.usage.cache_read.input_tokens": num_cached_tokens,
                 "gen_ai.response.finish_reasons": [output.reason for output in outputs if output.reason],
             }
@@ -236,7 +222,7 @@ class _Traced:
             self._root.add_event("first_token", timestamp=self._clock.ns(first))
         for output in outputs:
             if output.total_ms:
-                self._note_schedule(output)
+                self._record_schedule(output)
 
     def __enter__(self) -> Self:
         context = self._root.get_span_context()
@@ -256,27 +242,28 @@ class _Traced:
             self._root.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, CallRefusedError) else ""))
         self._root.end()
 
-    def _note_schedule(self, output: OutputTimes) -> None:
+    def _record_schedule(self, output: Continuation) -> None:
         """The spans of one continuation beyond the gateway."""
         from opentelemetry.trace import set_span_in_context
 
-        ended_at = output.ended_at
+        ended_at, timings, end = output.ended_at, output.timings(), output.sequence.end
         arrived_at = max(output.submitted_at, ended_at - output.total_ms / 1e3)
-        started_at = min(arrived_at + output.queue_ms / 1e3, ended_at)
-        first_at = min(arrived_at + output.ttft_ms / 1e3, ended_at) if output.ttft_ms else ended_at
+        started_at = min(arrived_at + timings.queue_ms / 1e3, ended_at)
+        first_at = min(arrived_at + timings.ttft_ms / 1e3, ended_at) if timings.ttft_ms else ended_at
+        prefill_ms, decode_ms = (
+            (end.prefill_device_ms, end.decode_device_ms) if isinstance(end, Finished) else (0.0, 0.0)
+        )
         attributes = {
-            "headway.continuation": output.continuation,
-            "headway.preemptions": output.num_preemptions,
-            "gen_ai.usage.output_tokens": output.num_output_tokens,
+            "headway.continuation": output.index,
+            "headway.preemptions": timings.preemptions,
+            "gen_ai.usage.output_tokens": output.num_sent,
         }
         span = self._begun("scheduler", "schedule", self._context, arrived_at, attributes)
         within = set_span_in_context(span)
         self._span("scheduler", "queue", within, arrived_at, started_at, {})
-        prefill = {"headway.device_ms": output.prefill_device_ms}
-        self._span("executor", "prefill", within, started_at, first_at, prefill)
-        if output.ttft_ms and ended_at > first_at:
-            decode = {"headway.device_ms": output.decode_device_ms}
-            self._span("executor", "decode", within, first_at, ended_at, decode)
+        self._span("executor", "prefill", within, started_at, first_at, {"headway.device_ms": prefill_ms})
+        if timings.ttft_ms and ended_at > first_at:
+            self._span("executor", "decode", within, first_at, ended_at, {"headway.device_ms": decode_ms})
         span.end(self._clock.ns(ended_at))
 
     def _begun(self, service: str, name: str, parent: Any, began_at: float, attributes: dict[str, Any]) -> "Span":

@@ -19,7 +19,8 @@ import msgspec
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
-from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo
+from headway_proto.columns import INT32
+from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
 from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
 
 MAX_REQUEST_ID_BYTES = 128
@@ -34,32 +35,53 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
 
 
-class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A request whose own fields are in order; what depends on model and prompt is still open.
+class CheckedRequest(msgspec.Struct, frozen=True):
+    """A request whose own fields are valid. Its limits may still conflict with the length of its prompt.
 
-    ``num_continuations`` are generated and the best ``num_told`` of them told; ``echoes``: the prompt is told too.
-    ``sampling.seed`` is the first continuation's. ``max_tokens`` is None where the context decides. ``held_tokens``
-    are those of ``resume``, which may be empty; None without ``resume``.
+    ``sampling.seed`` is the seed of the first continuation.
     """
 
+    request: api.GenerateRequest
     request_id: str
     sampling: SamplingParams
-    max_tokens: int | None
-    num_continuations: int
-    num_told: int
-    echoes: bool
-    stops: tuple[str, ...]
-    ignore_eos: bool
-    priority: int
-    tenant: str
-    ttft_slo_ms: int
-    itl_slo_ms: int
-    held_tokens: tuple[int, ...] | None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most output tokens that the client wants; None leaves it to the context."""
+        given = self.request.sampling
+        return given.max_tokens if given.HasField("max_tokens") else None
+
+    @property
+    def num_returned(self) -> int:
+        """How many continuations the client gets."""
+        given = self.request.sampling
+        return given.n if given.HasField("n") else 1
+
+    @property
+    def num_continuations(self) -> int:
+        """How many continuations are generated."""
+        given = self.request.sampling
+        return given.best_of if given.HasField("best_of") else self.num_returned
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether more continuations are generated than returned."""
+        return self.num_returned < self.num_continuations
+
+    @property
+    def held_tokens(self) -> tuple[int, ...]:
+        """Output tokens that the client already has."""
+        return tuple(self.request.resume.token_ids)
+
+    def end_ids(self, model: ModelInfo) -> frozenset[int]:
+        """The tokens that end an output."""
+        own = () if self.request.sampling.ignore_eos else model.eos_token_ids
+        return frozenset((*own, *self.sampling.stop_token_ids))
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """The parameters of one continuation: the same but for the seed, which counts up.
+        """The parameters of one continuation. They differ in the seed, which counts up.
 
-        Only the first reports the prompt. Where some are to be chosen, all report their own tokens.
+        Only the first reports the prompt. If the best are to be chosen, all report their log probabilities.
         """
         sampling = self.sampling
         if self.is_choice:
@@ -69,13 +91,27 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
         seed = (sampling.seed + index) % SEED_SPACE
         return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=NO_LOGPROBS)
 
-    @property
-    def is_choice(self) -> bool:
-        """Whether more continuations are generated than told."""
-        return self.num_told < self.num_continuations
+    def submission(self, index: int, *, handle: int, prompt: bytes, max_tokens: int, traceparent: str) -> Submit:
+        """What the scheduler is asked for continuation ``index``. ``prompt`` is an int32 column."""
+        request = self.request
+        return Submit(
+            handle=handle,
+            request_id=self.request_id,
+            index=index,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt) // INT32.itemsize,
+            max_tokens=max_tokens,
+            sampling=self.sampling_of(index),
+            ignore_eos=request.sampling.ignore_eos,
+            priority=request.priority or PRIORITY_NORMAL,
+            tenant=request.tenant,
+            ttft_slo_ms=request.ttft_slo_ms,
+            itl_slo_ms=request.itl_slo_ms,
+            traceparent=traceparent,
+        )
 
 
-def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationSpec:
+def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequest:
     """Check everything that needs no tokenised prompt.
 
     Raises:
@@ -95,23 +131,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> GenerationS
         wrong.setdefault(f"sampling.{field}", description)
     if wrong:
         raise invalid_arguments(wrong)
-    max_tokens = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
-    num_told = request.sampling.n if request.sampling.HasField("n") else 1
-    return GenerationSpec(
-        request_id=request.request_id or secrets.token_hex(16),
-        sampling=sampling,
-        max_tokens=max_tokens,
-        num_continuations=request.sampling.best_of if request.sampling.HasField("best_of") else num_told,
-        num_told=num_told,
-        echoes=request.echo,
-        stops=tuple(request.sampling.stop),
-        ignore_eos=request.sampling.ignore_eos,
-        priority=request.priority or PRIORITY_NORMAL,
-        tenant=request.tenant,
-        ttft_slo_ms=request.ttft_slo_ms,
-        itl_slo_ms=request.itl_slo_ms,
-        held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else None,
-    )
+    return CheckedRequest(request, request.request_id or secrets.token_hex(16), sampling)
 
 
 def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
@@ -162,29 +182,32 @@ def require_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> 
         )
 
 
-def resolve_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """How many output tokens the request may have, held ones included.
+def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
+    """The most output tokens of the request, those that the client already has included.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT where ``max_tokens`` or ``min_tokens`` exceed the room behind the prompt,
-            OUT_OF_RANGE where the tokens held already do.
+        CallRefusedError: INVALID_ARGUMENT if ``max_tokens`` or ``min_tokens`` do not fit behind the prompt,
+            OUT_OF_RANGE if the client already has more.
     """
     room = most_prompt_tokens(model) + 1 - num_prompt_tokens
-    if spec.max_tokens is not None and spec.max_tokens > room:
+    wanted = checked.max_tokens
+    if wanted is not None and wanted > room:
         raise invalid_argument(
             "sampling.max_tokens",
-            f"{spec.max_tokens} is not allowed; allowed: at most {room} behind {num_prompt_tokens} prompt tokens",
+            f"{wanted} is not allowed; allowed: at most {room} behind {num_prompt_tokens} prompt tokens",
         )
-    max_tokens = room if spec.max_tokens is None else spec.max_tokens
-    if spec.sampling.min_tokens > max_tokens:
+    max_tokens = room if wanted is None else wanted
+    min_tokens = checked.sampling.min_tokens
+    if min_tokens > max_tokens:
         raise invalid_argument(
             "sampling.min_tokens",
-            f"{spec.sampling.min_tokens} is not allowed; allowed: at most {max_tokens}, as max_tokens or the context has it",
+            f"{min_tokens} is not allowed; allowed: at most {max_tokens}, the limit of max_tokens or of the context",
         )
-    if spec.held_tokens is not None and len(spec.held_tokens) > max_tokens:
+    num_held = len(checked.held_tokens)
+    if num_held > max_tokens:
         raise CallRefusedError(
             grpc.StatusCode.OUT_OF_RANGE,
-            f"resume.token_ids: {len(spec.held_tokens)} tokens are held; the output ends after {max_tokens}",
+            f"resume.token_ids: {num_held} tokens are held; the output ends after {max_tokens}",
         )
     return max_tokens
 

@@ -4,8 +4,7 @@ Owns: chunks where the caller streams, one whole answer per output where it does
 Must not know: where events come from.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -20,39 +19,11 @@ _FINISH_REASONS = {
 }
 
 
-class AnswerStream(Protocol):
-    """The part of a gRPC context that answers are written to."""
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What came with the call."""
-        ...
-
-    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, bytes], ...], /) -> None:
-        """What goes with its end."""
-        ...
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the call's deadline, None without one."""
-        ...
-
-    def peer(self) -> str:
-        """The connection that the call came by."""
-        ...
-
-    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
-        """Send what comes before any answer."""
-        ...
-
-    async def write(self, message: vllm.GenerateResponse, /) -> None:
-        """Send an answer; returns when there is room for another."""
-        ...
-
-
 class AnswerWriter:
-    """Takes a generation's events, as ``EventStream`` does, and writes the answers to ``request``."""
+    """Takes the events of a generation and sends the answers to ``request``."""
 
-    def __init__(self, request: vllm.GenerateRequest, answers: AnswerStream) -> None:
-        self._answers = answers
+    def __init__(self, request: vllm.GenerateRequest, send: Callable[[vllm.GenerateResponse], Awaitable[None]]) -> None:
+        self._send = send
         self._streams = request.stream
         self._has_alternatives = request.sampling_params.logprobs > 0
         self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
@@ -64,28 +35,8 @@ class AnswerWriter:
         self._has_prompt_alternatives = request.sampling_params.prompt_logprobs > 0
         self._knows_prompt: set[int] = set()
 
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """See ``EventStream``."""
-        return self._answers.invocation_metadata()
-
-    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, bytes], ...], /) -> None:
-        """See ``EventStream``."""
-        self._answers.set_trailing_metadata(trailing_metadata)
-
-    def time_remaining(self) -> float | None:
-        """See ``EventStream``."""
-        return self._answers.time_remaining()
-
-    def peer(self) -> str:
-        """See ``EventStream``."""
-        return self._answers.peer()
-
-    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...], /) -> None:
-        """See ``EventStream``."""
-        await self._answers.send_initial_metadata(initial_metadata)
-
     async def write(self, message: api.GenerateResponse, /) -> None:
-        """See ``EventStream``.
+        """Take the next event.
 
         Raises:
             CallRefusedError: INTERNAL, an output could not be run. The service has no field that would tell why.
@@ -105,12 +56,12 @@ class AnswerWriter:
         if complete.index not in self._knows_prompt and (complete.index == 0 or not self._streams):
             self._tell_prompt(complete.index, complete.input_logprobs)
         if self._streams:
-            await self._answers.write(vllm.GenerateResponse(complete=complete))
+            await self._send(vllm.GenerateResponse(complete=complete))
             return
         self._ended[complete.index] = complete
         if len(self._ended) == self._num_outputs:
             for index in range(self._num_outputs):
-                await self._answers.write(vllm.GenerateResponse(complete=self._ended[index]))
+                await self._send(vllm.GenerateResponse(complete=self._ended[index]))
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if not delta.token_ids:
@@ -131,7 +82,7 @@ class AnswerWriter:
         # The prompt is known before the first chunk of output 0, and perhaps not yet before another's.
         if delta.index == 0 and 0 not in self._knows_prompt:
             self._tell_prompt(0, chunk.input_logprobs)
-        await self._answers.write(vllm.GenerateResponse(chunk=chunk))
+        await self._send(vllm.GenerateResponse(chunk=chunk))
 
     def _take_prompt(self, prompt: api.Prompt) -> None:
         """Add tokens of the prompt, each with a log probability but for the first."""

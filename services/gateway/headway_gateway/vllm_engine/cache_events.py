@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from smg_grpc_proto.generated import common_pb2
 
-from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
 from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.columns import decode_column
 from headway_proto.operations import CacheChange, CacheChanges, CachePosition
@@ -21,7 +21,6 @@ MOST_START = (1 << 63) - 1
 """Where a subscriber may let the numbers begin: half of what the field of a batch holds is left to count with."""
 
 _READ_INTERVAL_S = 0.1
-_ANSWER_TIMEOUT_S = 5.0
 
 
 async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
@@ -45,7 +44,7 @@ async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator
 async def _read(client: SchedulerClient, position: CachePosition | None) -> CacheChanges | None:
     """The next changes; None while nobody answers or nothing can be cached."""
     try:
-        return (await client.call_admin("cache", position=position, timeout_s=_ANSWER_TIMEOUT_S)).cache
+        return (await client.call_admin("cache", position=position, timeout_s=ANSWER_TIMEOUT_S)).cache
     except SchedulerUnavailableError:
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from headway_gateway.interceptors import TENANT_METADATA_KEY
+from headway_gateway.authentication import TENANT_METADATA_KEY
 from headway_gateway.statuses import CallRefusedError, invalid_arguments, shown
 from headway_proto import generation_pb2 as api
 

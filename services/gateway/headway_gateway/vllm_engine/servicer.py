@@ -11,14 +11,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from headway_gateway.interceptors import TENANT_METADATA_KEY
-from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.authentication import TENANT_METADATA_KEY
+from headway_gateway.rpc_handlers import Context, time_left_s
+from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
@@ -30,11 +31,8 @@ from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.ingress import STATE_PAUSED
 from headway_proto.operations import Status
 
-_ANSWER_TIMEOUT_S = 5.0
 _FLUSH_INTERVAL_S = 0.1
 _MOST_FLUSH_S = 3600.0
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -70,7 +68,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             with self._abortable(request.request_id, native.tenant):
                 await self._generation.generate(
                     native,
-                    AnswerWriter(request, context),
+                    context,
+                    AnswerWriter(request, context.write).write,
                     keeps_special_tokens=not request.sampling_params.skip_special_tokens,
                 )
         except CallRefusedError as refusal:
@@ -213,8 +212,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return status
 
     async def _ask(self, method: str, context: Context, request_id: str = "") -> Status | None:
-        remaining_s = context.time_remaining()
-        timeout_s = _ANSWER_TIMEOUT_S if remaining_s is None else min(_ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+        timeout_s = time_left_s(context, ANSWER_TIMEOUT_S)
         try:
             reply = await self._client.call_admin(method, request_id, timeout_s=timeout_s)
         except SchedulerUnavailableError as error:

@@ -1,0 +1,133 @@
+"""Which calls need a token, and whose token each call carries.
+
+Owns: the interceptor that checks bearer tokens, the role that each method needs, and the tenant that a token is bound to.
+Must not know: what the calls do, or where tokens come from.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from headway_gateway.credentials import ADMIN, GENERATE, Caller, TokenTable
+from headway_gateway.rare_warnings import RareWarning
+from headway_gateway.rpc_handlers import Context, Handler, NextInterceptor, rebuilt, within
+from headway_gateway.statuses import CallRefusedError
+
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+REFLECTION_PREFIX = "/grpc.reflection."
+_ADMINS_METHODS = ("FlushCache", "SubscribeKvEvents", "StartProfile", "StopProfile")
+VLLM_ENGINE_PREFIX = "/vllm.grpc.engine.VllmEngine/"
+ROLE_OF_METHODS = {
+    "/headway.v1.Generation/": GENERATE,
+    "/headway.v1.Admin/": ADMIN,
+    **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
+    VLLM_ENGINE_PREFIX: GENERATE,
+}
+"""The role that methods take, by the beginning of their names, the first that fits; any valid token will do for others."""
+TENANT_METADATA_KEY = "headway-tenant"
+"""Where a caller names its tenant if the request has no field for it."""
+_BEARER = "Bearer "
+_MAX_TOKEN_CHARACTERS = 4096
+
+_log = structlog.get_logger("headway.gateway.calls")
+
+
+class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
+    """Lets pass what carries ``authorization: Bearer TOKEN`` of somebody who has the call's role.
+
+    ``tokens`` gives those in force. Methods that begin with one of ``open_prefixes`` need no token.
+    """
+
+    def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
+        self._tokens = tokens
+        self._open_prefixes = open_prefixes
+        self.refused: Counter[str] = Counter()
+        """Calls turned away, by status."""
+        self._warning = RareWarning(_log, "calls refused")
+
+    async def intercept_service(
+        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(self._open_prefixes):
+            return handler
+        try:
+            caller = self._caller(handler_call_details)
+            _require_role(caller, method)
+        except CallRefusedError as refusal:
+            self.refused[refusal.code.name] += 1
+            self._warning.warn(latest=method, **self.refused)
+            return _refusing(handler, refusal)
+        return handler if caller.tenant is None else _for_tenant(handler, caller.tenant)
+
+    def _caller(self, details: grpc.HandlerCallDetails) -> Caller:
+        values = [value for key, value in details.invocation_metadata if key == "authorization"]
+        if not values:
+            raise _unauthenticated("authorization metadata is missing; send: Bearer TOKEN")
+        value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
+        token = value.removeprefix(_BEARER).strip()
+        if len(values) > 1 or not value.startswith(_BEARER) or not 1 <= len(token) <= _MAX_TOKEN_CHARACTERS:
+            raise _unauthenticated("authorization metadata is malformed; send once: Bearer TOKEN")
+        caller = self._tokens().find(token)
+        if caller is None:
+            raise _unauthenticated("the bearer token is not valid")
+        return caller
+
+
+def _require_role(caller: Caller, method: str) -> None:
+    role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
+    if role is not None and role not in caller.roles:
+        raise CallRefusedError(
+            grpc.StatusCode.PERMISSION_DENIED, f"this call takes a token with the role {role}, which yours lacks"
+        )
+
+
+def _unauthenticated(message: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.UNAUTHENTICATED, message)
+
+
+def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
+    async def refuse(request: Any, context: Context) -> NoReturn:  # noqa: ARG001
+        raise refusal
+
+    # A request without the right token is not even parsed.
+    return rebuilt(handler, refuse, lambda data: data)
+
+
+def _for_tenant(handler: Handler, tenant: str) -> Handler:
+    """The same method; every request and its metadata name ``tenant``, whatever the caller wrote."""
+    deserialize = handler.request_deserializer
+
+    def deserialize_for_tenant(data: bytes) -> Any:
+        request: Any = deserialize(data) if deserialize is not None else data
+        if "tenant" in getattr(getattr(request, "DESCRIPTOR", None), "fields_by_name", {}):
+            request.tenant = tenant
+        return request
+
+    @asynccontextmanager
+    async def as_tenant(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG001
+        yield _TenantsContext(context, tenant)
+
+    return within(handler, as_tenant, deserialize_for_tenant)
+
+
+class _TenantsContext:
+    """A call's context whose metadata names this tenant, whatever the caller wrote."""
+
+    def __init__(self, context: Context, tenant: str) -> None:
+        self._context = context
+        self._tenant = tenant
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """See ``grpc.aio.ServicerContext``."""
+        others = (pair for pair in self._context.invocation_metadata() or () if pair[0] != TENANT_METADATA_KEY)
+        return (*others, (TENANT_METADATA_KEY, self._tenant))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)

@@ -1,0 +1,331 @@
+"""One generation: the continuations of one prompt, from their submission to the end of the stream.
+
+Owns: submitting, writing what comes, and telling the scheduler when the call ends early.
+Must not know: ZeroMQ, how requests are checked, how prompts become tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
+from urllib.parse import quote
+
+import grpc
+import structlog
+
+from headway_gateway.best_outputs import HeldOutput, ranked
+from headway_gateway.client_patience import ClientPatience
+from headway_gateway.constraint_check import Beginning
+from headway_gateway.continuation import Continuation, OutputText
+from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.pacing import WritePace
+from headway_gateway.prompt_events import PromptEvents
+from headway_gateway.rpc_handlers import Context
+from headway_gateway.scheduler_client import SchedulerClient
+from headway_gateway.statistics import GatewayStatistics
+from headway_gateway.statuses import RETRY_S, CallRefusedError
+from headway_gateway.tokenization import TextModel
+from headway_gateway.tracing import RequestTrace
+from headway_gateway.validation import CheckedRequest
+from headway_gateway.wakeup import Wakeup
+from headway_proto import generation_pb2 as api
+from headway_proto.columns import encode_column
+from headway_proto.ingress import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    REJECT_ALREADY_EXISTS,
+    REJECT_INVALID,
+    REJECT_OUT_OF_RANGE,
+    REJECT_OVERLOADED,
+    REJECT_UNSUPPORTED,
+    Finished,
+    Rejected,
+)
+from headway_proto.sampling import NO_LOGPROBS
+
+REQUEST_ID_METADATA_KEY = "headway-request-id"
+_PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
+
+_log = structlog.get_logger("headway.gateway.generation")
+
+_REFUSAL_CODES = {
+    REJECT_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    REJECT_OUT_OF_RANGE: grpc.StatusCode.OUT_OF_RANGE,
+    REJECT_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    REJECT_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    REJECT_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+class GenerationParts(NamedTuple):
+    """The parts of a gateway process that all its generations use."""
+
+    client: SchedulerClient
+    text_model: TextModel
+    pace: WritePace
+    statistics: GatewayStatistics
+    slow_client_s: float
+
+
+class OpenCall(NamedTuple):
+    """One Generate call. ``write`` sends one event; ``arrived_at`` is in monotonic seconds."""
+
+    context: Context
+    write: Callable[[api.GenerateResponse], Awaitable[None]]
+    trace: RequestTrace
+    arrived_at: float
+    keeps_special_tokens: bool
+
+
+class Prompt(NamedTuple):
+    """A tokenised prompt. ``text`` is empty unless the client wants it back."""
+
+    token_ids: list[int]
+    text: str
+
+
+class Generation:
+    """The continuations of one request, and the writing of their events."""
+
+    def __init__(
+        self,
+        parts: GenerationParts,
+        call: OpenCall,
+        request: CheckedRequest,
+        *,
+        prompt: Prompt,
+        max_tokens: int,
+        end_ids: frozenset[int],
+        beginning: Beginning,
+    ) -> None:
+        """``end_ids`` are the tokens that end an output."""
+        self._client = parts.client
+        self._text_model = parts.text_model
+        self._pace = parts.pace
+        self._statistics = parts.statistics
+        self._slow_client_s = parts.slow_client_s
+        self._call = call
+        self._request = request
+        self._num_prompt_tokens = len(prompt.token_ids)
+        self._prompt_column = encode_column(prompt.token_ids)
+        self._max_tokens = max_tokens
+        self._end_ids = end_ids
+        self._beginning = beginning
+        self._wakeup = Wakeup()
+        self._continuations = [self._continuation(index) for index in range(request.num_continuations)]
+        self._prompt: PromptEvents | None = None
+        wants_logprobs = request.sampling.prompt_logprobs != NO_LOGPROBS
+        if wants_logprobs or request.request.echo:
+            sequence = self._continuations[0].sequence if wants_logprobs else None
+            self._prompt = PromptEvents(prompt.token_ids, prompt.text, sequence)
+
+    async def run(self) -> None:
+        """Stream until every continuation has ended.
+
+        Raises:
+            CallRefusedError: the scheduler refused a continuation before any had begun.
+        """
+        sequences = [continuation.sequence for continuation in self._continuations]
+        try:
+            self._client.submit([sequence for sequence in sequences if sequence.end is None])
+            # Only now, so that the scheduler works meanwhile.
+            await self._call.context.send_initial_metadata(
+                ((REQUEST_ID_METADATA_KEY, _ascii(self._request.request_id)),)
+            )
+            await self._until_begun()
+            await self._call.write(api.GenerateResponse(accepted=self._accepted()))
+            _log.debug(
+                "generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant
+            )
+            await self._stream()
+        finally:
+            # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
+            # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
+            self._client.abort(sequences)
+            self._call.trace.record_outputs(self._continuations, self._num_cached_tokens)
+
+    def cost(self) -> dict[str, float]:
+        """What it came to, in tokens."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "output_tokens": sum(continuation.num_sent for continuation in self._continuations),
+        }
+
+    async def _until_begun(self) -> None:
+        while not any(continuation.has_begun for continuation in self._continuations):
+            for continuation in self._continuations:
+                if continuation.refusal is not None:
+                    raise _refused(continuation.refusal)
+            await self._wakeup.wait()
+
+    async def _stream(self) -> None:
+        """Write what comes.
+
+        Raises:
+            CallRefusedError: the client has not read for too long. Until then what comes is joined, so it never grows
+                beyond one output; but it keeps its blocks and its place.
+        """
+        try:
+            async with ClientPatience(self._slow_client_s) as patience:
+                await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
+        except TimeoutError:
+            if not patience.has_ended:
+                raise
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the client has read nothing for {self._slow_client_s:g} s",
+                reason="slow_client",
+            ) from None
+
+    async def _write_all(self, patience: ClientPatience) -> None:
+        open_continuations = list(self._continuations)
+        while open_continuations:
+            for continuation in open_continuations:
+                responses = self._news_of(continuation)
+                if continuation.is_over and continuation.sequence.end is None:
+                    self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
+                await self._write(continuation, responses, patience)
+            patience.rest()
+            open_continuations = [one for one in open_continuations if not one.is_over]
+            if open_continuations:
+                pause_s = self._pace.pause_s
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                await self._wakeup.wait()
+
+    async def _write_best(self, patience: ClientPatience) -> None:
+        """Write the prompt as it comes, and the best outputs when all have ended."""
+        shows_logprobs = self._request.sampling.logprobs != NO_LOGPROBS
+        outputs = [
+            HeldOutput(one, self._request.sampling_of(one.index).seed, shows_logprobs=shows_logprobs)
+            for one in self._continuations
+        ]
+        left = outputs
+        while left:
+            for output in left:
+                responses = self._news_of(output.continuation)
+                if output.continuation.is_over and output.continuation.sequence.end is None:
+                    self._client.abort((output.continuation.sequence,))
+                of_prompt = [response for response in responses if response.HasField("prompt")]
+                output.hold(responses[len(of_prompt) :])
+                await self._write(output.continuation, of_prompt, patience)
+            patience.rest()
+            left = [output for output in left if not output.continuation.is_over]
+            if left:
+                await self._wakeup.wait()
+        for index, output in enumerate(ranked(outputs)[: self._request.num_returned]):
+            await self._write(output.continuation, output.responses(index), patience)
+
+    async def _write(
+        self, continuation: Continuation, responses: Iterable[api.GenerateResponse], patience: ClientPatience
+    ) -> None:
+        for response in responses:
+            patience.begin_write()
+            await self._call.write(response)
+            self._count_written(continuation, response)
+
+    def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
+        """What the client must be told of a continuation now, and of the prompt before the first."""
+        responses = continuation.take()
+        if self._prompt is not None and continuation.index == 0:
+            return [*self._prompt.take(), *responses]
+        return responses
+
+    def _count_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
+        if response.HasField("prompt"):
+            return
+        if response.HasField("delta"):
+            now = time.monotonic()
+            gap_s = continuation.record_written(now)
+            self._statistics.count_delta(len(response.delta.token_ids), gap_s, now - self._call.arrived_at)
+            return
+        finished, reason = response.finished, continuation.reason
+        self._statistics.ends[reason,] += 1
+        if finished.error:
+            _log.warning("generation failed", continuation=finished.index, error=finished.error)
+        else:
+            _log.debug(
+                "generation finished",
+                continuation=finished.index,
+                reason=reason,
+                output_tokens=finished.usage.output_tokens,
+                ttft_ms=finished.timings.ttft_ms,
+            )
+
+    def _continuation(self, index: int) -> Continuation:
+        submission = self._request.submission(
+            index,
+            handle=self._client.next_handle(),
+            prompt=self._prompt_column,
+            max_tokens=self._max_tokens,
+            traceparent=self._call.trace.traceparent,
+        )
+        held = self._request.held_tokens
+        sequence = LiveSequence(submission, held, self._wakeup.ring)
+        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._call.keeps_special_tokens)
+        text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
+        text.push(sequence.tokens)
+        sequence.end = self._end_of_held(held, text)
+        continuation = Continuation(sequence, text)
+
+        def on_news() -> None:
+            continuation.record_arrival()
+            if len(sequence.tokens) > sequence.num_held:
+                self._beginning.has_begun()
+            self._wakeup.ring()
+
+        sequence.on_news = on_news
+        return continuation
+
+    def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
+        """How resumed tokens end the output already, if they do: then only the end is left to tell.
+
+        Raises:
+            CallRefusedError: OUT_OF_RANGE, tokens are held beyond the end.
+        """
+        end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
+        num_until_end = min(text.num_tokens, end_place + 1)
+        if num_until_end < len(held):
+            raise CallRefusedError(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"resume.token_ids: {len(held)} tokens are held; the output ended after {num_until_end}",
+            )
+        if end_place < len(held):
+            return Finished(handle=0, reason=FINISH_STOP, num_output_tokens=len(held), stop_token_id=held[end_place])
+        if text.matched_stop is not None:
+            return Finished(handle=0, reason=FINISH_STOP, num_output_tokens=len(held))
+        if held and len(held) == self._max_tokens:
+            return Finished(handle=0, reason=FINISH_LENGTH, num_output_tokens=len(held))
+        return None
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        cached = (continuation.sequence.num_cached_tokens or 0 for continuation in self._continuations)
+        return min(max(cached), self._num_prompt_tokens)
+
+    def _accepted(self) -> api.Accepted:
+        return api.Accepted(
+            request_id=self._request.request_id,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens,
+            seeds=[self._request.sampling_of(index).seed for index in range(self._request.num_continuations)],
+        )
+
+
+def _ascii(request_id: str) -> str:
+    """Metadata values are ASCII; what is beyond is percent-encoded."""
+    return quote(request_id, safe=_PRINTABLE_ASCII)
+
+
+def _refused(rejected: Rejected) -> CallRefusedError:
+    message = rejected.message or rejected.reason
+    retry_after_s = rejected.retry_after_ms / 1000 if rejected.retry_after_ms else None
+    if rejected.reason == REJECT_OVERLOADED and retry_after_s is None:
+        retry_after_s = RETRY_S
+    return CallRefusedError(
+        _REFUSAL_CODES.get(rejected.reason, grpc.StatusCode.UNAVAILABLE),
+        f"{rejected.field}: {message}" if rejected.field else message,
+        violations=((rejected.field, message),) if rejected.field and rejected.reason == REJECT_INVALID else (),
+        retry_after_s=retry_after_s,
+        reason=f"scheduler_{rejected.reason}",
+    )

@@ -1,0 +1,27 @@
+"""Warnings that a crowd of clients could repeat without end.
+
+Owns: how often such a line is logged. Must not know: what it says.
+"""
+
+import time
+from typing import Any
+
+import structlog
+
+_INTERVAL_S = 5.0
+
+
+class RareWarning:
+    """One warning of ``log``, at most every few seconds."""
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, event: str) -> None:
+        self._log = log
+        self._event = event
+        self._logged_at = float("-inf")
+
+    def warn(self, **details: Any) -> None:
+        """Log the warning, unless it was logged a moment ago."""
+        now = time.monotonic()
+        if now - self._logged_at >= _INTERVAL_S:
+            self._logged_at = now
+            self._log.warning(self._event, **details)

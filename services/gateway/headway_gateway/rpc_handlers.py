@@ -1,0 +1,64 @@
+"""Methods of a gRPC server, wrapped: the same method with something around it.
+
+Owns: the four kinds of handlers, and how one is rebuilt.
+Must not know: why a method is wrapped.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeAlias
+
+import grpc
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+NextInterceptor: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+
+
+def time_left_s(context: Context, most_s: float) -> float:
+    """Seconds until the call's deadline, at most ``most_s``."""
+    remaining_s = context.time_remaining()
+    return most_s if remaining_s is None else min(most_s, max(0.0, remaining_s))
+
+
+def within(
+    handler: Handler,
+    surroundings: Callable[[Any, Context], AbstractAsyncContextManager[Context]],
+    deserialize: Callable[[bytes], Any] | None = None,
+) -> Handler:
+    """The same method inside ``surroundings(request, context)``, which gives the context that the method sees.
+
+    ``deserialize``, if given, parses the requests.
+    """
+    behaviour: Callable[[Any, Any], Any] | None = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    assert behaviour is not None
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with surroundings(request, context) as seen:
+                async for response in behaviour(request, seen):
+                    yield response
+
+        return rebuilt(handler, stream, deserialize)
+
+    async def call(request: Any, context: Context) -> Any:
+        async with surroundings(request, context) as seen:
+            return await behaviour(request, seen)
+
+    return rebuilt(handler, call, deserialize)
+
+
+def rebuilt(
+    handler: Handler, behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any] | None = None
+) -> Handler:
+    """The same method, served by ``behaviour``."""
+    make: Callable[..., Handler] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(behaviour, deserialize or handler.request_deserializer, handler.response_serializer)
