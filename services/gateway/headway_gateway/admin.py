@@ -1,7 +1,6 @@
-"""The Admin service: operators' questions and orders, carried to the scheduler and back.
+"""The Admin service: carries operators' calls to the scheduler and the answers back.
 
-Owns: the translation between admin.proto and ``AdminCall`` / ``AdminReply``.
-Must not know: how the scheduler answers them.
+Owns: the translation between admin.proto and ``operations``. Must not know: how the scheduler answers.
 """
 
 import asyncio
@@ -50,18 +49,18 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
-        """Every live sequence; the continuations of one request share its id."""
+        """Every live sequence; those of one request share its id."""
         reply = await self._call("list", context)
         return api.ListRequestsResponse(requests=map(_request_state, reply.sequences))
 
     async def Explain(self, request: api.ExplainRequest, context: Context) -> api.ExplainResponse:  # noqa: N802
-        """Why a request is where it is. NOT_FOUND if it is not live."""
+        """Why a live request is where it is."""
         reply = await self._call_about(request.request_id, "explain", context)
         state = _request_state(reply.sequences[0]) if reply.sequences else None
         return api.ExplainResponse(request=state, explanation=reply.explanation)
 
     async def Cancel(self, request: api.CancelRequest, context: Context) -> api.CancelResponse:  # noqa: N802
-        """End a request with reason ABORT. NOT_FOUND for an id never seen, OK for one that has ended."""
+        """End a request with reason ABORT. A request that has ended is no error."""
         await self._call_about(request.request_id, "cancel", context)
         return api.CancelResponse()
 
@@ -81,7 +80,7 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.DrainResponse()
 
     async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
-        """Keep the beginning of prompts cached. FAILED_PRECONDITION where the scheduler's pool does not allow it."""
+        """Keep the beginning of prompts cached."""
         check_pin(request)
         try:
             model = await self._client.wait_until_serving(time_left_s(context, ANSWER_TIMEOUT_S))
@@ -95,7 +94,7 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.PinPrefixResponse(pinned=_pinned_prefix(reply.pinned_prefixes[0]))
 
     async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Context) -> api.UnpinPrefixResponse:  # noqa: N802
-        """Keep it no longer. NOT_FOUND if nothing is pinned under this name."""
+        """Remove a pin."""
         not_found = f"name: nothing is pinned as {shown(request.name)}"
         await self._call("unpin", context, prefix=PrefixToPin(name=request.name), not_found=not_found)
         return api.UnpinPrefixResponse()
@@ -105,7 +104,7 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ListPinnedPrefixesRequest,  # noqa: ARG002
         context: Context,
     ) -> api.ListPinnedPrefixesResponse:
-        """Every pin, in the order in which they were made, and how much of each is cached."""
+        """Every pin, oldest first, and how much of it is cached."""
         reply = await self._call("pins", context)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
@@ -114,7 +113,7 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ReadFlightLogRequest,  # noqa: ARG002
         context: Context,
     ) -> AsyncIterator[api.ReadFlightLogResponse]:
-        """The flight log as it is now, in pieces. FAILED_PRECONDITION where there is none, ABORTED where it went on."""
+        """The flight log up to now, in pieces."""
 
         async def ask(place: FlightLogPlace) -> FlightLogPart:
             async with self._flight_log_turn:  # one read at a time, however many ask
@@ -143,7 +142,7 @@ class AdminServicer(api_grpc.AdminServicer):
         place: FlightLogPlace | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        """Ask the scheduler; ``not_found`` is what to tell the caller if it knows no such thing."""
+        """Ask the scheduler; ``not_found`` is the error text for an unknown name."""
         try:
             reply = await self._client.call_admin(
                 method, request_id, prefix, place=place, timeout_s=time_left_s(context, ANSWER_TIMEOUT_S)
@@ -158,7 +157,7 @@ class AdminServicer(api_grpc.AdminServicer):
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """What a message whose fields have the same names is made from, nested ones included."""
+    """The keyword arguments for a message with the same field names, also nested."""
     return {name: _as_field(getattr(struct, name)) for name in struct.__struct_fields__}
 
 

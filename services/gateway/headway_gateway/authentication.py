@@ -1,6 +1,6 @@
-"""Which calls need a token, and whose token each call carries.
+"""Which calls need a token, and what a token allows.
 
-Owns: the interceptor that checks bearer tokens, the role that each method needs, and the tenant that a token is bound to.
+Owns: the check of bearer tokens, the role for each method, and the tenant of a token.
 Must not know: what the calls do, or where tokens come from.
 """
 
@@ -27,9 +27,9 @@ ROLE_OF_METHODS = {
     **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
     VLLM_ENGINE_PREFIX: GENERATE,
 }
-"""The role that methods take, by the beginning of their names, the first that fits; any valid token will do for others."""
+"""The role for each method, by prefix; the first match counts. Other methods need any valid token."""
 TENANT_METADATA_KEY = "headway-tenant"
-"""Where a caller names its tenant if the request has no field for it."""
+"""Names the tenant, if the request has no field for it."""
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARACTERS = 4096
 
@@ -37,10 +37,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Lets pass what carries ``authorization: Bearer TOKEN`` of somebody who has the call's role.
-
-    ``tokens`` gives those in force. Methods that begin with one of ``open_prefixes`` need no token.
-    """
+    """Requires ``authorization: Bearer TOKEN``, and the method's role. ``open_prefixes`` need no token."""
 
     def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
         self._tokens = tokens
@@ -101,7 +98,7 @@ def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
 
 
 def _for_tenant(handler: Handler, tenant: str) -> Handler:
-    """The same method; every request and its metadata name ``tenant``, whatever the caller wrote."""
+    """The same method; requests and metadata name ``tenant``, whatever the caller wrote."""
     deserialize = handler.request_deserializer
 
     def deserialize_for_tenant(data: bytes) -> Any:
@@ -118,7 +115,7 @@ def _for_tenant(handler: Handler, tenant: str) -> Handler:
 
 
 class _TenantsContext:
-    """A call's context whose metadata names this tenant, whatever the caller wrote."""
+    """A call's context whose metadata names ``tenant``."""
 
     def __init__(self, context: Context, tenant: str) -> None:
         self._context = context

@@ -1,6 +1,6 @@
-"""The best of several outputs: held back until all have ended, then ranked.
+"""The best of several outputs: held until all have ended, then ranked.
 
-Owns: what has come of each, and their order. Must not know: how outputs come about, or where they go.
+Owns: the held outputs and their order. Must not know: where they go.
 """
 
 import math
@@ -11,10 +11,10 @@ from headway_proto import generation_pb2 as api
 
 
 class HeldOutput:
-    """One output, of which nothing has been told yet."""
+    """One output that has not been sent."""
 
     def __init__(self, continuation: Continuation, seed: int, *, shows_logprobs: bool) -> None:
-        """``shows_logprobs``: the client asked for them; otherwise they are for the ranking only."""
+        """Without ``shows_logprobs``, log probabilities only serve the ranking."""
         self.continuation = continuation
         self._seed = seed
         self._shows_logprobs = shows_logprobs
@@ -22,7 +22,7 @@ class HeldOutput:
         self._finished = api.Finished()
 
     def hold(self, responses: Iterable[api.GenerateResponse]) -> None:
-        """Keep what the client would have been told."""
+        """Keep these events."""
         for response in responses:
             if response.HasField("finished"):
                 self._finished = response.finished
@@ -35,13 +35,13 @@ class HeldOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of its tokens; minus infinity for one that has none, or that could not be run."""
+        """The mean log probability of its tokens; minus infinity if it has none or failed."""
         mean = self.continuation.mean_logprob
         is_usable = self._finished.reason in {api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH}
         return mean if is_usable and not math.isnan(mean) else -math.inf
 
     def responses(self, index: int) -> list[api.GenerateResponse]:
-        """What the client is told of it, as output ``index``."""
+        """Its events, as output ``index``."""
         finished = self._finished
         finished.index = self._delta.index = index
         finished.seed = self._seed
@@ -52,5 +52,5 @@ class HeldOutput:
 
 
 def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:
-    """Those with the highest mean log probability per token first, equals in the order in which they were asked for."""
+    """The highest mean log probability first; equal ones in order of index."""
     return sorted(outputs, key=lambda output: (-output.mean_logprob, output.continuation.index))

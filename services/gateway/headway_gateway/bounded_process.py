@@ -1,12 +1,10 @@
-"""A process of our own that answers one question after the other, within a time, and is replaced where it does not.
+"""A child process that answers questions one by one, each within a time limit.
 
-Owns: starting and ending it, the frames on its pipes, and the time that an answer may take.
-Must not know: what is asked.
+Owns: its start and end, the frames on its pipes, the time limits. Must not know: the questions.
 
-What must not stop the gateway, whatever it is given, runs in one: a template that loops, a schema that explodes. The
-module that is its program limits what memory and time the process may use (``limit_this_process``, ``serve``).
-
-A frame is a length (4 bytes, little-endian) and a body. The first body that a process gets is its opening.
+Untrusted programs run in one: a template may loop, a schema may explode. The child's own module limits its memory and
+processor time (``limit_this_process``, ``serve``). A frame is a length (4 bytes, little-endian) and a body; the first
+body opens the process.
 """
 
 import contextlib
@@ -33,9 +31,9 @@ _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class NoAnswerError(Exception):
-    """The process gave none and has been ended; the message says what happened.
+    """The process gave no answer and has been ended.
 
-    ``is_its_own_fault``: it broke down by itself. Otherwise somebody else ended it, which says nothing about what was asked.
+    ``is_its_own_fault`` is False if something else ended it, which proves nothing about the question.
     """
 
     def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
@@ -44,11 +42,11 @@ class NoAnswerError(Exception):
 
 
 class OutOfTimeError(NoAnswerError):
-    """Time ran out, on the clock or on the processor. Another time, the same question may be answered."""
+    """Time ran out. The same question may succeed another time."""
 
 
 class BoundedProcess:
-    """Runs the module of that name, from its first question on. For one thread at a time."""
+    """Runs one module as a child. For one thread at a time."""
 
     def __init__(self, module: str, opening: bytes) -> None:
         self._module = module
@@ -58,10 +56,10 @@ class BoundedProcess:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
     def start(self) -> bytes:
-        """Start it, and return what it says to its opening.
+        """Start it, and return its answer to the opening.
 
         Raises:
-            NoAnswerError: nothing, or it cannot be started.
+            NoAnswerError: it gave none, or cannot be started.
         """
         try:
             self.process = subprocess.Popen(
@@ -79,7 +77,7 @@ class BoundedProcess:
         return self.ask(self._opening, _MOST_START_S)
 
     def ask(self, question: bytes, most_s: float) -> bytes:
-        """Its answer to ``question``, within ``most_s`` seconds; it must have been started.
+        """Return its answer to ``question``, within ``most_s`` seconds.
 
         Raises:
             NoAnswerError: there is none; the process is ended.
@@ -99,7 +97,7 @@ class BoundedProcess:
             raise
 
     def _death(self) -> NoAnswerError:
-        """What the end of the process means for the question."""
+        """The error for a process that has ended."""
         process = self.process
         assert process is not None
         self.stop()
@@ -115,7 +113,7 @@ class BoundedProcess:
 
 
 def limit_this_process(most_memory_bytes: int) -> None:
-    """Called by the program: no more memory than that, no files, no core dumps."""
+    """In the child: limit memory, and allow no files and no core dumps."""
     for what, most in (
         (resource.RLIMIT_AS, most_memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
@@ -126,10 +124,10 @@ def limit_this_process(most_memory_bytes: int) -> None:
 
 
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
-    """Called by the program: answer every frame on standard input, until that is closed.
+    """In the child: answer the frames on standard input until it is closed.
 
-    An answer that takes more than ``most_cpu_s`` of processor time ends the process: also one that loops after the one who
-    asked has gone, and unlike a time on the clock it is not the machine's business with something else.
+    An answer that takes more than ``most_cpu_s`` of processor time ends the process, even if nobody waits for it any more.
+    Processor time, unlike the clock, does not depend on the machine's load.
     """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S
@@ -147,7 +145,7 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read one frame, None at the end of the stream."""
+    """Read one frame; None at the end."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None

@@ -1,10 +1,9 @@
-"""The gateway's certificate, its key and the authorities of clients: read from files, and again when those change.
+"""The gateway's TLS files: read at the start, and again when they change.
 
-Owns: the check that what the files hold can be used, and when they are looked at. Must not know: addresses, tokens, or who
-connects.
+Owns: reading and checking them. Must not know: addresses, tokens, clients.
 
-gRPC asks before each handshake, so a certificate that was renewed on disk serves from the next connection on; connections
-that are there keep theirs. Files that are half written, or do not belong together, change nothing.
+gRPC asks before each handshake, so a renewed certificate serves the next connection. Files that are half written, or
+do not match, change nothing.
 """
 
 import ssl
@@ -21,7 +20,7 @@ _Signature = tuple[tuple[int, int, int], ...]
 
 
 class CertificateFiles:
-    """What TLS is served with, from the files that ``config`` names (``tls_cert_file`` is not empty)."""
+    """The TLS files that ``config`` names."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Read the files.
@@ -38,7 +37,7 @@ class CertificateFiles:
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port; asks this object again before each handshake."""
+        """Credentials for a port, which ask this object before each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
             self.newer,  # type: ignore[arg-type]  # the stubs lack the None that gRPC documents
@@ -46,7 +45,7 @@ class CertificateFiles:
         )
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold, if they have changed and can be used; None to go on as before. From any thread."""
+        """The new contents, if the files have changed and are valid, else None. From any thread."""
         signature: _Signature | None = None
         try:
             signature = self._signature()
@@ -64,7 +63,7 @@ class CertificateFiles:
         return newer
 
     def _tell(self, problem: str) -> None:
-        """Say once what is wrong with the files; they are looked at again at each handshake."""
+        """Log once what is wrong with the files."""
         if problem != self._problem:
             self._problem = problem
             _log.error("certificate not read again", reason=problem)
@@ -101,7 +100,7 @@ def _client_authorities(path: str) -> bytes:
 
 
 def _whole_pem(field: str, path: str) -> bytes:
-    """The file, unless it ends within the line that begins another certificate, which OpenSSL passes over."""
+    """The file, unless it ends inside a certificate's first line, which OpenSSL would ignore."""
     content = Path(path).read_bytes()
     last_line = content.rstrip().rpartition(b"\n")[2]
     if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):

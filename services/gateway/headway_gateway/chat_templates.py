@@ -1,15 +1,11 @@
-"""The process that renders chats: one template, messages in, text out, and nothing else.
+"""The child process that renders chats with one template.
 
-Owns: the dialect of chat templates, their sandbox, and the most memory that the process may use.
-Must not know: tokenizers, gRPC, who asks.
+Owns: the template dialect, its sandbox, its memory limit. Must not know: tokenizers, gRPC.
 
-A template comes with a checkpoint, so it is a program of somebody else's, run on messages of yet another. The sandbox
-keeps it from what it must not touch; it does not keep it from looping for ever or from filling the memory. So it runs here:
-``template_process`` starts this module as a process, talks to it over its pipes, and ends it when it takes too long.
-
-The dialect is that of transformers' ``apply_chat_template``: what a template gives there it gives here, errors included.
-
-Frames hold JSON. The first is a ``TemplateSource``, each later one ``Messages``; each is answered with a ``Rendering``.
+A template is a program from the checkpoint, run on untrusted messages. The sandbox cannot stop an endless loop or a
+full memory, so ``template_process`` runs this module as a process with limits. The dialect is that of transformers'
+``apply_chat_template``, errors included. Frames hold JSON: a ``TemplateSource`` first, then ``Messages``, each
+answered with a ``Rendering``.
 """
 
 import datetime as dt
@@ -33,7 +29,7 @@ MAX_MESSAGE_CHARACTERS = 200
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """A template, and the special tokens that it may name."""
+    """A template and its special tokens."""
 
     source: str
     special: dict[str, str]
@@ -46,7 +42,7 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text; or why there is none: ``refusal`` in the template's own words, ``failure`` the kind of its error."""
+    """A text, or ``refusal`` in the template's words, or the kind of its error as ``failure``."""
 
     text: str = ""
     refusal: str = ""
@@ -54,7 +50,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect that chat templates are written in: trimmed blocks, loop controls, generation blocks, and helpers."""
+    """The dialect: trimmed blocks, loop controls, generation blocks, helpers."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
     )
@@ -66,9 +62,9 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant said, for those who train; whoever renders gets what is in it.
+    """``{% generation %}`` marks the assistant's words for training; rendering keeps its contents.
 
-    Its body is that of a call, as in transformers: what it sets does not outlive it.
+    As in transformers, variables set inside do not outlive the block.
     """
 
     tags = {"generation"}  # noqa: RUF012  # So does jinja2 declare it.
@@ -83,7 +79,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's, without names that begin with an underscore, which reach into Python."""
+    """jinja2's, without names that begin with an underscore: they reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
         own = dict(*args[1:], **kwargs)
@@ -107,12 +103,12 @@ class Renderer:
     """One template, compiled."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Compile it; whatever goes wrong is raised as jinja2 raises it."""
+        """Compile the template; jinja2's errors pass through."""
         self._template = environment().from_string(template.source)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
-        """The text of a chat, with the opening of the assistant's answer at its end."""
+        """The text of a chat, ready for the assistant's answer."""
         parts = []
         num_characters = 0
         variables = self._special | {

@@ -1,10 +1,8 @@
-"""How long a client may leave unread what it is sent.
+"""How long a client may leave its stream unread.
 
-Owns: noticing that one write has waited for too long, and ending the stream then.
-Must not know: what is written, or what a caller is told.
+Owns: ending a stream whose write has waited too long. Must not know: what is written.
 
-The wait is counted in looks, not in time: where this process stood still, nobody could read, and a client must not be taken
-for slow because of it.
+The wait is counted in looks, not in seconds: while this process was stopped, no client could read.
 """
 
 import asyncio
@@ -15,7 +13,7 @@ _LOOKS = 8
 
 
 class ClientPatience:
-    """To be entered around a stream, which ends with TimeoutError once a write has waited for ``slow_client_s``."""
+    """Surrounds a stream; ends it with TimeoutError when one write has waited ``slow_client_s``."""
 
     def __init__(self, slow_client_s: float) -> None:
         self._look_interval_s = slow_client_s / _LOOKS

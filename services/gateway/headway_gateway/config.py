@@ -1,7 +1,6 @@
-"""The gateway's configuration: one frozen struct, and what makes it acceptable.
+"""The gateway's configuration.
 
-Owns: every setting of a gateway process, its default, its description and its allowed range.
-Must not know: where values come from (flags, files, environment) or what is done with them.
+Owns: every setting, its default, description and range. Must not know: where values come from.
 """
 
 import importlib.util
@@ -156,7 +155,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
+            ValueError: one line with the field, its value and what is allowed.
         """
         host, _ = split_address(self.grpc_address)
         _check_numbers(self)
@@ -178,10 +177,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``HOST:PORT`` (IPv6 hosts in brackets) into host and port.
+    """Split ``HOST:PORT`` (IPv6 hosts in brackets).
 
     Raises:
-        ValueError: no such form, or a port outside 0 to 65535.
+        ValueError: another form, or a port outside 0 to 65535.
     """
     host, separator, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -206,12 +205,12 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:
-    """Whether ``vllm.grpc.engine.VllmEngine`` is to be served, and its stubs are there."""
+    """Whether to serve VllmEngine: it is wanted, and its stubs are installed."""
     return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:
-    """The tokens that calls must carry one of, None where they need none.
+    """The valid tokens; None if calls need none.
 
     Raises:
         ValueError: the file cannot be used.

@@ -1,14 +1,11 @@
-"""Whether a constraint can be followed, told before anything is queued; and when a costly one may begin.
+"""Checks whether a constraint can be compiled, and when a costly one may start.
 
-Owns: the compiling processes, who may use them next, which verdicts are remembered, and how many costly constraints are on
-their way to the executor.
-Must not know: what a constraint means, how a process is asked, tokens.
+Owns: the compiling processes, the turns to use them, the verdicts, the costly constraints in progress.
+Must not know: what a constraint means, tokens.
 
-A verdict is a function of the constraint: what the library says of it, or that it broke its process twice. That time ran
-out, on the clock or on the processor, is none: it is told as UNAVAILABLE and forgotten.
-
-The executor compiles each constraint once more, and a step of everybody's waits for it. So of those that cost something
-each caller has one on its way there at a time, until its first token has come.
+A verdict depends on the constraint alone: the library's answer, or that it broke its process twice. A timeout gives no
+verdict but UNAVAILABLE. The executor compiles each constraint again, and a step of all rows waits for it; so each
+caller has one costly constraint in progress at a time, until its first token.
 """
 
 import asyncio
@@ -33,13 +30,13 @@ from headway_proto.ingress import ModelInfo
 from headway_proto.sampling import Constraint
 
 MOST_COMPILE_S = 10.0
-"""Until the process is given up, whatever it does. Its own limit is processor time, and comes long before."""
+"""The process has its own, shorter limit of processor time."""
 
 MOST_VERDICTS = 1024
 MOST_WAITING = 1024
 MOST_WAITING_OF_ONE = 128
 CHEAP_S = 0.005
-"""Of processor time: what does not hold up a step."""
+"""Processor time that does not delay a step."""
 
 _NUM_PROCESSES = 2
 _MOST_BEGINNING = 2
@@ -53,7 +50,7 @@ _Vocabulary: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 class Beginning:
-    """A constraint on its way to the executor. To be told when its output has begun, and when the call is over."""
+    """A constraint that the executor has yet to compile."""
 
     def __init__(self, checker: "ConstraintChecker | None" = None, caller: str = "", key: bytes = b"") -> None:
         self._checker = checker
@@ -61,11 +58,11 @@ class Beginning:
         self._key = key
 
     def has_begun(self) -> None:
-        """The first token has come: the executor has compiled it."""
+        """The first token has come, so the executor has compiled it."""
         self._end(has_begun=True)
 
     def is_over(self) -> None:
-        """The call has ended, whether or not its output began."""
+        """The call has ended."""
         self._end(has_begun=False)
 
     def _end(self, *, has_begun: bool) -> None:
@@ -75,7 +72,7 @@ class Beginning:
 
 
 class ConstraintChecker:
-    """Judges constraints for the tokenizer of one model directory, off the event loop."""
+    """Checks constraints for the tokenizer of one model directory."""
 
     def __init__(self, directory: Path, *, most_compile_s: float = MOST_COMPILE_S) -> None:
         self._directory = directory
@@ -93,14 +90,14 @@ class ConstraintChecker:
             _MOST_BEGINNING, most_waiting_of_one=MOST_WAITING_OF_ONE, most_waiting=MOST_WAITING
         )
         self._leaders: dict[bytes, asyncio.Event] = {}
-        """By constraint, set when the one that is on its way with it has come to an end."""
+        """By constraint; set when the one in progress ends."""
         self._begun: OrderedDict[bytes, None] = OrderedDict()
         """What the executor has compiled not long ago."""
         self.num_compiled = 0
         """Constraints that were not known yet."""
 
     async def begin(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
-        """Return when an output under ``constraint`` may be asked for. Turns go round the callers.
+        """Return when an output under ``constraint`` may be submitted. Callers take turns.
 
         Raises:
             CallRefusedError: see ``check``.
@@ -124,7 +121,7 @@ class ConstraintChecker:
         return Beginning()
 
     def end(self, caller: str, key: bytes, *, has_begun: bool) -> None:
-        """What ``begin`` returned to ``caller`` has come to an end."""
+        """A ``Beginning`` of ``caller`` has ended."""
         if has_begun:
             self._begun[key] = None
             if len(self._begun) > _MOST_BEGUN:
@@ -133,11 +130,11 @@ class ConstraintChecker:
         self._beginnings.give_back(caller)
 
     async def check(self, constraint: Constraint, model: ModelInfo, caller: str = "") -> Verdict:
-        """Return if the model's outputs can follow ``constraint``, with what it cost to see that.
+        """Return the verdict on a valid constraint.
 
         Raises:
-            CallRefusedError: INVALID_ARGUMENT with the reason, UNIMPLEMENTED where the executor follows none,
-                RESOURCE_EXHAUSTED where too many wait to be judged, UNAVAILABLE where there is no verdict this time.
+            CallRefusedError: INVALID_ARGUMENT with the reason, UNIMPLEMENTED if the executor supports none,
+                RESOURCE_EXHAUSTED if too many wait, UNAVAILABLE if there is no verdict now.
         """
         field = f"sampling.{constraint.kind}"
         if not model.supports_constraints:
@@ -178,7 +175,7 @@ class ConstraintChecker:
                 process.kill()  # Who waits for its answer cleans up behind it.
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
-        """Have a second process at hand from the first constraint on: who needs it would wait for its start."""
+        """Start a second process with the first constraint, so that nobody waits for it later."""
         if not self._is_prepared:
             self._is_prepared = True
             self._threads.submit(self._start_another, vocabulary)
@@ -207,7 +204,7 @@ class ConstraintChecker:
             return verdict
 
     def _judge(self, key: bytes, constraint: Constraint, vocabulary: _Vocabulary) -> Verdict:
-        """The verdict. On a thread of its own.
+        """The verdict, in a thread.
 
         Raises:
             NoAnswerError: there is none.
@@ -242,7 +239,7 @@ class ConstraintChecker:
         return verdict
 
     def _rest(self, vocabulary: _Vocabulary, compiler: BoundedProcess) -> None:
-        """``compiler`` is free for another question."""
+        """Keep ``compiler`` for the next constraint."""
         with self._lock:
             if not self._is_closed:
                 self._compilers.append((vocabulary, compiler))
@@ -250,7 +247,7 @@ class ConstraintChecker:
         compiler.stop()
 
     def _compiler_for(self, vocabulary: _Vocabulary) -> BoundedProcess:
-        """A process at rest, or a new one; the executor may have become another, with another model."""
+        """An idle process or a new one; the executor may have another model now."""
         with self._lock:
             resting = self._compilers
             fitting = [compiler for one, compiler in resting if one == vocabulary]

@@ -1,11 +1,9 @@
-"""One continuation of a prompt on its way to the client: tokens in, deltas of text and tokens out.
+"""One continuation on its way to the client: tokens in, deltas out.
 
-Owns: how far a client has been told, the text that goes with each token, where a stop string ends the output, and the
-figures told at the end.
-Must not know: sockets, gRPC calls, the scheduler's link.
+Owns: what the client already has, the text of each token, the end at a stop string, the final figures.
+Must not know: sockets, gRPC calls, the link.
 
-Whatever has come since the last delta goes into the next one, however much it is. So a client slower than the model,
-or a gateway short of time, means larger deltas, never a queue of them.
+Everything since the last delta goes into the next one. So a slow client gets larger deltas, never a queue of them.
 """
 
 import math
@@ -36,10 +34,9 @@ _REASONS = {
 
 
 class OutputText:
-    """Text of one output: detokenised, cut at a stop string, nothing let out that might still be taken back.
+    """The text of one output, cut at a stop string. Text that might be taken back is held.
 
-    Stop strings are looked for behind the first ``min_tokens`` tokens. ``num_tokens`` counts the tokens taken in, up
-    to the one that completed a stop string.
+    Stop strings count after the first ``min_tokens`` tokens.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
@@ -54,7 +51,7 @@ class OutputText:
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: list[int]) -> str:
-        """Take in tokens up to one that completes a stop string; return the text let out."""
+        """Take in tokens up to the one that completes a stop string; return the text released."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
@@ -69,7 +66,7 @@ class OutputText:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the text held back, now that no more tokens come. It too may complete a stop string."""
+        """Return the text held. It too may complete a stop string."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None or matcher.matched is not None:
@@ -88,7 +85,7 @@ class Continuation:
         self.reason = ""
         """Why it ended, in one word."""
         self.num_sent = sequence.num_held
-        """Output tokens that the client has, those from before the call included."""
+        """Output tokens that the client has, from before the call too."""
         self.submitted_at = time.monotonic()
         self.first_written_at: float | None = None
         self._written_at: float | None = None
@@ -100,23 +97,23 @@ class Continuation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the scheduler has taken it, or it has ended otherwise than by refusal."""
+        """Whether the scheduler has accepted it, or it has ended without refusal."""
         return self.sequence.has_run or isinstance(self.sequence.end, Finished)
 
     @property
     def refusal(self) -> Rejected | None:
-        """The scheduler's refusal, if that is how it ended."""
+        """The scheduler's refusal, if any."""
         end = self.sequence.end
         return end if isinstance(end, Rejected) else None
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of the tokens told, where they have any; NaN without tokens."""
+        """The mean log probability of the tokens sent; NaN without tokens."""
         values = [entry.logprob for entry in self.sequence.logprobs[: self.num_sent - self.sequence.num_held]]
         return sum(values) / len(values) if values else math.nan
 
     def record_arrival(self) -> None:
-        """Remember when its news came; to be called as they come."""
+        """Record that news has just come."""
         now = time.monotonic()
         if self._admitted_at is None:
             self._admitted_at = now
@@ -126,7 +123,7 @@ class Continuation:
             self._last_token_at = now
 
     def take(self) -> list[api.GenerateResponse]:
-        """What the client must be told now: at most one delta, and the end. ``is_over`` is set with the end."""
+        """The new events: at most one delta, and the end."""
         responses: list[api.GenerateResponse] = []
         if self.is_over:
             return responses
@@ -155,7 +152,7 @@ class Continuation:
         return responses
 
     def record_written(self, now: float) -> float | None:
-        """A delta has been written; returns the seconds since the one before, None for the first."""
+        """Record a written delta; return the seconds since the one before, None for the first."""
         before, self._written_at = self._written_at, now
         if before is None:
             self.first_written_at = now
@@ -164,7 +161,7 @@ class Continuation:
 
     @property
     def ended_at(self) -> float:
-        """When it ended, in monotonic seconds; now, if it has not."""
+        """Monotonic seconds; now, if it has not ended."""
         return time.monotonic() if self._ended_at is None else self._ended_at
 
     @property
@@ -213,7 +210,7 @@ class Continuation:
         return finished
 
     def timings(self) -> api.Timings:
-        """The scheduler's own figures where it told them; a stop string ends the output before it could."""
+        """The scheduler's figures; the gateway's own if a stop string ended the output first."""
         num_gaps = self.num_sent - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0

@@ -1,19 +1,16 @@
-"""Who may call: the tokens in a file, what each is for, and reading the file again when it changes.
+"""Who may call: the tokens in a file, their roles, and reading the file again when it changes.
 
-Owns: the form of the token file, the search for a token, and the roles.
-Must not know: gRPC, or what is done with a caller's name.
+Owns: the file's format and the search for a token. Must not know: gRPC.
 
-The file has a line per token; ``#`` begins a comment:
+One token per line; ``#`` begins a comment:
 
-    # name   roles           token, or its SHA-256 in hex          tenant, if the token's requests are one tenant's
+    # name   roles           token, or its SHA-256 in hex          tenant, if the token belongs to one
     alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
     ops      generate,admin  an-open-token
 
-A file with one word alone is the token of somebody who may do everything. Tokens are compared as digests, each one
-with every one, so that neither the position nor the beginning of a guess changes how long the answer takes.
-
-No beginning of a file grants what the whole does not: each line ends with a newline, without which the file is not read
-(``token_files``), and a file that had lines with roles is not read as one word alone while the process lives.
+A file with a single word is one token with all roles. Every search compares digests with all tokens, so its time
+reveals nothing. A half-written file must not grant more than the whole: each line ends with a newline, or the file is
+not read (``token_files``), and a file that once had roles is not read as a single word.
 """
 
 import hashlib
@@ -42,7 +39,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Whom a token stands for. ``tenant`` is None where the caller may name any."""
+    """The owner of a token. ``tenant`` is None if the caller may name any."""
 
     name: str
     roles: frozenset[str]
@@ -50,18 +47,18 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 SOLE_CALLER = Caller("default", frozenset(ROLES))
-"""Whom the token of a file with one word alone stands for."""
+"""The caller for a file with a single word."""
 
 
 class TokenTable:
     """The callers by token."""
 
     def __init__(self, callers: dict[bytes, Caller]) -> None:
-        """``callers`` are by the SHA-256 digest of their token."""
+        """``callers`` by the SHA-256 digest of their token."""
         self._callers = tuple(callers.items())
 
     def find(self, token: str) -> Caller | None:
-        """Whose token this is, None if it is nobody's; takes as long for any token."""
+        """The caller with this token, or None; takes as long for any token."""
         digest = digest_of(token)
         found = None
         for known, caller in self._callers:
@@ -82,7 +79,7 @@ def parse_tokens(text: str) -> dict[bytes, Caller]:
     """Read the contents of a token file.
 
     Raises:
-        ValueError: names the line and what is wrong with it, and never shows a token.
+        ValueError: names the line and the fault, never a token.
     """
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, words) for number, words in lines if words]
@@ -134,13 +131,13 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
 
 
 class TokenFile:
-    """The tokens of a file, read again when it has changed. A file that cannot be used leaves the former tokens valid."""
+    """The tokens of a file, read again when it changes. An unusable file leaves the former tokens valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
-        """Read the file; ``extra`` are callers that are in no file.
+        """Read the file; ``extra`` are callers from elsewhere.
 
         Raises:
-            ValueError: the file cannot be used; the message is one line without a token in it.
+            ValueError: the file cannot be used; one line without a token.
         """
         self._path = Path(path)
         self._extra = dict(extra or {})
@@ -149,10 +146,10 @@ class TokenFile:
         self._table = self._read()
         self._looked_at = time.monotonic()
         self.problem: str | None = None
-        """Why the present contents of the file are not in force, None if they are."""
+        """Why the file's present contents are not used; None if they are."""
 
     def table(self) -> TokenTable:
-        """The tokens in force; looks after the file now and then."""
+        """The valid tokens; checks the file now and then."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now
@@ -161,7 +158,7 @@ class TokenFile:
         return self._table
 
     def reload(self) -> bool:
-        """Read the file now; return whether its tokens are in force. The log tells."""
+        """Read the file now; return whether its tokens are valid now."""
         self._seen = self._signature()
         try:
             self._table = self._read()

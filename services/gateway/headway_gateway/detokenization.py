@@ -1,16 +1,12 @@
-"""Token ids to text, piece by piece, so that the pieces joined equal the decoding of the whole.
+"""Token ids to text, piece by piece; the joined pieces equal the decoding of the whole.
 
-Owns: what text is certain after each token, and what must wait for the next one.
-Must not know: streams, stop strings, gRPC.
+Owns: which text is certain after each token. Must not know: streams, stop strings, gRPC.
 
-Two detokenisers answer to one Protocol. ``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen): every
-token is a fixed run of bytes, so a table and Python's incremental UTF-8 decoder are exact and cost a lookup per token.
-``WindowDetokenizer`` serves every other decoder (SentencePiece with byte fallback, WordPiece): it decodes the new
-tokens behind the last token already told, and tells what that adds.
-
-``tokenizers.DecodeStream`` is not used: it has no way to flush an unfinished character at the end, it takes text that
-ends in a genuine U+FFFD for an unfinished character for ever, and byte-fallback runs that turn out to be invalid make
-it contradict text it has already given out.
+``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen): each token is a fixed run of bytes, so a table
+and Python's incremental UTF-8 decoder are exact. ``WindowDetokenizer`` serves all other decoders (SentencePiece with
+byte fallback, WordPiece): it decodes the new tokens together with the last one sent. ``tokenizers.DecodeStream`` is
+not used: it cannot flush an unfinished character, takes a genuine U+FFFD for one, and contradicts earlier text when
+byte-fallback runs turn out to be invalid.
 """
 
 import codecs
@@ -24,19 +20,19 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """State of one output sequence. What it has told is a function of the tokens alone, however they were chunked."""
+    """State of one output. Its text depends on the tokens alone, not on how they were grouped."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in more tokens; return the text that has become certain."""
+        """Take in tokens; return the text that is now certain."""
         ...
 
     def finish(self) -> str:
-        """Return the text still held back; an unfinished character becomes U+FFFD, as in whole decoding."""
+        """Return the text held; an unfinished character becomes U+FFFD."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """Joins the bytes of tokens. ``table[id]`` is a token's bytes, empty for tokens without a text."""
+    """Joins the bytes of tokens. ``table[id]`` is empty for tokens without text."""
 
     __slots__ = ("_decode", "_table")
 
@@ -45,7 +41,7 @@ class ByteLevelDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See ``Detokenizer``. Ids outside the tokenizer's vocabulary have no text."""
+        """See ``Detokenizer``. Unknown ids have no text."""
         table = self._table
         try:
             return self._decode(b"".join([table[token_id] for token_id in token_ids]))
@@ -59,12 +55,11 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes through the tokenizer itself, a few tokens at a time.
+    """Decodes through the tokenizer, a few tokens at a time.
 
-    The text of new tokens is what they add behind the *anchor*, the last token whose text was told; decoding them alone
-    would lose, for instance, the space that a decoder strips from the start. Tokens wait while they might end inside a
-    character: byte-fallback tokens until their run is over (only then is it known whether the run is valid), others
-    while the text ends in U+FFFD.
+    The text of new tokens is what they add to the *anchor*, the last token sent: decoded alone they would lose, for
+    instance, a leading space. Tokens wait while they may end inside a character: byte-fallback tokens until their run is
+    over, others while the text ends in U+FFFD.
     """
 
     __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
@@ -72,7 +67,7 @@ class WindowDetokenizer:
     def __init__(
         self, decode: Callable[[list[int]], str], visible_ids: frozenset[int], byte_ids: frozenset[int]
     ) -> None:
-        """``visible_ids`` are the tokens with a text, ``byte_ids`` those of them that stand for one byte each."""
+        """``visible_ids`` have a text; of these, ``byte_ids`` stand for one byte each."""
         self._decode = decode
         self._visible_ids = visible_ids
         self._byte_ids = byte_ids
@@ -179,8 +174,8 @@ def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others, in
-    order, for the characters from U+0100 on.
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others in order for
+    the characters from U+0100 on.
     """
     printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     alphabet = {chr(byte): byte for byte in printable}

@@ -1,10 +1,8 @@
-"""Runs tokenisation beside the event loop, long prompts in a lane of their own.
+"""Runs tokenisation in threads, with a separate one for long prompts.
 
-Owns: the threads, and which work goes to which.
-Must not know: gRPC, the scheduler.
+Owns: the threads. Must not know: gRPC, the scheduler.
 
-The tokenizer releases the interpreter lock while it works, so threads are enough. A prompt of a megabyte takes its
-time; were it in the same queue as everybody's, it would take everybody's time too.
+The tokenizer releases the interpreter lock. A prompt of a megabyte must not delay all others.
 """
 
 import asyncio
@@ -48,7 +46,7 @@ class EncodingLanes:
         return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))
 
     def close(self) -> None:
-        """Take no more work; what runs is left to end."""
+        """Accept no more work."""
         self._ordinary.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

@@ -1,10 +1,8 @@
-"""Whose turn it is where few may work at once and anybody may ask for any amount.
+"""Shares few turns among many callers.
 
-Owns: who has a turn, who waits for one, and how many may wait.
-Must not know: what a turn is for, or who the callers are.
+Owns: who has a turn, who waits, how many may wait. Must not know: what a turn is for.
 
-Turns go round the callers that wait; among the requests of one caller the first comes first. A caller has one turn at a
-time, so one with much to ask never holds what another could have.
+Turns go round the waiting callers; one caller's requests keep their order. A caller has one turn at a time.
 """
 
 import asyncio
@@ -12,7 +10,7 @@ from collections import deque
 
 
 class TooManyWaitError(Exception):
-    """No more may wait; the message says how many do."""
+    """The queue is full; the message says how many wait."""
 
 
 class FairTurns:

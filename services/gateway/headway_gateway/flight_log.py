@@ -1,7 +1,6 @@
-"""The scheduler's flight log, asked for piece by piece.
+"""Reads the scheduler's flight log piece by piece.
 
-Owns: the order of the questions, when the newest events are waited for, and what a log that went on means to the caller.
-Must not know: how a question reaches the scheduler, or what is in a log.
+Owns: the order of the questions. Must not know: how they reach the scheduler, or what is in the log.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ Ask: TypeAlias = Callable[[FlightLogPlace], Awaitable[FlightLogPart]]
 
 
 async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse]:
-    """Every file of the log up to now, one after the other, in pieces.
+    """Every file of the log up to now, in pieces.
 
     Raises:
-        CallRefusedError: ABORTED, a file or the whole scheduler went away; UNAVAILABLE, the disk does not follow.
+        CallRefusedError: ABORTED, a file or the scheduler has gone; UNAVAILABLE, the disk is too slow.
     """
     contents = await _contents(ask)
     num_log_bytes = sum(file.num_bytes for file in contents.files)
@@ -43,7 +42,7 @@ async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse
 
 
 async def _contents(ask: Ask) -> FlightLogPart:
-    """Have everything written, and say which files it is in."""
+    """Have everything written; return the files."""
     part = await _answer(ask, FlightLogPlace())
     for _ in range(_MOST_LOOKS):
         if part.files:
@@ -56,7 +55,7 @@ async def _contents(ask: Ask) -> FlightLogPart:
 
 
 async def _pieces_of(file: FlightLogFile, life: int, ask: Ask) -> AsyncIterator[tuple[int, bytes]]:
-    """(offset, data), up to the size that the file had at first; it may have grown since."""
+    """(offset, data), up to the file's size at the start."""
     offset = 0
     while offset < file.num_bytes:
         place = FlightLogPlace(life=life, segment=file.segment, is_checkpoint=file.is_checkpoint, offset=offset)

@@ -1,6 +1,6 @@
-"""One generation: the continuations of one prompt, from their submission to the end of the stream.
+"""One generation: the continuations of one prompt, from submission to the end of the stream.
 
-Owns: submitting, writing what comes, and telling the scheduler when the call ends early.
+Owns: submitting, writing events, and the abort when the call ends early.
 Must not know: ZeroMQ, how requests are checked, how prompts become tokens.
 """
 
@@ -159,11 +159,10 @@ class Generation:
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
-        """Write what comes.
+        """Write events.
 
         Raises:
-            CallRefusedError: the client has not read for too long. Until then what comes is joined, so it never grows
-                beyond one output; but it keeps its blocks and its place.
+            CallRefusedError: the client did not read for too long. It holds blocks and a row meanwhile.
         """
         try:
             async with ClientPatience(self._slow_client_s) as patience:
@@ -194,7 +193,7 @@ class Generation:
                 await self._wakeup.wait()
 
     async def _write_best(self, patience: ClientPatience) -> None:
-        """Write the prompt as it comes, and the best outputs when all have ended."""
+        """Write the prompt as it comes, and the best outputs at the end."""
         shows_logprobs = self._request.sampling.logprobs != NO_LOGPROBS
         outputs = [
             HeldOutput(one, self._request.sampling_of(one.index).seed, shows_logprobs=shows_logprobs)
@@ -225,7 +224,7 @@ class Generation:
             self._count_written(continuation, response)
 
     def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
-        """What the client must be told of a continuation now, and of the prompt before the first."""
+        """New events of a continuation, and of the prompt before the first."""
         responses = continuation.take()
         if self._prompt is not None and continuation.index == 0:
             return [*self._prompt.take(), *responses]
@@ -278,10 +277,10 @@ class Generation:
         return continuation
 
     def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
-        """How resumed tokens end the output already, if they do: then only the end is left to tell.
+        """The end of the output, if the client's own tokens already contain it.
 
         Raises:
-            CallRefusedError: OUT_OF_RANGE, tokens are held beyond the end.
+            CallRefusedError: OUT_OF_RANGE, there are tokens beyond the end.
         """
         end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
         num_until_end = min(text.num_tokens, end_place + 1)
@@ -313,7 +312,7 @@ class Generation:
 
 
 def _ascii(request_id: str) -> str:
-    """Metadata values are ASCII; what is beyond is percent-encoded."""
+    """Metadata values are ASCII; other characters are percent-encoded."""
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 

@@ -1,12 +1,10 @@
-"""The process that compiles constraints to see whether they can be followed, and does nothing else.
+"""The child process that compiles constraints to check them.
 
-Owns: the questions and answers on its pipes, and the most memory that the process may use.
-Must not know: what a constraint means, gRPC, who asks.
+Owns: the questions and answers on its pipes, its memory limit. Must not know: what a constraint means, gRPC.
 
-A schema is a program of a stranger's. The library counts what it spends on one, but not everything, so it is run here:
-``constraint_check`` starts this module as a process, which ends itself over a question that takes too much processor time.
-
-Frames hold JSON. The first is a ``Vocabulary``, each later one a ``Constraint``; each is answered with a ``Verdict``.
+A schema is an untrusted program, and the library does not count all it spends on one. ``constraint_check`` runs this
+module as a process, which ends itself when an answer takes too much processor time. Frames hold JSON: a ``Vocabulary``
+first, then ``Constraint``s, each answered with a ``Verdict``.
 """
 
 import time
@@ -19,11 +17,11 @@ from headway_proto.sampling import Constraint
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_CPU_S = 0.5
-"""Of one constraint. The executor spends it once more, in the way of the others' steps."""
+"""For one constraint. The executor spends it again, while other rows wait."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The text of a tokenizer.json, the width of the logits, and the tokens that end an output."""
+    """The text of tokenizer.json, the width of the logits, the tokens that end an output."""
 
     tokenizer: str
     vocab_size: int
@@ -31,7 +29,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What is wrong, in one line, empty if nothing is; and the processor time that it took to find out."""
+    """The fault in one line, empty if there is none; and the processor time spent."""
 
     problem: str = ""
     cpu_s: float = 0.0

@@ -1,7 +1,6 @@
-"""Whether this gateway is worth sending requests to, told through ``grpc.health.v1``.
+"""Whether this gateway should get requests, for ``grpc.health.v1``.
 
-Owns: the rule (a model is ready and progress is being made) and keeping the health service up to date.
-Must not know: generation calls, sockets.
+Owns: the rule (a model is ready and steps are made). Must not know: generation calls, sockets.
 """
 
 import asyncio
@@ -15,16 +14,13 @@ from headway_gateway.wakeup import Wakeup
 from headway_proto.ingress import STATE_SERVING
 
 LIVENESS = "liveness"
-"""A name for those who start processes again: SERVING as long as this one answers, model or not, and while it drains."""
+"""A health name for supervisors: SERVING as long as this process answers, with or without a model."""
 
 _log = structlog.get_logger("headway.gateway.health")
 
 
 class ProgressWatch:
-    """Notices work that stands still. Fed with the scheduler's figures and the time; knows no clock.
-
-    Work stands still when sequences are unfinished and the number of steps has not grown for ``stall_s`` seconds.
-    """
+    """Notices a stall: unfinished sequences, and no new step for ``stall_s`` seconds. Knows no clock."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -40,7 +36,7 @@ class ProgressWatch:
 
 
 class HealthReporter:
-    """Keeps ``service`` telling the truth about each of ``service_names``, until ``close``."""
+    """Keeps ``service`` up to date for all ``service_names``."""
 
     def __init__(
         self,
@@ -64,18 +60,18 @@ class HealthReporter:
         client.add_status_listener(self._wakeup.ring)
 
     async def start(self) -> None:
-        """Tell the state at once and keep telling it."""
+        """Report now, and after every change."""
         await self._service.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._tell()
         self._task = asyncio.create_task(self._keep_telling(), name="health")
 
     @property
     def problem(self) -> str | None:
-        """What was told last: why not to send requests here, None if nothing speaks against it."""
+        """Why not to send requests here, as last reported; None if there is no reason."""
         return self._told
 
     async def shut_down(self) -> None:
-        """NOT_SERVING from now on, whatever happens."""
+        """NOT_SERVING from now on."""
         self._is_shutting_down = True
         await self._tell()
 
@@ -105,7 +101,7 @@ class HealthReporter:
             await self._service.set(name, status)
 
     def _problem(self) -> str | None:
-        """Why not to serve, None if nothing speaks against it."""
+        """Why not to serve now; None if there is no reason."""
         link = self._client.link
         is_stalled = self._watch.is_stalled(
             num_steps=link.num_steps, num_unfinished=link.num_unfinished, now=time.monotonic()

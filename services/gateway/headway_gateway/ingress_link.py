@@ -1,11 +1,11 @@
 """The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
 
-Owns: hello and relink, frame order, acknowledgements, the live sequences with every token received for them, and their
-resubmission on a new link, so that a stream outlives its scheduler without a token lost or repeated.
-Must not know: sockets, clocks, tasks, text, or who waits for a sequence.
+Owns: the link's phases, frame order, acknowledgements, the live sequences, and their resubmission on a new link, so
+that a stream survives its scheduler.
+Must not know: sockets, clocks, tasks, text.
 
-The rules are those of ``headway_proto.ingress``. Tokens are judged by their index: one already held is a duplicate and
-dropped; one beyond the next is a gap, and a gap, like a damaged frame or silence, opens a new link.
+See ``headway_proto.ingress``. A token with a known index is a duplicate and is dropped. A gap, a damaged frame or
+silence opens a new link.
 """
 
 import enum
@@ -51,7 +51,7 @@ class LinkPhase(enum.Enum):
 
 
 class LinkCounters(msgspec.Struct):
-    """What went wrong on the way, and how often the link was opened."""
+    """Faults seen, and links opened."""
 
     links_opened: int = 0
     damaged_frames: int = 0
@@ -64,12 +64,11 @@ class LinkCounters(msgspec.Struct):
 
 
 class IngressLink:
-    """Speaks ingress for one gateway life. All times are seconds of one monotonic clock.
+    """Speaks ingress for one gateway life. Times are seconds of one monotonic clock.
 
-    After any call that may have produced something, the owner empties ``take_frames``, ``take_news`` and
-    ``take_admin_replies``. ``status_version`` grows when ``phase``, ``model`` or ``scheduler_state`` may have changed.
-    ``frames_version`` grows when frames taken earlier have become pointless, should they still wait to be sent.
-    ``silence_version`` grows when the link was given up for silence, a hint to replace the connection as well.
+    After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``status_version`` grows
+    when ``phase``, ``model`` or ``scheduler_state`` may have changed, ``frames_version`` when unsent frames have become
+    useless, ``silence_version`` when the connection should be replaced because of silence.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class IngressLink:
 
     @property
     def live_sequences(self) -> Iterable[LiveSequence]:
-        """Every sequence without an end, in order of submission."""
+        """Every sequence without an end, oldest first."""
         return self._live.values()
 
     def next_handle(self) -> int:
@@ -124,13 +123,13 @@ class IngressLink:
         return next(self._handles)
 
     def submit(self, sequence: LiveSequence) -> None:
-        """Have ``sequence`` generated, now or as soon as a link opens."""
+        """Generate ``sequence``, as soon as a link is open."""
         self._live[sequence.handle] = sequence
         if self.phase is LinkPhase.OPEN:
             self._send(sequence.to_submit())
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Give up sequences. Their Abort is among the frames taken next; what still arrives for them is ignored."""
+        """Give up sequences; what still arrives for them is ignored."""
         for sequence in sequences:
             if self._live.pop(sequence.handle, None) is None:
                 continue
@@ -146,7 +145,7 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
     ) -> int:
-        """Send an operator's call, again on each new link until it is answered or forgotten; return its id."""
+        """Send an operator's call, again on each new link until it is answered; return its id."""
         self._last_call_id += 1
         call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
@@ -155,11 +154,11 @@ class IngressLink:
         return call.call_id
 
     def forget_admin_call(self, call_id: int) -> None:
-        """Nobody waits for this call any more."""
+        """Ignore the answer to this call."""
         self._admin_calls.pop(call_id, None)
 
     def receive(self, data: bytes, now: float) -> None:
-        """Take in one message as it came from the wire."""
+        """Take in one message from the wire."""
         try:
             frame = self._reader.decode(data)
         except FramingError:
@@ -182,7 +181,7 @@ class IngressLink:
             self._take_in(frame.body, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass. To be called a few times per heartbeat interval, after all that has arrived was received."""
+        """Let time pass. Call it a few times per heartbeat interval, after receiving everything that has arrived."""
         if self.phase is LinkPhase.HAILING:
             if now >= self._hello_at:
                 self._say_hello(now)
@@ -197,7 +196,7 @@ class IngressLink:
         self._resubmit_due(now)
 
     def take_frames(self) -> list[bytes]:
-        """The messages to send, in order; they are the caller's from now on."""
+        """The messages to send, in order."""
         if self._aborted_handles:
             handles, self._aborted_handles = self._aborted_handles, []
             self._send(Abort(handles=encode_column(handles)))
@@ -212,7 +211,7 @@ class IngressLink:
         return news
 
     def take_admin_replies(self) -> list[AdminReply]:
-        """Answers to operators' calls that are still waited for."""
+        """New answers to operators' calls."""
         replies, self._admin_replies = self._admin_replies, []
         return replies
 
@@ -246,7 +245,7 @@ class IngressLink:
         self._say_hello(now)
 
     def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
-        """Whether this hello answers ours. A second answer to one hello moves us on to the scheduler's newer epoch."""
+        """Whether this hello answers ours. A second answer moves us to the scheduler's newer epoch."""
         return (
             hello.gateway_incarnation == self._incarnation
             and hello.link == self._link_number
@@ -303,7 +302,7 @@ class IngressLink:
             self._acknowledge(now)
 
     def _take_in_tokens(self, body: Tokens) -> bool:
-        """Whether the message fitted what was here: every token new or held already, every end after its last token."""
+        """False if the message leaves a gap: a token is missing before another or before an end."""
         for admitted in body.admitted:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:

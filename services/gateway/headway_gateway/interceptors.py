@@ -1,8 +1,7 @@
-"""Around every call: how many are open, how they end, and how their errors reach the client.
+"""Around every call: the limit of open calls, the counts by status, the errors that reach the client.
 
-Owns: the limit of open calls, the counts by status, and the rule that a client gets the id of an unexpected error, never
-its text.
-Must not know: what the calls do.
+Owns: these interceptors, and the rule that a client never gets the text of an unexpected error. Must not know: what
+the calls do.
 """
 
 import asyncio
@@ -25,9 +24,9 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose method raises: with the status of ``CallRefusedError``, else as INTERNAL with an id that is logged.
+    """Ends calls whose method raises: with the status of ``CallRefusedError``, else INTERNAL and an id that is logged.
 
-    Cancellation passes through. Only the interceptor that counts calls may come before this one.
+    Cancellation passes through. Only the interceptor that counts calls comes before it.
     """
 
     def __init__(self, statistics: GatewayStatistics) -> None:
@@ -56,7 +55,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CallCountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts calls by method and final status. Must come before all other interceptors."""
+    """Counts calls by method and status. Comes first."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -86,7 +85,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses a call while ``most`` are open, before any work is spent on it. Must come after the errors' interceptor.
+    """Refuses calls while ``most`` are open. Comes after the errors' interceptor.
 
     gRPC's own limits end a call without a message.
     """
@@ -135,7 +134,7 @@ class _Unreadable:
 
 
 def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
-    """A reading of single requests that never raises: what it raised would reach the client with its text."""
+    """A parser that never raises: the text of its error would reach the client."""
     deserialize = handler.request_deserializer
     if deserialize is None or handler.request_streaming:
         return None

@@ -1,6 +1,6 @@
-"""The CURVE keys of the link to the scheduler, as ``zmq.auth.create_certificates`` writes them.
+"""The CURVE keys of the link to the scheduler.
 
-Owns: the names of the key files and reading them. Must not know: the protocol that the keys protect.
+Owns: the key files. Must not know: the protocol.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name
 
 
 class LinkKeys(msgspec.Struct, frozen=True):
-    """The scheduler's public key and the gateway's own pair, Z85-encoded."""
+    """The scheduler's public key and the gateway's pair, Z85-encoded."""
 
     scheduler_public: bytes
     public: bytes
@@ -22,10 +22,10 @@ class LinkKeys(msgspec.Struct, frozen=True):
 
 
 def load_link_keys(directory: Path) -> LinkKeys:
-    """Read ``scheduler.key`` and ``gateway.key_secret`` of ``directory``.
+    """Read ``scheduler.key`` and ``gateway.key_secret``.
 
     Raises:
-        ValueError: a file is missing or holds no such key; the message is one line.
+        ValueError: a file is missing or holds no such key.
     """
     scheduler_public = load_public_key(directory, SCHEDULER_PUBLIC_KEY)
     public, secret = load_own_keys(directory, GATEWAY_SECRET_KEY)

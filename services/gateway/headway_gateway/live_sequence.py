@@ -1,7 +1,6 @@
-"""One continuation as the link knows it: what was asked for, and everything that has come of it.
+"""One continuation as the link knows it: the submission, and everything received for it.
 
-Owns: the tokens and log probabilities of one sequence, and what to submit again on a new link.
-Must not know: frames, handles of others, text.
+Owns: its tokens and log probabilities, and the submission on a new link. Must not know: frames, text.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,12 +13,11 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 
 class LiveSequence:
-    """One continuation that the gateway wants, and all that has come of it.
+    """One continuation that the gateway wants.
 
-    ``tokens`` are its output token ids from index 0, those held at submission first. ``logprobs`` belong to the tokens
-    behind the ``num_held`` first. ``prompt_logprobs`` are of its ``num_prompt_logprobs`` first prompt tokens behind the very
-    first, in order. ``num_cached_tokens`` is None until the sequence has run. ``end`` tells how it ended.
-    ``on_news`` is called (by the owner of the link's loop) after any of these have changed.
+    ``tokens`` begins with the ``num_held`` tokens from before; ``logprobs`` covers the others. ``prompt_logprobs`` covers
+    the prompt from its second token on. ``num_cached_tokens`` is None until it has run. The link's owner calls
+    ``on_news`` after a change.
     """
 
     __slots__ = (
@@ -37,7 +35,7 @@ class LiveSequence:
     )
 
     def __init__(self, submission: Submit, held_tokens: Iterable[int], on_news: Callable[[], None]) -> None:
-        """``submission.token_ids`` is the prompt alone; held tokens are added each time it is sent."""
+        """``submission.token_ids`` is the prompt alone."""
         self.submission = submission
         self.handle = submission.handle
         self.tokens = list(held_tokens)
@@ -52,11 +50,11 @@ class LiveSequence:
 
     @property
     def has_run(self) -> bool:
-        """Whether the scheduler has taken it: from then on it is owed an end, not a refusal."""
+        """Whether the scheduler has accepted it; from then on it must get an end, not a refusal."""
         return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
 
     def to_submit(self) -> Submit:
-        """What to send so that generation goes on behind the tokens already here."""
+        """The submission that continues after the tokens already here."""
         if not self.tokens and not self.has_run:
             return self.submission
         token_ids = self.submission.token_ids + encode_column(self.tokens)
@@ -68,7 +66,7 @@ class LiveSequence:
         )
 
     def take_prompt_logprobs(self, values: PromptLogprobColumns) -> bool:
-        """Take in what is new of ``values``; False if they do not follow what is here."""
+        """Take in what is new; False if there is a gap."""
         first = self.num_prompt_logprobs + 1
         is_within = values.end <= self.submission.num_prompt_tokens
         if values.problem() is not None or not is_within or not 1 <= values.first_position <= first:

@@ -1,12 +1,10 @@
-"""How busy this gateway and the scheduler behind it are, told to gRPC clients that balance by load (ORCA, gRFC A51).
+"""How busy gateway and scheduler are, for gRPC clients that balance by load (ORCA, gRFC A51).
 
-Owns: what the load is, the out-of-band service, and the report that goes with a call.
-Must not know: generation, or how a client chooses.
+Owns: the figures, the out-of-band service, the trailer of a call. Must not know: generation, clients.
 
-What is told: ``application_utilization`` is the larger of the shares of rows and of KV blocks in use, and beyond that the
-requests that wait per row, so a scheduler whose requests wait is above 1; ``cpu_utilization`` is the share of one core
-that this process takes, which is what a gateway runs out of; ``mem_utilization`` the host's memory in use;
-``rps_fractional`` and ``eps`` the generations of this gateway that end per second, and those that end otherwise than OK.
+``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row, so above 1
+with a queue. ``cpu_utilization``: share of one core. ``mem_utilization``: the host's memory. ``rps_fractional`` and
+``eps``: generations that end per second, all and not OK.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ from headway_proto import orca_pb2 as api
 SERVICE = "xds.service.orca.v3.OpenRcaService"
 TRAILER_KEY = "endpoint-load-metrics-bin"
 LEAST_INTERVAL_S = 0.25
-"""As often as the scheduler tells news of its load."""
+"""The scheduler reports its load this often."""
 DEFAULT_INTERVAL_S = 1.0
 _SAMPLE_INTERVAL_S = 1.0
 _GENERATE = "headway.v1.Generation/Generate"
@@ -40,7 +38,7 @@ class _Sample(NamedTuple):
 
 
 class LoadMonitor:
-    """Knows the load of ``link``'s scheduler and of this process, once ``start`` has been called."""
+    """Measures the load of this process; ``link`` has the scheduler's."""
 
     def __init__(self, link: IngressLink, statistics: GatewayStatistics) -> None:
         self._link = link
@@ -50,11 +48,11 @@ class LoadMonitor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look at the process now and then, within the running event loop."""
+        """Measure regularly, within the running event loop."""
         self._task = asyncio.create_task(self._keep_sampling(), name="load")
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -93,13 +91,13 @@ class LoadMonitor:
 
 
 def trailer_of(report: api.OrcaLoadReport, **request_cost: float) -> tuple[str, bytes]:
-    """The trailing metadata of a call that has cost so much."""
+    """The trailing metadata with this cost of the call."""
     report.request_cost.update(request_cost)
     return TRAILER_KEY, report.SerializeToString()
 
 
 def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadReport]) -> None:
-    """Offer the out-of-band service: a report at once, then one every interval that the client asks for."""
+    """Serve reports out of band, at the interval that the client asks for."""
 
     async def stream_core_metrics(
         request: api.OrcaLoadReportRequest,
@@ -120,7 +118,7 @@ def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadR
 
 
 def _mem_utilization() -> float:
-    """The share of the host's memory that is in use; 0 where that cannot be told."""
+    """The share of the host's memory in use; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The gateway's figures for Prometheus.
+"""The gateway's metrics for Prometheus.
 
-Owns: the names. Must not know: how the figures come about, HTTP, or when somebody asks.
+Owns: the names. Must not know: how the figures come about, HTTP.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GatewaySnapshot(NamedTuple):
-    """A copy of everything that is told, to be looked at by another thread."""
+    """A copy of all figures, for another thread."""
 
     model_name: str
     num_streams: int

@@ -1,12 +1,10 @@
-"""How often one stream may write: at once while the event loop keeps up, more rarely the further it falls behind.
+"""How often a stream writes: at once while the event loop keeps up, less often when it falls behind.
 
-Owns: measuring how late the loop runs its timers, and the pause between two writes of a stream that follows from it.
-Must not know: what is written.
+Owns: the loop's measured lateness and the pause that follows from it. Must not know: what is written.
 
-A write costs some 100 us whether it carries one token or fifty. Tokens that come while a stream pauses share the next
-write, so pauses turn lateness into larger deltas instead of a longer queue. The pause is proportional to the measured
-lateness and the lateness falls as streams pause, so the two settle; a stream whose tokens come further apart than the
-pause never notices it.
+A write costs some 100 us for one token or fifty. Tokens that come during a pause share the next write, so lateness
+becomes larger deltas, not a longer queue. The pause is proportional to the lateness, which falls as streams pause, so
+the two settle.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ _LONGEST_PAUSE_S = 0.04
 
 
 class WritePace:
-    """One per event loop, shared by its streams. Measures only while somebody ``writes``."""
+    """Shared by the streams of one event loop. Measures only while there are streams."""
 
     def __init__(self) -> None:
         self._num_writers = 0
@@ -32,18 +30,18 @@ class WritePace:
 
     @property
     def lateness_s(self) -> float:
-        """How late the loop runs its timers, smoothed; 0 while nobody writes."""
+        """How late the loop runs its timers, smoothed; 0 without streams."""
         return self._lateness_s if self._num_writers else 0.0
 
     @property
     def pause_s(self) -> float:
-        """How long to let tokens gather after a write; 0 for not at all."""
+        """How long to wait after a write."""
         pause_s = self._lateness_s * _PAUSE_PER_LATENESS
         return 0.0 if pause_s < _SHORTEST_PAUSE_S else min(pause_s, _LONGEST_PAUSE_S)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Measure as long as any such context is open."""
+        """Count one stream."""
         self._num_writers += 1
         if self._num_writers == 1:
             self._lateness_s = 0.0

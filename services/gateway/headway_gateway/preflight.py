@@ -1,8 +1,6 @@
-"""What is wrong with a gateway's configuration, as far as that shows before it is started.
+"""Quick checks of a gateway's configuration before it starts.
 
-Owns: the checks that take a moment: which packages it needs, whether files are there, certificates can be used and an
-address can be listened on.
-Must not know: who asks. The gateway checks everything again when it starts.
+Owns: the checks of packages, files, certificates and addresses. Must not know: the callers.
 """
 
 import errno
@@ -17,16 +15,16 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 
 class MissingFileError(ValueError):
-    """The model directory lacks a file; the message is one line."""
+    """The model directory lacks a file."""
 
 
 def packages_of(config: GatewayConfig) -> tuple[str, ...]:
-    """The packages beyond every process's that a gateway imports."""
+    """The packages that only a gateway imports."""
     return (*_PACKAGES, "opentelemetry") if config.otel_endpoint else _PACKAGES
 
 
 def check(config: GatewayConfig) -> None:
-    """See that the gateway could start; ``config`` has passed ``validate``, and its packages are here.
+    """Check that the gateway could start; ``config`` has passed ``validate``.
 
     Raises:
         MissingFileError: the model has no tokenizer.
@@ -41,7 +39,7 @@ def check(config: GatewayConfig) -> None:
 
 
 def problem_of_listening(address: str) -> str:
-    """Why HOST:PORT cannot be listened on: somebody else does, or the host is not this machine's. Empty if it can."""
+    """Why HOST:PORT cannot be listened on; empty if it can."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -1,10 +1,9 @@
-"""A gateway as an operating system process: logging, signals, exit codes.
+"""A gateway as a process: logging, signals, exit codes.
 
-Owns: what happens before the event loop, around it and after it.
-Must not know: how configuration was read, or how requests are served.
+Owns: everything around the event loop. Must not know: how requests are served.
 
-Exit codes: 0 after SIGTERM or SIGINT; 2 for a configuration that cannot work, an address in use included; 3 for
-tokenizer files that cannot be used. Each failure is one line on standard error.
+Exit codes: 0 after SIGTERM or SIGINT; 2 for a configuration that cannot work, or an address in use; 3 for unusable
+tokenizer files. Each failure is one line on standard error.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ _log = structlog.get_logger("headway.gateway")
 
 
 def run(config: GatewayConfig) -> int:
-    """Run a gateway until it is told to stop; return the exit code."""
+    """Run a gateway until a signal; return the exit code."""
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
@@ -108,9 +107,9 @@ def _tell_template_fault(text_model: TextModel) -> None:
 
 
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:
-    """Events set by the first and by the second SIGTERM or SIGINT; by the first both, if the parent to end with is gone.
+    """Events for the first and the second SIGTERM or SIGINT. If the parent has gone, the first signal sets both:
 
-    Without it nobody starts a scheduler again that died, so open calls may never end.
+    nobody restarts a dead scheduler then, so open calls might never end.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     parent = os.getppid()

@@ -1,7 +1,6 @@
-"""From what a caller sent to token ids, for every call that takes a prompt.
+"""From a request's prompt to token ids.
 
-Owns: which way of encoding a field takes, and that a text which cannot fit is refused before any work is spent on it.
-Must not know: what becomes of the tokens, the scheduler.
+Owns: how each kind of prompt is encoded, and the early refusal of one that is too long. Must not know: the scheduler.
 """
 
 from typing import Any
@@ -23,9 +22,9 @@ class PromptEncoder:
         self._lanes = lanes
 
     async def encode(self, prompt: Any, kind: str, model: ModelInfo, *, is_prefix: bool = False) -> list[int]:
-        """The tokens of the message ``prompt``, whose field ``kind`` is one of text, chat, token_ids.
+        """The tokens of the prompt; ``kind`` names its field: text, chat or token_ids.
 
-        With ``is_prefix``, a chat stands for all chats that begin with it.
+        With ``is_prefix``, a chat gives the tokens common to all chats that begin with it.
 
         Raises:
             CallRefusedError: INVALID_ARGUMENT for a wrong prompt, UNAVAILABLE if it cannot be encoded now.

@@ -1,7 +1,6 @@
-"""What a client is told of its own prompt: tokens, text, and log probabilities as they come.
+"""The prompt's own events: tokens, text, and log probabilities as they come.
 
-Owns: how far it has been told, and cutting it into messages of bounded size.
-Must not know: sockets, gRPC calls, or the outputs behind the prompt.
+Owns: what has been sent, and cutting it into bounded messages. Must not know: gRPC calls, the outputs.
 """
 
 from collections.abc import Iterator
@@ -15,10 +14,7 @@ _MOST_ENTRIES = 1 << 14
 
 
 class PromptEvents:
-    """The prompt of one request, of ``token_ids``; ``text`` is empty where only log probabilities are asked for.
-
-    ``sequence`` is what is generated behind it, and brings them; None where nobody asked for any.
-    """
+    """The prompt of one request. ``sequence`` brings its log probabilities; None without them."""
 
     def __init__(self, token_ids: list[int], text: str, sequence: LiveSequence | None) -> None:
         self._token_ids = token_ids
@@ -28,7 +24,7 @@ class PromptEvents:
         self._num_parts = 0
 
     def take(self) -> list[api.GenerateResponse]:
-        """What can be told now and was not before."""
+        """The new events."""
         return [api.GenerateResponse(prompt=prompt) for prompt in self._new()]
 
     def _new(self) -> Iterator[api.Prompt]:

@@ -1,9 +1,8 @@
-"""gRPC server reflection under both of its names, v1 and v1alpha.
+"""gRPC server reflection, v1 and v1alpha.
 
-Owns: the v1 service, which the companion package does not offer. Must not know: what is reflected upon.
+Owns: the v1 service, which the companion package lacks. Must not know: the reflected services.
 
-The two versions differ in nothing but the package name: same messages, same numbers. So the v1 descriptors are made
-from the v1alpha ones by renaming, and one servicer answers both.
+Both versions have the same messages under another package name, so the v1 descriptors are renamed copies.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Let ``server`` tell clients about ``service_names`` and about reflection itself."""
+    """Let ``server`` describe ``service_names`` and reflection itself."""
     pool = descriptor_pool.Default()
     _add_v1_descriptors(pool)
     servicer = reflection.aio.ReflectionServicer((*service_names, reflection.SERVICE_NAME, _SERVICE), pool=pool)
@@ -33,7 +32,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 def _add_v1_descriptors(pool: descriptor_pool.DescriptorPool) -> None:
-    """Make the v1 service known to ``pool``, so that tools which ask for its own description get one."""
+    """Add the v1 service to ``pool``."""
     try:
         pool.FindFileByName(_FILE)
     except KeyError:

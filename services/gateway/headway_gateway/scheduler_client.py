@@ -1,10 +1,9 @@
 """Carries an ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Owns: the socket, its options, the timer behind ``tick``, and waking those who wait for sequences, answers or a model.
-Must not know: the protocol's rules (the link's affair), text, gRPC.
+Owns: the socket, the timer behind ``tick``, and waking the tasks that wait. Must not know: the protocol's rules, text, gRPC.
 
-The socket's file descriptor is watched directly instead of through ``zmq.asyncio``: no future and no task per message.
-That descriptor is edge-triggered, so after every use of the socket its event flags are read again.
+The socket's file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is
+edge-triggered, so its event flags are read again after every use.
 """
 
 import asyncio
@@ -39,19 +38,16 @@ _log = structlog.get_logger("headway.gateway.ingress")
 
 
 class SchedulerUnavailableError(Exception):
-    """The scheduler did not answer in time; the message says what was waited for."""
+    """The scheduler did not answer in time; the message says what is missing."""
 
 
 class SchedulerClient:
-    """One gateway process's connection to its scheduler. Lives in one event loop; no method may be called from threads.
-
-    ``on_status`` is called whenever the link, the model or the scheduler's state may have changed.
-    """
+    """One gateway process's connection to its scheduler. Belongs to one event loop; not for threads."""
 
     def __init__(
         self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
     ) -> None:
-        """Nothing is connected before ``start``.
+        """``start`` connects.
 
         Raises:
             ValueError: others can enter the directory of a Unix socket.
@@ -82,12 +78,12 @@ class SchedulerClient:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The model behind an open link, None while there is none."""
+        """The served model; None without an open link."""
         return self._link.model if self._link.phase is LinkPhase.OPEN else None
 
     @property
     def can_serve(self) -> bool:
-        """Whether a scheduler with a model and an executor answers."""
+        """Whether scheduler, model and executor are there."""
         return self.model is not None and self._link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
 
     def add_status_listener(self, listener: Callable[[], None]) -> None:
@@ -95,13 +91,13 @@ class SchedulerClient:
         self._status_listeners.append(listener)
 
     def start(self) -> None:
-        """Connect, within the running event loop. The scheduler may come later, or again."""
+        """Connect, within the running event loop. The scheduler may come later."""
         self._loop = asyncio.get_running_loop()
         self._connect()
         self._on_timer()
 
     async def close(self) -> None:
-        """Leave. Sequences still live are simply no longer heard of; abort them first."""
+        """Disconnect. Abort live sequences first."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -116,13 +112,13 @@ class SchedulerClient:
         return self._link.next_handle()
 
     def submit(self, sequences: Iterable[LiveSequence]) -> None:
-        """Have sequences generated; news reaches them through their ``on_news``."""
+        """Submit sequences; they get news through ``on_news``."""
         for sequence in sequences:
             self._link.submit(sequence)
         self._flush()
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Tell the scheduler at once that nobody wants these any more; ended ones are passed over."""
+        """Abort sequences now; ended ones are ignored."""
         self._link.abort(sequences)
         self._flush()
 
@@ -136,7 +132,7 @@ class SchedulerClient:
         place: FlightLogPlace | None = None,
         timeout_s: float,
     ) -> AdminReply:
-        """Ask the scheduler one operator's question.
+        """Send an operator's call to the scheduler.
 
         Raises:
             SchedulerUnavailableError: no answer within ``timeout_s``.
@@ -155,10 +151,10 @@ class SchedulerClient:
             self._admin_waiters.pop(call_id, None)
 
     async def wait_until_serving(self, timeout_s: float) -> ModelInfo:
-        """Wait for a scheduler that has a model and an executor, and return the model.
+        """Wait for a scheduler with a model and an executor; return the model.
 
         Raises:
-            SchedulerUnavailableError: none within ``timeout_s``; the message says what is missing.
+            SchedulerUnavailableError: none within ``timeout_s``.
         """
         if not self.can_serve:
             try:
@@ -230,7 +226,7 @@ class SchedulerClient:
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:
-        """Receive what has arrived, a bounded amount per turn of the loop, and pass it on."""
+        """Receive what has arrived, a bounded amount per turn of the loop."""
         self._pump_scheduled = False
         if self._closed or self._socket is None:
             return
@@ -274,7 +270,7 @@ class SchedulerClient:
             listener()
 
     def _flush(self) -> None:
-        """Send what the link has to say; what the socket does not take now goes out when it becomes writable."""
+        """Send the link's frames; the rest goes out when the socket becomes writable."""
         if self._socket is None:
             return
         assert self._loop is not None

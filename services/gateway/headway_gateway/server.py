@@ -1,7 +1,6 @@
-"""One gateway process's gRPC server, put together from its parts, and its life from start to drained.
+"""One gateway process's gRPC server, from start to drained.
 
-Owns: which services are offered, channel options, TLS, and the order of starting and stopping.
-Must not know: signals, exit codes, logging set-up (the process's affair), or what the services do.
+Owns: the services, channel options, TLS, and the order of starting and stopping. Must not know: signals, exit codes, logging.
 """
 
 import asyncio
@@ -48,10 +47,10 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 VLLM_ENGINE_SERVICE = VLLM_ENGINE_PREFIX.strip("/")
 _CANCEL_GRACE_S = 0.5
 _MOST_OTHER_CALLS = 1024
-"""Beside generations, and generations that wait to be refused: those that go beyond are refused before they are looked at."""
+"""Open calls besides generations. Calls beyond are refused before any work is spent on them."""
 
 _MOST_UNSEEN_CALLS = 32_768
-"""That gRPC has taken from connections and this process has not yet seen. Beyond, gRPC ends calls without a word of ours."""
+"""Calls that gRPC holds before this process sees them. Beyond, gRPC ends calls without a message."""
 
 _MOST_UNSEEN_S = 600
 
@@ -59,17 +58,17 @@ _log = structlog.get_logger("headway.gateway.server")
 
 
 class AddressInUseError(Exception):
-    """The gRPC address cannot be listened on; the message is one line."""
+    """The gRPC address cannot be listened on."""
 
 
 class GatewayServer:
-    """A gateway that can be started, drained and closed, inside one event loop."""
+    """A gateway inside one event loop."""
 
     def __init__(self, config: GatewayConfig, text_model: TextModel) -> None:
         """``config`` has passed ``validate``.
 
         Raises:
-            ValueError: the key files of the link cannot be used, or others can enter its socket's directory.
+            ValueError: the link's keys cannot be used, or others can enter its socket's directory.
         """
         self._config = config
         self._client = SchedulerClient(
@@ -106,15 +105,15 @@ class GatewayServer:
 
     @property
     def client(self) -> SchedulerClient:
-        """The connection to the scheduler, to be looked at."""
+        """The connection to the scheduler."""
         return self._client
 
     async def start(self) -> int:
-        """Listen and serve; return the port. Healthy it becomes when the scheduler and its model are there.
+        """Listen and serve; return the port. Health follows scheduler and model.
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
-            ValueError: certificate and key cannot be used, or metrics not be served.
+            ValueError: certificate and key cannot be used, or metrics cannot be served.
         """
         port = self._listen()
         self._metrics = self._metrics_endpoint()
@@ -131,12 +130,12 @@ class GatewayServer:
         return port
 
     def reload_tokens(self) -> None:
-        """Read the token file again. If it cannot be used, the tokens in force stay, and the log tells why."""
+        """Read the token file again. The log tells if it cannot be used; the old tokens stay valid."""
         if self._tokens is not None:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Say NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
+        """Report NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
         await self._health.shut_down()
         self._generation.begin_drain()
         try:
@@ -147,7 +146,7 @@ class GatewayServer:
         return True
 
     async def close(self) -> None:
-        """End what is still open (the scheduler is told of each) and let go of everything."""
+        """End open calls and release everything."""
         await self._server.stop(_CANCEL_GRACE_S)
         await self._health.close()
         await self._load.close()

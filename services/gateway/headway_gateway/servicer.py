@@ -1,7 +1,6 @@
-"""The Generation service: checks a request, turns its prompt into tokens, and has its output generated.
+"""The Generation service: checks a request, encodes its prompt, and runs its generation.
 
-Owns: which calls are refused at the door, and the ids of live requests.
-Must not know: ZeroMQ, how tokens become text, how errors are written on the wire (it raises ``CallRefusedError``).
+Owns: which calls are refused at the door, and the ids of live requests. Must not know: ZeroMQ, how tokens become text.
 """
 
 import asyncio
@@ -56,7 +55,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         load_report: Callable[[], OrcaLoadReport] | None = None,
         constraints: ConstraintChecker,
     ) -> None:
-        """``load_report``, where there is one, makes the report that goes with the end of each generation."""
+        """``load_report`` makes the report at the end of each generation."""
         self._tracing = tracing
         self._load_report = load_report
         self._client = client
@@ -77,7 +76,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._tenant_rates = TenantRates(config.max_tenant_requests_per_s)
 
     def begin_drain(self) -> None:
-        """Refuse new generations from now on; open ones go on."""
+        """Refuse new generations from now on."""
         self._is_draining = True
 
     async def wait_until_idle(self) -> None:
@@ -99,7 +98,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     ) -> None:
         """Run one generation and ``write`` its events; other APIs translate to and from its messages.
 
-        With ``keeps_special_tokens``, the text includes special tokens, and stop strings may match them.
+        With ``keeps_special_tokens``, special tokens are part of the text, and stop strings may match them.
 
         Raises:
             CallRefusedError: the call ends without all its events.
@@ -119,7 +118,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.TokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.TokenizeResponse:
-        """Tokenise as Generate would. Texts longer than the model's context are refused, as Generate would."""
+        """Tokenise as Generate does, with the same limits."""
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
@@ -135,7 +134,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.DetokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.DetokenizeResponse:
-        """The text that Generate would give for these output tokens."""
+        """The text of these output tokens."""
         model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
@@ -232,7 +231,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="tenant_rate", after_s=wait_s)
 
     async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """The model that is served; waits a short while if there is none yet.
+        """The served model; waits a short while if there is none yet.
 
         Raises:
             CallRefusedError: UNAVAILABLE, there is none.
@@ -261,7 +260,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         return prompt_ids
 
     async def _text_of(self, request: api.GenerateRequest, prompt_ids: list[int]) -> str:
-        """The prompt as text: as it came, or decoded from its tokens."""
+        """The prompt as text."""
         return request.text if request.HasField("text") else await self._lanes.decode(prompt_ids)
 
     async def _begin_constraint(self, checked: CheckedRequest, model: ModelInfo, caller: str) -> Beginning:

@@ -1,6 +1,6 @@
 """What clients get from this gateway, and how it keeps up.
 
-Owns: these figures. Must not know: who reads them, gRPC, or the clock.
+Owns: the figures. Must not know: gRPC, the clock.
 """
 
 from collections import Counter
@@ -19,17 +19,17 @@ _ENCODING_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
 
 
 class GatewayStatistics:
-    """Call ``note_*`` as things happen; times in seconds."""
+    """Counts and durations in seconds."""
 
     def __init__(self) -> None:
         self.first_token_s = Histogram(_FIRST_TOKEN_S)
-        """From the arrival of a call until its first token is written."""
+        """From the arrival of a call to its first written token."""
         self.gap_s = Histogram(_GAP_S)
-        """Between tokens as they are written: those that share a delta follow each other at once."""
+        """Between written tokens; 0 inside one delta."""
         self.encoding_s = Histogram(_ENCODING_S)
-        """To turn a prompt into tokens, the wait for a thread included."""
+        """To encode a prompt, including the wait for a thread."""
         self.constraint_s = Histogram(_ENCODING_S)
-        """To judge a constraint, the wait for those before it included; those that are let pass."""
+        """To check a constraint that passes, including the wait."""
         self.calls: Counter[tuple[str, str]] = Counter()
         """By method and status."""
         self.refusals: Counter[tuple[str]] = Counter()
@@ -42,7 +42,7 @@ class GatewayStatistics:
         """Tokens that came with another in one delta."""
 
     def count_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
-        """A delta was written, ``gap_s`` after the one before of the same output; None for the first."""
+        """Count a delta, written ``gap_s`` after the previous one of its output; None for the first."""
         self.num_deltas += 1
         if not num_tokens:
             return

@@ -1,7 +1,6 @@
-"""How a refusal reaches a gRPC client: a status code, one clear line, and machine-readable details.
+"""How a refusal reaches a gRPC client: a status code, one clear line, machine-readable details.
 
-Owns: the exception that handlers raise to end a call, and its encoding as ``google.rpc.Status`` details.
-Must not know: why a call is refused.
+Owns: the exception that ends a call, and its ``google.rpc.Status`` details. Must not know: why a call is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,15 +15,14 @@ SHOWN_VALUE_CHARS = 64
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "headway"
 RETRY_S = 1.0
-"""When to try again, unless something better is known."""
+"""The usual wait before another attempt."""
 
 
 class CallRefusedError(Exception):
     """Ends a call with ``code`` and ``message``.
 
-    ``violations`` are (field, description) pairs for a ``BadRequest``; ``retry_after_s`` becomes a ``RetryInfo``.
-    ``reason`` is what it counts as for operators, if the code does not say it. Callers find it in an ``ErrorInfo``, which
-    tells them too that a gateway refused, rather than that none could be reached.
+    ``violations`` (field, description) become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an
+    ``ErrorInfo``, which also shows the client that a gateway answered. ``reason`` names the refusal in the metrics.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class CallRefusedError(Exception):
         self.reason = reason or code.name.lower()
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The status details as gRPC trailing metadata."""
+        """The status details as trailing metadata."""
         details = []
         if self.violations:
             details.append(_pack(_bad_request(self.violations)))
@@ -64,18 +62,18 @@ def invalid_argument(field: str, description: str) -> CallRefusedError:
 
 
 def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
-    """An INVALID_ARGUMENT about several fields; the message lists them all on one line."""
+    """An INVALID_ARGUMENT about several fields, in one line."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())
     return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
 
 
 def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
-    """A refusal that asks the client to call again ``after_s`` seconds later (``RetryInfo``)."""
+    """A refusal that asks the client to try again after ``after_s`` seconds (``RetryInfo``)."""
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
 def shown(value: object) -> str:
-    """A caller's value as it may appear in a message: quoted, control characters escaped, cut."""
+    """A caller's value in a message: quoted, escaped, cut."""
     return f"{value!r:.{SHOWN_VALUE_CHARS}}"
 
 

@@ -1,19 +1,17 @@
-"""Finds stop strings in text that arrives in pieces, without ever letting out a part of one.
+"""Finds stop strings in text that comes in pieces; never releases part of one.
 
-Owns: how much of the text is certain not to belong to a stop string, and where the first one ends it.
-Must not know: tokens, streams, gRPC.
+Owns: how much text is certain. Must not know: tokens, streams, gRPC.
 
-One Knuth-Morris-Pratt automaton per stop string (Knuth, Morris and Pratt 1977): the state is how many characters of
-the stop string the text ends with, so what must be held back is the largest state, and the cost per character does not
-depend on the length of the stop strings. The stop string that is complete first, in characters, wins; of several
-complete at the same character, the longest.
+One automaton per stop string (Knuth, Morris and Pratt 1977). Its state is the number of characters of the stop string
+that the text ends with; the largest state is the length to hold back. The first complete stop string wins, at the
+same character the longest.
 """
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one output text for ``stops`` (each at least one character)."""
+    """Watches one text for ``stops``, none empty."""
 
     __slots__ = ("_failures", "_first_characters", "_held", "_states", "_stops", "matched")
 
@@ -27,7 +25,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Take in more text; return what may be let out. After a match everything further is swallowed."""
+        """Take in text; return the certain part. Text after a match is dropped."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -43,7 +41,7 @@ class StopMatcher:
         return text_with_held[: len(text_with_held) - held]
 
     def finish(self) -> str:
-        """Return the text held back for a stop string that never came."""
+        """Return the text held for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
@@ -65,7 +63,7 @@ class StopMatcher:
 
 
 def _failure_function(stop: str) -> list[int]:
-    """For each matched length, the longest shorter one that is also a prefix: where to go on after a mismatch."""
+    """For each matched length, the longest shorter one that is also a prefix."""
     failure = [0, 0]
     state = 0
     for place in range(1, len(stop)):

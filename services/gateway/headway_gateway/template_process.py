@@ -1,7 +1,6 @@
-"""A chat template, run in a process of its own so that its time and memory are bounded.
+"""A chat template in a process with bounded time and memory.
 
-Owns: when that process runs, the time a rendering may take, and what a failure is called.
-Must not know: jinja2, tokenizers, how a process is asked.
+Owns: the process and the time of a rendering. Must not know: jinja2, tokenizers.
 """
 
 import contextlib
@@ -17,18 +16,18 @@ _PROGRAM = "headway_gateway.chat_templates"
 
 
 class TemplateError(Exception):
-    """A template that does not give a text; the message is one line, which begins with a verb: it refuses, fails..."""
+    """The template gives no text; the message begins with a verb: it refuses, it fails."""
 
 
 class TemplateUnavailableError(TemplateError):
-    """No text this time, which says nothing about the template or the messages; the message is one line."""
+    """No text this time, through no fault of template or messages."""
 
 
 class ChatTemplate:
-    """Renders chats by one template. Thread-safe; one at a time."""
+    """Renders chats with one template, one at a time. Thread-safe."""
 
     def __init__(self, source: str, special: dict[str, str], *, most_render_s: float = MOST_RENDER_S) -> None:
-        """Start the process and compile the template in it.
+        """Start the process and compile the template.
 
         Raises:
             TemplateError: it cannot be compiled.
@@ -43,8 +42,8 @@ class ChatTemplate:
         """The text of a chat.
 
         Raises:
-            TemplateError: the template refuses these messages, or fails on them.
-            TemplateUnavailableError: it took too long, or its process was ended from outside.
+            TemplateError: the template refuses these messages, or fails.
+            TemplateUnavailableError: it took too long, or something ended its process.
         """
         question = _encoded(Messages(messages))
         with self._lock:

@@ -1,7 +1,6 @@
 """How many requests a second each tenant may begin.
 
-Owns: a bucket of tokens per tenant, and a bound on how many buckets there are.
-Must not know: what a request is, or a clock.
+Owns: a token bucket per tenant, and their number. Must not know: requests, a clock.
 """
 
 from collections import OrderedDict
@@ -10,7 +9,7 @@ MAX_TENANTS = 10_000
 
 
 class TenantRates:
-    """``rate`` requests per second and tenant, with as many at once as a second brings; 0 is no limit."""
+    """``rate`` requests per second and tenant, in bursts of one second's worth; 0 is no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -19,7 +18,7 @@ class TenantRates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, tenant: str, now: float) -> float:
-        """Begin a request at ``now`` (seconds); answers 0, or the seconds after which there will be room for one."""
+        """Begin a request at ``now``; return 0, or the seconds to wait."""
         if not self._rate:
             return 0.0
         left, since = self._buckets.pop(tenant, (self._depth, now))

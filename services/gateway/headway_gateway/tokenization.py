@@ -1,10 +1,9 @@
-"""The checkpoint's own way from text to token ids and back: tokenizer.json, chat template, special tokens.
+"""From text to token ids and back with the checkpoint's own files.
 
-Owns: loading and checking those files, encoding, having chats rendered, decoding.
-Must not know: gRPC, the scheduler, threads (callers decide where the slow calls run).
+Owns: loading and checking those files, encoding, rendering chats, decoding. Must not know: gRPC, the scheduler, threads.
 
-Untrusted are both the checkpoint (its template runs in a sandbox, in a process of its own) and the prompt (a text that
-cannot fit is refused by its length, before any work is spent on it).
+Neither checkpoint nor prompt is trusted: the template runs in a sandbox in its own process, and a text that cannot fit
+is refused by its length.
 """
 
 import json
@@ -30,19 +29,19 @@ _UNLIKE_CONTENTS = ("0", "A")
 
 
 class TokenizerFilesError(Exception):
-    """The model directory's tokenizer files cannot be used; the message is one line."""
+    """The tokenizer files cannot be used; one line."""
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be turned into token ids; the message is one line for the caller."""
+    """The prompt is wrong; one line for the caller."""
 
 
 class PromptUnavailableError(Exception):
-    """A prompt that could not be turned into token ids this time, through no fault of its own; the message is one line."""
+    """The prompt could not be encoded this time; one line."""
 
 
 class TextModel:
-    """A loaded tokenizer with its chat template. Thread-safe; encoding releases the interpreter lock."""
+    """A loaded tokenizer with its chat template. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, template_fault: str = "") -> None:
         tokenizer.no_truncation()
@@ -50,7 +49,7 @@ class TextModel:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.template_fault = template_fault
-        """Why the checkpoint's chat template cannot be used, in one line; empty where it can, or where there is none."""
+        """Why the chat template cannot be used, in one line; else empty."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -63,11 +62,11 @@ class TextModel:
         return self._chat_template is not None
 
     def new_detokenizer(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """A detokeniser for one output sequence, in whose text special tokens are left out or kept."""
+        """A detokeniser for one output."""
         return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
-        """Refuse a text so long that even the longest tokens could not cover it with ``max_tokens``.
+        """Refuse a text too long even for ``max_tokens`` of the longest tokens.
 
         Raises:
             PromptError: it cannot fit.
@@ -78,7 +77,7 @@ class TextModel:
             raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a plain text, with the special tokens that the tokenizer adds to one.
+        """Tokenise a text, and add the tokenizer's special tokens.
 
         Raises:
             PromptError: the text is not valid Unicode.
@@ -86,10 +85,10 @@ class TextModel:
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """Render (role, content) messages with the chat template, ready for an answer, and tokenise the result.
+        """Render (role, content) messages and tokenise the result.
 
         Raises:
-            PromptError: there is no usable template, it refuses these messages, or the result cannot fit ``max_tokens``.
+            PromptError: no usable template, a refusal by the template, or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
         text = self.render_chat(messages)
@@ -97,10 +96,10 @@ class TextModel:
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """The tokens that chats have in common which begin with these messages and go on with a user's.
+        """The tokens common to all chats that begin with these messages and continue with a user's.
 
-        Where a template puts the next message, and whether its beginning merges with what is before it, only the
-        template and the tokenizer know. So two chats are rendered that go on differently, and their common tokens kept.
+        Only template and tokenizer know where the next message begins. So two different continuations are rendered, and their
+        common tokens kept.
 
         Raises:
             PromptError: as ``encode_chat``.
@@ -113,10 +112,10 @@ class TextModel:
         return chats[0][:end]
 
     def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of a chat, with the opening of the assistant's answer at its end.
+        """The text of a chat, ready for the assistant's answer.
 
         Raises:
-            PromptError: there is no usable template, or it refuses these messages.
+            PromptError: no usable template, or it refuses these messages.
             PromptUnavailableError: the template took too long this time.
         """
         if self.template_fault:
@@ -149,7 +148,7 @@ class TextModel:
 def load_text_model(directory: Path) -> TextModel:
     """Load the tokenizer and chat template of a Hugging Face model directory.
 
-    A template that cannot be used is no error but a ``template_fault``: texts need none.
+    An unusable template becomes a ``template_fault``, because plain texts need none.
 
     Raises:
         TokenizerFilesError: a file is missing or cannot be used.
@@ -180,7 +179,7 @@ def load_text_model(directory: Path) -> TextModel:
 
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with ids that the model has no logits for, where the model's configuration lies beside it."""
+    """Refuse token ids beyond the logits that config.json announces."""
     width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
     most = max(tokenizer.get_vocab().values(), default=-1) + 1
     if isinstance(width, int) and most > width:
@@ -204,13 +203,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class _TemplateFaultError(Exception):
-    """A chat template cannot be used; the message is one line."""
+    """The chat template cannot be used; one line."""
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """The template for plain chats, behind its file's name.
+    """File name and text of the template for plain chats.
 
-    As in transformers, files win over the entry of the configuration, and of several templates the default is meant.
+    As in transformers: files win over the configuration, and of several templates the default counts.
     """
     named = directory / _TEMPLATE_DIRECTORY
     for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
@@ -247,10 +246,10 @@ def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
 
 
 def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """What templates may refer to as ``bos_token`` and so on; absent ones render as nothing.
+    """The names that templates may use, such as ``bos_token``.
 
-    As in transformers: the usual names, whatever else ends in ``_token``, and named extra ones. The file of older
-    checkpoints wins over the configuration, unless that lists its added tokens.
+    As in transformers: every name that ends in ``_token``, and named extra ones. The file of older checkpoints wins, unless
+    the configuration lists its added tokens.
     """
     entries = dict(config)
     if "added_tokens_decoder" not in config:

@@ -1,21 +1,16 @@
 """OpenTelemetry traces of requests, from the caller's ``traceparent`` to the executor.
 
-Owns: the spans of a request, their attributes (GenAI semantic conventions), and where they are sent.
-Must not know: how requests are served; with tracing off, OpenTelemetry need not even be installed.
+Owns: the spans, their attributes (GenAI semantic conventions), the export. Must not know: how requests are served.
 
-All spans are made here. The scheduler and the executor need no OpenTelemetry: the scheduler tells with a request's end how
-long it waited, when its first token came, and what its steps took on the device, and the gateway makes their spans from
-that, each under the name of its own service. A request's spans::
+The gateway makes all spans; the scheduler reports its times with a request's end, as durations. They are placed so
+that they end when the gateway got them. A thread exports; spans beyond its queue are dropped. The spans::
 
-    chat MODEL                       gateway    from the call's arrival to the end of its stream
-      tokenize                       gateway    until the prompt was tokens, the wait for a thread included
-      schedule                       scheduler  one a continuation: from its arrival there to its end
+    chat MODEL                       gateway    the whole call
+      tokenize                       gateway    until the prompt was tokens
+      schedule                       scheduler  one per continuation: from its arrival to its end
         queue                        scheduler  until it first ran
         prefill                      executor   from its first step to its first token
         decode                       executor   from its first token to its end
-
-The scheduler's times are durations; they are laid so that their end is when the gateway heard of it. An export that fails
-or hangs is the affair of a thread of its own, and spans beyond what its queue holds are dropped.
 """
 
 import logging
@@ -47,17 +42,17 @@ _SERVER_FAULTS = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""What a server's span counts as its error, by the conventions for gRPC."""
+"""Codes that mark a server's span as an error, by the gRPC conventions."""
 
 _log = structlog.get_logger("headway.gateway.traces")
 
 
 class RequestTrace(Protocol):
-    """The trace of one call, open while it is a context; what ends that ends the trace."""
+    """The trace of one call; the context's end ends it."""
 
     @property
     def traceparent(self) -> str:
-        """For those who work on the request; empty where nobody traces it."""
+        """For the scheduler; empty without a trace."""
 
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """What is asked for."""
@@ -99,12 +94,12 @@ class Untraced:
 
 
 class Tracing:
-    """Traces the requests of one gateway to an OTLP receiver.
+    """Sends traces to an OTLP receiver.
 
     Args:
         endpoint: http://HOST:PORT, or https://HOST:PORT.
-        server_address: HOST:PORT of the gateway itself.
-        sample_ratio: of requests whose caller does not say; who says is heeded.
+        server_address: HOST:PORT of the gateway.
+        sample_ratio: share of requests to trace, if the caller does not decide.
 
     Raises:
         ValueError: OpenTelemetry is not installed.
@@ -124,7 +119,7 @@ class Tracing:
             ) from None
         _tell_in_our_log()
         self.server_address = server_address
-        """Where the gateway listens, HOST:PORT; to be set anew once a free port has been found."""
+        """HOST:PORT; set again once the port is known."""
         self._propagator = TraceContextTextMapPropagator()
         exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT_S
@@ -141,7 +136,7 @@ class Tracing:
             self._providers[service] = provider
 
     def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """The trace of a call that came with this metadata, at ``arrived_at`` in monotonic seconds."""
+        """The trace of a call that came at ``arrived_at``, in monotonic seconds."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
@@ -149,7 +144,7 @@ class Tracing:
         return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
 
     def close(self) -> None:
-        """Send what is left, for as long as an export may take. Blocks."""
+        """Send the rest. Blocks."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -283,9 +278,9 @@ class _ToStructlog(logging.Handler):
 
 
 class _WallClock:
-    """The wall clock at moments of the monotonic one: what spans are told in, and nothing else.
+    """Wall-clock time for moments of the monotonic clock.
 
-    One for each trace, so that a clock that is set meanwhile tears no trace apart.
+    One per trace, so that a change of the clock does not break a trace.
     """
 
     def __init__(self) -> None:
@@ -306,7 +301,7 @@ def _status_of(error: BaseException | None) -> grpc.StatusCode:
 
 
 def _tell_in_our_log() -> None:
-    """OpenTelemetry's warnings, such as of a receiver that is down, become lines like all others."""
+    """Put OpenTelemetry's warnings into our log."""
     logger = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, _ToStructlog) for handler in logger.handlers):
         logger.addHandler(_ToStructlog())

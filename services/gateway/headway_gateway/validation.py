@@ -1,10 +1,9 @@
-"""What a generation request must look like, checked in two steps: before and after its prompt is tokenised.
+"""Checks a generation request before and after its prompt is tokenised.
 
-Owns: the limits of the public API, and turning a protobuf request into what the scheduler is asked for.
-Must not know: sockets, tasks, tokenising.
+Owns: the limits of the public API, and the translation from protobuf to ``Submit``. Must not know: sockets, tasks, tokenising.
 
-The scheduler checks the same ranges again with the same function (``headway_proto.sampling.violations``): a limit that
-only one front end knows is how one request takes an engine down.
+The scheduler repeats the range checks with the same function (``headway_proto.sampling.violations``): a limit known to
+one front end only lets one request break an engine.
 """
 
 import json
@@ -36,10 +35,7 @@ SEED_SPACE = 1 << 64
 
 
 class CheckedRequest(msgspec.Struct, frozen=True):
-    """A request whose own fields are valid. Its limits may still conflict with the length of its prompt.
-
-    ``sampling.seed`` is the seed of the first continuation.
-    """
+    """A request with valid fields, before its prompt is known. ``sampling.seed`` is the first continuation's."""
 
     request: api.GenerateRequest
     request_id: str
@@ -47,7 +43,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
 
     @property
     def max_tokens(self) -> int | None:
-        """The most output tokens that the client wants; None leaves it to the context."""
+        """The client's limit of output tokens; None leaves it to the context."""
         given = self.request.sampling
         return given.max_tokens if given.HasField("max_tokens") else None
 
@@ -79,9 +75,9 @@ class CheckedRequest(msgspec.Struct, frozen=True):
         return frozenset((*own, *self.sampling.stop_token_ids))
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """The parameters of one continuation. They differ in the seed, which counts up.
+        """The parameters of one continuation; the seed counts up.
 
-        Only the first reports the prompt. If the best are to be chosen, all report their log probabilities.
+        Only the first reports the prompt. To choose the best, all report log probabilities.
         """
         sampling = self.sampling
         if self.is_choice:
@@ -92,7 +88,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=NO_LOGPROBS)
 
     def submission(self, index: int, *, handle: int, prompt: bytes, max_tokens: int, traceparent: str) -> Submit:
-        """What the scheduler is asked for continuation ``index``. ``prompt`` is an int32 column."""
+        """The submission of continuation ``index``. ``prompt`` is an int32 column."""
         request = self.request
         return Submit(
             handle=handle,
@@ -115,7 +111,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
     """Check everything that needs no tokenised prompt.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT with every field that is wrong, or NOT_FOUND for another model.
+        CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
     """
     if request.model and request.model != model.name:
         raise CallRefusedError(
@@ -135,10 +131,10 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
 
 
 def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
-    """Check what needs no tokenised prefix.
+    """Check everything that needs no tokenised prefix.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT with every field that is wrong.
+        CallRefusedError: INVALID_ARGUMENT with every wrong field.
     """
     wrong: dict[str, str] = {}
     if not request.name:
@@ -151,12 +147,12 @@ def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
 
 
 def most_prompt_tokens(model: ModelInfo) -> int:
-    """The longest prompt that leaves room for one token of output."""
+    """The longest prompt that leaves room for one token."""
     return min(model.max_model_len, model.max_request_tokens) - 1
 
 
 def check_prompt(prompt_ids: Sequence[int], field: str, model: ModelInfo) -> None:
-    """Check a tokenised prompt that came in ``field``.
+    """Check a tokenised prompt.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
@@ -183,7 +179,7 @@ def require_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> 
 
 
 def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """The most output tokens of the request, those that the client already has included.
+    """The limit of output tokens, including those that the client already has.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT if ``max_tokens`` or ``min_tokens`` do not fit behind the prompt,
@@ -213,7 +209,7 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
 
 
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
-    """The request's sampling with the API's defaults filled in; ranges are not checked here."""
+    """The request's sampling with the API's defaults; ranges are not checked."""
     given = request.sampling
     top_k = given.top_k if given.HasField("top_k") else 0
     return SamplingParams(
@@ -285,7 +281,7 @@ def _prompt_violations(
 
 
 def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
-    """List what is wrong with a chat before any template sees it, as (field, description)."""
+    """What is wrong with a chat, as (field, description)."""
     if not chat.messages:
         yield "chat.messages", "the prompt is empty; allowed: at least one message"
     for place, message in enumerate(chat.messages):
@@ -322,7 +318,7 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
 
 
 def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    """What can be told before it is compiled."""
+    """Faults that show before compilation."""
     kind = sampling.WhichOneof("constraint")
     if kind is None:
         return
@@ -340,7 +336,7 @@ def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> It
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    """What the shared check cannot see: fields that only the public API has, and those given in another form there."""
+    """Faults in fields that only the public API has, or has in another form."""
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens > 0:
@@ -364,7 +360,7 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
 
 
 def _report_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    """What is wrong with how many continuations are wanted and what is to be told of them."""
+    """Faults in the number of continuations and their reports."""
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
         yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
     for name in ("logprobs", "prompt_logprobs"):

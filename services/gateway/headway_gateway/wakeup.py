@@ -1,15 +1,15 @@
-"""A bell for one task: rung any number of times, it wakes its listener once.
+"""Wakes one task, once for any number of rings.
 
-Owns: the single future behind it. Must not know: what has happened.
+Owns: the future behind it. Must not know: what has happened.
 
-Lighter than ``asyncio.Event``: the thousands of rings per second that find the listener awake cost one attribute each.
+Lighter than ``asyncio.Event``: a ring while the listener is awake sets one attribute.
 """
 
 import asyncio
 
 
 class Wakeup:
-    """``ring`` from callbacks of the event loop, ``wait`` in one task of the same loop."""
+    """``ring`` from callbacks, ``wait`` in one task of the same loop."""
 
     __slots__ = ("_rung", "_waiter")
 
@@ -25,7 +25,7 @@ class Wakeup:
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return as soon as the bell has been rung since the last ``wait`` returned."""
+        """Return once it has been rung since the last ``wait``."""
         if not self._rung:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,6 +1,6 @@
-"""The entry point of one worker of a ``WorkerGroup``: reads its configuration as JSON from standard input.
+"""The entry point of one worker: reads its configuration as JSON from standard input.
 
-Owns: nothing but that. Must not know: its siblings.
+Owns: only that. Must not know: its siblings.
 """
 
 import sys

@@ -1,7 +1,6 @@
-"""The events of a generation as VllmEngine's answers.
+"""A generation's events as VllmEngine's answers.
 
-Owns: chunks where the caller streams, one whole answer per output where it does not, and how an output's end is told.
-Must not know: where events come from.
+Owns: chunks for a stream, else one whole answer per output. Must not know: where events come from.
 """
 
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ _FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Takes the events of a generation and sends the answers to ``request``."""
+    """Turns the events of a generation into answers to ``request``."""
 
     def __init__(self, request: vllm.GenerateRequest, send: Callable[[vllm.GenerateResponse], Awaitable[None]]) -> None:
         self._send = send
@@ -39,7 +38,7 @@ class AnswerWriter:
         """Take the next event.
 
         Raises:
-            CallRefusedError: INTERNAL, an output could not be run. The service has no field that would tell why.
+            CallRefusedError: INTERNAL, an output failed. The service has no field for the reason.
         """
         kind = message.WhichOneof("event")
         if kind == "accepted":
@@ -52,7 +51,7 @@ class AnswerWriter:
             await self._end(self._complete(message.finished))
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
-        """Without a stream, outputs go out together and in order: callers take the first to come for the first."""
+        """Without a stream, outputs go out together, in order of index: callers rely on it."""
         if complete.index not in self._knows_prompt and (complete.index == 0 or not self._streams):
             self._tell_prompt(complete.index, complete.input_logprobs)
         if self._streams:
@@ -85,7 +84,7 @@ class AnswerWriter:
         await self._send(vllm.GenerateResponse(chunk=chunk))
 
     def _take_prompt(self, prompt: api.Prompt) -> None:
-        """Add tokens of the prompt, each with a log probability but for the first."""
+        """Add tokens of the prompt; all but the first have a log probability."""
         columns = self._prompt
         columns.token_ids.extend(prompt.token_ids)
         if prompt.first_token_index == 0:
@@ -100,7 +99,7 @@ class AnswerWriter:
                 )
 
     def _tell_prompt(self, index: int, columns: vllm.InputLogProbs) -> None:
-        """Put what is known of the prompt into an answer of output ``index``, once for each output."""
+        """Add the prompt to an answer of output ``index``, once."""
         self._knows_prompt.add(index)
         if self._prompt.token_ids:
             columns.CopyFrom(self._prompt)

@@ -1,10 +1,9 @@
-"""What is cached, as VllmEngine's stream of KV events.
+"""The prefix cache as VllmEngine's stream of KV events.
 
-Owns: reading the scheduler's log of changes for one subscriber, and the numbers of the batches.
-Must not know: how blocks are cached, or what a subscriber does with an event.
+Owns: reading the scheduler's log of changes for one subscriber, and the batch numbers. Must not know: how blocks are cached.
 
-A subscription begins with everything that is cached, behind a clearing, and so does whatever follows a restart of scheduler or
-executor, or a subscriber that fell too far behind: a subscriber is never wrong for long, and nothing is kept for it here.
+A subscription begins with a clearing and the whole cache. The same follows a restart, or a subscriber that fell too
+far behind; so nothing is kept for a subscriber here.
 """
 
 import asyncio
@@ -18,13 +17,13 @@ from headway_proto.columns import decode_column
 from headway_proto.operations import CacheChange, CacheChanges, CachePosition
 
 MOST_START = (1 << 63) - 1
-"""Where a subscriber may let the numbers begin: half of what the field of a batch holds is left to count with."""
+"""The highest first number; it leaves half of the field's range."""
 
 _READ_INTERVAL_S = 0.1
 
 
 async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
-    """Batches of events for ever, numbered from ``start`` + 1 on; ``start`` is at most ``MOST_START``."""
+    """Endless batches of events, numbered from ``start`` + 1."""
     position: CachePosition | None = None
     number = start
     while True:
@@ -42,7 +41,7 @@ async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator
 
 
 async def _read(client: SchedulerClient, position: CachePosition | None) -> CacheChanges | None:
-    """The next changes; None while nobody answers or nothing can be cached."""
+    """The next changes; None without an answer or a cache."""
     try:
         return (await client.call_admin("cache", position=position, timeout_s=ANSWER_TIMEOUT_S)).cache
     except SchedulerUnavailableError:

@@ -1,7 +1,6 @@
-"""How busy the engine is, in VllmEngine's figures.
+"""VllmEngine's load figures.
 
-Owns: what each figure is made of, and the rate of output between two questions.
-Must not know: where the scheduler's status comes from, or a clock.
+Owns: their formulas, and the rate of output. Must not know: where the status comes from, a clock.
 """
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -12,7 +11,7 @@ _LEAST_INTERVAL_S = 0.5
 
 
 class OutputRate:
-    """Tokens per second, from a count that grows and the times at which it was read."""
+    """Tokens per second, from readings of a growing count."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -20,9 +19,9 @@ class OutputRate:
         self._rate = 0.0
 
     def read(self, count: int, now: float) -> float:
-        """Take in the count at ``now`` (seconds) and tell the rate since a former reading; 0 at first.
+        """The rate since an earlier reading; 0 at first.
 
-        A count that has fallen is another scheduler's: its rate is told from the next reading on.
+        A smaller count belongs to a new scheduler; the rate starts again.
         """
         if self._read_at is None or count < self._count:
             self._count, self._read_at, self._rate = count, now, 0.0
@@ -33,7 +32,7 @@ class OutputRate:
 
 
 def scheduler_load(status: Status, output_rate: float) -> vllm.SchedulerLoad:
-    """The load of the one rank there is. What the scheduler does not tell (tokens of KV memory) stays 0."""
+    """The load of the only rank. Figures that the scheduler lacks stay 0."""
     used_blocks = status.num_total_blocks - status.num_free_blocks
     return vllm.SchedulerLoad(
         num_running_reqs=status.num_running,

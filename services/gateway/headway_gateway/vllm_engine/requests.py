@@ -1,10 +1,8 @@
-"""A VllmEngine request in the words of ``headway.v1``, and complaints about it in the caller's own.
+"""Translates VllmEngine requests to ``headway.v1``, and refusals back.
 
-Owns: which field becomes which, which are refused, and what the call's metadata adds.
-Must not know: ranges (``validation`` checks what comes out), sockets, tasks.
+Owns: the mapping of fields, which fields are refused, and the call's metadata. Must not know: ranges (see ``validation``).
 
-A field is translated, or it is about the text that the caller makes of the tokens and has no meaning here, or the
-request is refused. Nothing that a caller set is passed over in silence, so neither are fields that newer stubs may add.
+A field is translated, or refused, or has no effect on tokens. No field is ignored silently, not even an unknown one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +55,7 @@ TEXT_SAMPLING_FIELDS = frozenset(
         "grammar_from_first_token",
     }
 )
-"""Accepted, and without effect on the tokens, which are all that goes back."""
+"""Accepted without effect: the answer has tokens only."""
 
 _NO_MEDIA = "media are not served; allowed: text and token ids"
 _NO_TRANSFER = "KV caches do not go from engine to engine; allowed: unset"
@@ -84,14 +82,14 @@ _CALLERS_NAMES = (
     ("prompt", "input"),
     ("tenant", f"metadata {TENANT_METADATA_KEY}"),
 )
-"""Beginnings of our fields' names, and what the caller knows them as."""
+"""Prefixes of our field names, and the caller's names for them."""
 
 
 def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:
-    """Say the same in ``headway.v1``; ranges are left to its own check.
+    """The same request in ``headway.v1``; ranges are checked later.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT with every field that has no equal there.
+        CallRefusedError: INVALID_ARGUMENT with every field that has no equivalent.
     """
     wrong = dict(_refusals(request))
     wrong.update(_metadata_refusals(metadata))
@@ -116,7 +114,7 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
 
 
 def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
-    """The same refusal about the fields that the caller knows."""
+    """The same refusal with the caller's field names."""
     if not refusal.violations:
         return refusal
     renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
@@ -130,7 +128,7 @@ def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
 
 
 def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
-    """What proto3 cannot tell from unset (0 where 0 makes no sense) is left to the default."""
+    """Values that proto3 cannot distinguish from unset become defaults."""
     native = api.SamplingParams(
         min_tokens=given.min_tokens,
         min_p=given.min_p,

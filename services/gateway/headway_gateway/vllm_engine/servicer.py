@@ -1,7 +1,7 @@
-"""The VllmEngine service: every call is told to the parts that serve ``headway.v1`` too.
+"""The VllmEngine service, on the parts that serve ``headway.v1``.
 
-Owns: which call goes where, the requests that may be aborted through this service, and the facts about model and server.
-Must not know: how a generation runs, how fields are translated, how errors are written on the wire.
+Owns: which part answers which call, the requests that may be aborted here, facts about model and server. Must not know:
+how a generation runs.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _MOST_FLUSH_S = 3600.0
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves ``vllm.grpc.engine.VllmEngine`` beside ``headway.v1``, for the same model and scheduler."""
+    """Serves ``vllm.grpc.engine.VllmEngine`` for the same model and scheduler."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model_directory: Path,
         publishes_kv_events: bool,
     ) -> None:
-        """``problem`` tells why this gateway should not be sent requests, None if nothing speaks against it."""
+        """``problem`` tells why not to send requests here; None if there is no reason."""
         self._generation = generation
         self._client = client
         self._problem = problem
@@ -60,7 +60,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_at = 0.0
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Generate ``n`` outputs, as a stream of chunks or each as a whole. See vllm_engine.proto."""
+        """Generate ``n`` outputs, streamed or whole."""
         metadata = _metadata(context)
         self._last_request_at = now().timestamp()
         native = translate(request, metadata)
@@ -76,7 +76,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise in_callers_words(refusal) from refusal
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
-        """End requests that came through this service, with reason ``abort``; ids that are not live are passed over."""
+        """Abort requests of this service; other ids are ignored."""
         tenant = _metadata(context).get(TENANT_METADATA_KEY)
         for request_id in request.request_ids:
             owner = self._tenants_by_live_id.get(request_id)
@@ -85,10 +85,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
-        """Whether to send requests here; as ``grpc.health.v1`` has it, with the reason.
+        """Whether to send requests here, with the reason.
 
-        UNAVAILABLE while nobody could say what is served either: smg takes in an engine that answers, asks it for its model
-        once, and where there is none as yet, never sends it anything.
+        UNAVAILABLE until a model is known: smg asks a responding engine for its model only once.
         """
         problem = self._problem()
         if problem is not None and not self._client.can_serve:
@@ -127,7 +126,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802
-        """The scheduler's figures, which are those of all its gateways."""
+        """The scheduler's figures, for all its gateways."""
         status = await self._status(context)
         rate = self._output_rate.read(status.num_output_tokens, time.monotonic())
         return vllm.GetLoadsResponse(
@@ -142,7 +141,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files, so that the caller can tokenise by itself."""
+        """The tokenizer's files."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.create_task(asyncio.to_thread(tokenizer_archive, self._model_directory))
         archive = await asyncio.shield(self._archive)  # Others wait for it too.
@@ -156,7 +155,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Drop what is cached and not in use; a success if nothing is left within ``timeout_s``. Nobody is preempted."""
+        """Drop unused cached blocks; succeeds if none is left within ``timeout_s``. Preempts nothing."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
             raise invalid_argument(
                 "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"
@@ -184,7 +183,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: common_pb2.SubscribeKvEventsRequest,
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """What is cached and every change of it, where the operator lets it be told: it has the tokens of prompts in it."""
+        """The cache and its changes, if the operator allows it: they contain the tokens of prompts."""
         if not self._publishes_kv_events:
             raise _unimplemented("what is cached is not published; allowed: after --kv-events")
         start = request.start_sequence_number
@@ -195,7 +194,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @contextmanager
     def _abortable(self, request_id: str, tenant: str) -> Iterator[None]:
-        """Let ``Abort`` find the request while it lives. A second one with its id is refused elsewhere."""
+        """Let ``Abort`` find the request while it lives."""
         if not request_id or request_id in self._tenants_by_live_id:
             yield
             return
@@ -223,12 +222,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 def _metadata(context: Context) -> dict[str, str]:
-    """The call's metadata; of a key that comes several times, the last value."""
+    """The call's metadata; the last value of each key."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _model_config(directory: Path) -> dict[str, Any]:
-    """What the checkpoint's config.json says of the model's kind and its special tokens."""
+    """Model type and special tokens from config.json."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

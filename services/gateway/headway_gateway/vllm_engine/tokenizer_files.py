@@ -1,7 +1,6 @@
-"""The files of a checkpoint that a caller needs to tokenise and to render chats as the gateway would, as one archive.
+"""The files that a caller needs to tokenise and to render chats, as one archive.
 
-Owns: which files those are, the archive, and cutting it into messages.
-Must not know: what is in the files.
+Owns: the list of files, the archive, its pieces. Must not know: their contents.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ class TokenizerArchive(msgspec.Struct, frozen=True):
     sha256: str
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The archive in pieces, in order; the last carries the digest."""
+        """The archive in pieces; the last carries the digest."""
         size = len(self.data)
         for start in range(0, size, _CHUNK_BYTES):
             end = min(start + _CHUNK_BYTES, size)
@@ -45,7 +44,7 @@ class TokenizerArchive(msgspec.Struct, frozen=True):
 
 
 def tokenizer_archive(directory: Path) -> TokenizerArchive:
-    """Pack the tokenizer's files of a model directory. Takes as long as it takes to read and deflate them.
+    """Pack the tokenizer's files of a model directory. Slow.
 
     Raises:
         OSError: a file cannot be read.

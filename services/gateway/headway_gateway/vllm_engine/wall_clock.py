@@ -1,6 +1,6 @@
-"""The date, which some of VllmEngine's answers carry. Nothing is decided by it.
+"""The date in some of VllmEngine's answers; nothing depends on it.
 
-Owns: the one look at the wall clock. Must not know: who tells it.
+Owns: the wall clock. Must not know: its readers.
 """
 
 from datetime import UTC, datetime
