@@ -1,10 +1,8 @@
 """Columns: how a numpy array of 32-bit numbers travels inside a message.
 
-Owns: the byte layout of a column (little-endian int32 or float32, no header) and of a column group (each column whole, one after
-another). Must not know: what the columns mean.
+Owns: the bytes of a column (little-endian int32 or float32) and of a column group. Must not know: what columns mean.
 
-A column group of k columns over n entries is ``4 * k * n`` bytes: all of column 0, then all of column 1, and so on, so
-that a receiver gets every column as a contiguous view without copying.
+A group of k columns with n entries is ``4 * k * n`` bytes, column after column, so each is a view without a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +20,7 @@ EMPTY_COLUMN = np.empty(0, dtype=INT32)
 
 
 def encode_column(values: NDArray[np.integer] | Sequence[int]) -> bytes:
-    """Encode integers, shape ``[n]``, as ``4 * n`` little-endian bytes."""
+    """Encode integers, shape ``[n]``, as ``4 * n`` bytes."""
     return np.asarray(values, dtype=INT32).tobytes()
 
 
@@ -30,18 +28,18 @@ def decode_column(data: bytes) -> Int32Array:
     """View ``data`` as a read-only int32 column, shape ``[n]``.
 
     Raises:
-        ValueError: the length is not a multiple of four.
+        ValueError: the length is not a multiple of 4.
     """
     return np.frombuffer(data, dtype=INT32)
 
 
 def encode_columns(columns: Iterable[NDArray[np.integer]]) -> bytes:
-    """Encode equally long integer columns as one column group."""
+    """Encode equally long integer columns as one group."""
     return b"".join([column.astype(INT32, copy=False).tobytes() for column in columns])
 
 
 def decode_columns(data: bytes, num_columns: int) -> Int32Array:
-    """View ``data`` as a column group, shape ``[num_columns, n]``, read-only.
+    """View ``data`` as a read-only group, shape ``[num_columns, n]``.
 
     Raises:
         ValueError: the length is not a multiple of ``4 * num_columns``.
@@ -50,7 +48,7 @@ def decode_columns(data: bytes, num_columns: int) -> Int32Array:
 
 
 def encode_floats(values: NDArray[np.floating] | Sequence[float]) -> bytes:
-    """Encode numbers, shape ``[n]``, as ``4 * n`` bytes of little-endian float32."""
+    """Encode numbers, shape ``[n]``, as ``4 * n`` bytes."""
     return np.asarray(values, dtype=FLOAT32).tobytes()
 
 
@@ -58,6 +56,6 @@ def decode_floats(data: bytes) -> Float32Array:
     """View ``data`` as a read-only float32 column, shape ``[n]``.
 
     Raises:
-        ValueError: the length is not a multiple of four.
+        ValueError: the length is not a multiple of 4.
     """
     return np.frombuffer(data, dtype=FLOAT32)

@@ -1,14 +1,12 @@
-"""The envelope of every ZeroMQ message: magic, version, kind, epoch, sequence number, length, CRC32.
+"""The envelope of every ZeroMQ message.
 
-Owns: the 24-byte header and the msgspec encoding of the body behind it, and the refusal of anything malformed.
+Owns: the 24-byte header, the msgspec encoding of the body, and the refusal of malformed frames.
 Must not know: what a kind means, or which socket carries it.
 
 Layout, little-endian: ``magic 2s | version u8 | kind u8 | epoch u32 | sequence u64 | length u32 | crc32 u32``, then
-``length`` bytes of MessagePack. The CRC covers the first 20 bytes of the header and the body. A checksum is needed
-because more than a quarter of randomly damaged MessagePack frames still decode.
-
-``epoch`` numbers one life of a link; what it counts is the protocol's affair. ``sequence`` numbers the frames that one
-sender wrote within one epoch, from 0 without gaps, so that a receiver notices loss, duplication and reordering.
+``length`` bytes of MessagePack. The CRC covers the first 20 bytes and the body: more than a quarter of randomly
+damaged MessagePack frames still decode. ``epoch`` numbers one life of a link; ``sequence`` counts a sender's frames
+within it from 0, without gaps.
 """
 
 import struct
@@ -27,11 +25,11 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
 class FramingError(ValueError):
-    """A frame that must not be used; the message says why in one line."""
+    """A frame that must not be used; one line."""
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One received message: its envelope and its decoded body."""
+    """One received message."""
 
     kind: int
     epoch: int
@@ -40,10 +38,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameWriter:
-    """Numbers and encodes the frames of one sender on one link.
-
-    ``kinds`` maps each message type that may be sent to its kind byte.
-    """
+    """Numbers and encodes one sender's frames. ``kinds`` gives each message type its kind byte."""
 
     def __init__(self, kinds: Mapping[type, int], epoch: int = 0) -> None:
         self._kinds = dict(kinds)
@@ -68,10 +63,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Checks and decodes frames. Stateless about order: the protocol's state machine judges epoch and sequence.
-
-    ``bodies`` maps each kind byte that may arrive to the message type behind it.
-    """
+    """Checks and decodes frames in any order. ``bodies`` gives each kind byte its message type."""
 
     def __init__(self, bodies: Mapping[int, type[msgspec.Struct]], max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoders: dict[int, msgspec.msgpack.Decoder[msgspec.Struct]] = {

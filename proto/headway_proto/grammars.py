@@ -1,14 +1,11 @@
-"""What a constraint means: its grammar, and which tokens continue an output that follows it.
+"""What a constraint means: its grammar, and which tokens may continue an output.
 
-Owns: the one library behind it (llguidance), the dialects that are accepted, and the limits on what a grammar may cost.
-Must not know: which numbers the library rounds (``schema_numbers``), requests, rows, where a constraint came from, or how a token is drawn.
+Owns: the library behind it (llguidance), the accepted dialects, the limits of cost.
+Must not know: which numbers the library rounds (``schema_numbers``), requests, rows.
 
-The gateway compiles a constraint to judge it, the executor to follow it. Both do it here, so that what the one lets pass
-the other can run. A scheduler never does: it needs neither this module nor the library.
-
-Costs are bounded by counted work, not by time, so that a verdict is the same on every machine. (What the library does
-not count is ``multipleOf``, for which it builds an automaton of as many states; here it is.) Outputs are compact:
-between the tokens of JSON there is one space or none, or a model that is fond of white space would never end.
+Gateway and executor both compile here, so what one accepts the other can run. Costs are bounded by counted work, not
+by time, so every machine gives the same verdict. (The library does not count the automaton of ``multipleOf``; here it
+is counted.) JSON has at most one space between tokens: a model could emit white space for ever.
 """
 
 import json
@@ -39,39 +36,39 @@ _MOST_COMMON_MULTIPLE = 10_000
 
 _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 _JSON_OVERRIDES: Any = {"lenient": False}
-"""A keyword that the library does not know is an error, whatever the schema asks for."""
+"""An unknown keyword is an error, whatever the schema asks for."""
 
 _SCHEMA_WITHIN = re.compile(r"%json\s*")
 _DEAD_END = "NoExtension"
-"""How the library's error begins where no token is left."""
+"""Begins the library's error when no token is left."""
 
 Mask = NDArray[np.int32]
 
 
 class ConstraintError(ValueError):
-    """A constraint that cannot be followed, or an output that does not follow it; the message is one line."""
+    """A constraint that cannot be compiled, or an output that violates it; one line."""
 
 
 class TokenizerUnusableError(ValueError):
-    """A tokenizer that the library cannot match against; the message is one line."""
+    """The library cannot use this tokenizer; one line."""
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """How many int32 words hold one bit for each of ``vocab_size`` tokens."""
+    """How many int32 words hold one bit per token."""
     return -(-vocab_size // _WORD_BITS)
 
 
 class Matcher:
-    """How far one output has come in its grammar. Not for two threads at once; the lock of the interpreter is let go."""
+    """The position of one output in its grammar. Not thread-safe; releases the interpreter lock."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by ``token_ids``.
+        """Advance by ``token_ids``.
 
         Raises:
-            ConstraintError: they do not follow the grammar, or it has become too complex; the matcher is of no use then.
+            ConstraintError: they violate the grammar, or it has become too complex; the matcher is unusable then.
         """
         matcher = self._matcher
         if matcher.is_stopped() and not matcher.is_error():
@@ -82,14 +79,12 @@ class Matcher:
             raise ConstraintError(f"the output does not follow its constraint: {_reason(matcher.get_error())}")
 
     def fill_mask(self, words: Mask) -> int:
-        """Set the bit of every token that may come next, and clear the others.
+        """Set the bit of every token that may come next, and clear the others; return that token if it is the only one, else -1.
 
-        Returns the token, if it is a single one, else -1. Much of what a schema asks for leaves no choice.
-
-        ``words`` int32, contiguous, ``num_mask_words(vocab_size)`` of them; bit ``i % 32`` of word ``i // 32`` is token i.
+        ``words``: int32, contiguous, ``num_mask_words(vocab_size)``; bit ``i % 32`` of word ``i // 32`` is token i.
 
         Raises:
-            ConstraintError: no token may, or finding them costs too much.
+            ConstraintError: no token may come next, or the search costs too much.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         error = self._matcher.get_error()
@@ -105,7 +100,7 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled constraint, from which any number of outputs begin."""
+    """A compiled constraint, for any number of outputs."""
 
     def __init__(self, beginning: LLMatcher) -> None:
         self._beginning = beginning
@@ -119,7 +114,7 @@ class GrammarCompiler:
     """Compiles constraints for one tokenizer."""
 
     def __init__(self, tokenizer: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``tokenizer`` is the text of a tokenizer.json; ``vocab_size`` the width of the logits, which may exceed it.
+        """``tokenizer`` is the text of tokenizer.json; ``vocab_size`` the width of the logits.
 
         Raises:
             TokenizerUnusableError: the library cannot use it, or no token ends an output.
@@ -141,10 +136,10 @@ class GrammarCompiler:
         )
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Compile.
+        """Compile a constraint.
 
         Raises:
-            ConstraintError: it is no constraint of its kind, asks for what the library does not know, or costs too much.
+            ConstraintError: malformed, unsupported, or too costly.
         """
         grammar = _grammar_of(constraint)
         try:
@@ -200,12 +195,12 @@ def _json_grammar(schema: Any) -> str:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether it is what a fault of the library becomes, which is not an ``Exception``."""
+    """Whether a panic of the library, which is no ``Exception``."""
     return type(error).__name__ == "PanicException"
 
 
 def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
-    """The JSON schemas in a Lark grammar: their texts, and what they say."""
+    """The JSON schemas in a Lark grammar, as text and as objects."""
     for found in _SCHEMA_WITHIN.finditer(grammar):
         begin = found.end()
         with suppress(ValueError, RecursionError):  # The library will tell.
@@ -222,7 +217,7 @@ def _check_numbers(text: str, schema: Any) -> None:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Refuse what would take as many states as the least number that all ``multipleOf`` divide, in their finest unit."""
+    """Refuse if the least common multiple of all ``multipleOf``, in their finest unit, needs too many states."""
     found = {Fraction(str(value)) for value in _values_of(schema, "multipleOf") if _is_divisor(value)}
     unit = math.lcm(*(value.denominator for value in found))
     common = math.lcm(*(int(value * unit) for value in found))
@@ -233,7 +228,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _is_divisor(value: Any) -> bool:
-    """Whether ``value`` is a number that the library would divide by; what else it is, is for the library to refuse."""
+    """Whether the library would divide by ``value``; it refuses other values itself."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
@@ -265,6 +260,6 @@ def _no_number(text: str) -> Any:
 
 
 def _reason(message: str) -> str:
-    """The library's own words, on one line and not for ever."""
+    """The library's words, on one line, cut."""
     words = " ".join(message.replace("<non-verbose/>", "").split())
     return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

@@ -1,26 +1,20 @@
 """The ingress protocol between gateway and scheduler: token ids in, tokens out.
 
-Owns: the messages and the order in which they may come.
-Must not know: text, blocks, rows, or how either side keeps its state.
+Owns: its messages and their order. Must not know: text, blocks, rows, state.
 
-A gateway names each of its live sequences by a **handle**, an integer that it never uses twice in one life. One client
-request is ``n`` sequences, so it may be several handles.
+A gateway names each live sequence by a **handle**, never used twice in one life. A request is ``n`` sequences.
 
-Links and lives:
+1. A gateway sends ``GatewayHello`` (epoch 0) until ``SchedulerHello`` answers. That frame's epoch, drawn by the
+   scheduler, is the link's; both sides number their frames from 0 in it. Frames of other epochs are ignored.
+2. A damaged frame or a gap ends the link: the gateway says hello with ``link`` + 1 and gets a new epoch. It submits
+   again all sequences that it still wants, as prompt + tokens received; the scheduler forgets the old link's
+   sequences. So nothing is lost or repeated, and a restarted scheduler needs no case of its own.
+3. Each ``Submit`` is answered with tokens or one ``Rejected``. A sequence ends with one ``Finished``. After ``Abort``
+   the gateway ignores what still arrives.
+4. ``GatewayHeartbeat.received`` acknowledges frames. With ``MAX_UNACKNOWLEDGED_FRAMES`` outstanding, the scheduler
+   holds tokens back. More than ``SchedulerHello.submit_credits`` unfinished sequences are ``Rejected``.
 
-1. A gateway says ``GatewayHello`` (epoch 0 frames) until the scheduler answers ``SchedulerHello``, whose frame opens
-   the link: its frame epoch is a number the scheduler draws for this link, and both sides number their frames from 0
-   under it, without gaps. Anything of another epoch is ignored.
-2. Either side that sees a damaged frame or a gap drops the link: the gateway says hello again with ``link`` + 1, the
-   scheduler answers with a new epoch. On a new link the gateway submits again every sequence it still wants; the
-   scheduler forgets the sequences of the old link and frees their blocks. A resubmitted sequence is prompt + tokens
-   received so far, with ``num_prompt_tokens`` telling where the output begins. So nothing is lost and nothing repeats,
-   and a restarted scheduler (another ``incarnation``) needs no case of its own.
-3. The scheduler answers each ``Submit`` with its tokens or with one ``Rejected``. A sequence ends with one
-   ``Finished``, which the gateway need not acknowledge; after ``Abort`` the gateway ignores what still arrives.
-4. Flow control: ``GatewayHeartbeat.received`` acknowledges frames; when ``MAX_UNACKNOWLEDGED_FRAMES`` are outstanding,
-   the scheduler sends no more tokens to that gateway until some are acknowledged, and then catches up.
-   A gateway may have ``SchedulerHello.submit_credits`` sequences unfinished; more are ``Rejected``.
+Operators' messages (``operations``) travel in the same frames.
 """
 
 import msgspec
@@ -31,7 +25,7 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 MAX_REQUEST_TOKENS = 4_000_000
-"""Prompt and output of a sequence: what a scheduler takes in one frame, with room for the rest of the message."""
+"""Prompt and output of a sequence; fits into one frame."""
 MAX_UNACKNOWLEDGED_FRAMES = 4096
 ACKNOWLEDGE_EVERY_FRAMES = 256
 HEARTBEAT_INTERVAL_S = 0.25
@@ -55,7 +49,7 @@ REJECT_UNSUPPORTED = "unsupported"
 
 
 class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
-    """Opens or reopens a link. ``incarnation`` is random, one per gateway life; ``link`` counts links within it."""
+    """Opens a link. ``incarnation`` is random, one per gateway life; ``link`` counts its links."""
 
     incarnation: int
     link: int
@@ -64,13 +58,11 @@ class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate.
 
-    ``token_ids`` (int32 column): prompt, then output the gateway already holds; the first ``num_prompt_tokens`` are
-    prompt. ``max_tokens`` counts output tokens, those already held included. ``sampling.stop_token_ids`` and, unless
-    ``ignore_eos``, the model's own end-of-sequence ids end the sequence; the one that did is its last token.
-    ``request_id`` is the public one; ``index`` tells the continuations of a request apart. ``traceparent`` (W3C) is empty
-    where nobody traces the request. ``has_run``: it started on a link that is gone, so that it is owed its end, and it is no
-    longer ended because its first token is late. ``num_prompt_logprobs``: of how many prompt tokens, from the second on, the
-    gateway holds what ``sampling.prompt_logprobs`` asks for; the others are owed.
+    ``token_ids`` (int32 column): prompt, then output already received; ``num_prompt_tokens`` divides them. ``max_tokens``
+    counts all output. ``sampling.stop_token_ids``, and the model's own unless ``ignore_eos``, end the sequence as its last
+    token. ``index`` numbers the continuations of ``request_id``. ``traceparent`` (W3C) may be empty. ``has_run``: it
+    started on an earlier link, so it must get an end, and a late first token no longer ends it. ``num_prompt_logprobs``:
+    prompt tokens, from the second on, whose log probabilities have arrived.
     """
 
     handle: int
@@ -91,19 +83,19 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """Sequences nobody wants any more. ``handles`` is an int32 column; unknown ones are ignored."""
+    """Sequences to end. ``handles`` is an int32 column; unknown ones are ignored."""
 
     handles: bytes
 
 
 class GatewayHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life; ``received`` frames of this link have been taken in."""
+    """Sign of life, after ``received`` frames of this link."""
 
     received: int
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the connected executor serves and what fits into it."""
+    """What the executor serves."""
 
     name: str
     fingerprint: str
@@ -114,15 +106,13 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_request_tokens: int
-    """The most tokens (prompt + output) that fit the KV pool, at most ``max_model_len``."""
+    """The most tokens (prompt + output) that fit the KV pool."""
     supports_prompt_logprobs: bool = False
-    """Whether it reports log probabilities of prompts."""
     supports_constraints: bool = False
-    """Whether outputs may be constrained."""
 
 
 class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
-    """Opens a link (see above); ``gateway_incarnation`` and ``link`` repeat what is answered."""
+    """Opens a link; ``gateway_incarnation`` and ``link`` repeat the gateway's."""
 
     incarnation: int
     gateway_incarnation: int
@@ -133,7 +123,7 @@ class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the scheduler is. ``kv_cache_usage``: share of the blocks in use, 0 to 1; ``max_running`` rows at most."""
+    """The scheduler's load. ``kv_cache_usage``: share of blocks in use, 0 to 1; ``max_running``: rows."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -142,10 +132,9 @@ class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Heartbeat of the scheduler, and news: ``model`` is None until an executor has been seen.
+    """Heartbeat and news. ``model`` is None before the first executor.
 
-    ``state`` is one of ``STATE_*``. ``num_steps`` grows while work is done, so that health can be judged by progress;
-    ``num_unfinished`` sequences are waiting or running.
+    ``state`` is one of ``STATE_*``; ``num_steps`` shows progress; ``num_unfinished`` sequences wait or run.
     """
 
     model: ModelInfo | None
@@ -162,14 +151,14 @@ STATE_DRAINING = "draining"
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence runs for the first time; ``num_cached_tokens`` of it came from the prefix cache."""
+    """A sequence first runs, with ``num_cached_tokens`` from the prefix cache."""
 
     handle: int
     num_cached_tokens: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of output token ``index`` of a sequence, and the most likely alternatives, best first."""
+    """Log probabilities of output token ``index`` and of the best alternatives."""
 
     handle: int
     index: int
@@ -179,18 +168,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of tokens of a sequence's prompt."""
+    """Log probabilities of prompt tokens."""
 
     handle: int
     values: PromptLogprobColumns
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sequence ended. Times in milliseconds, counted from the sequence's arrival at the scheduler.
+    """A sequence ended. Times in milliseconds since its arrival at the scheduler.
 
-    ``stop_token_id`` is the token that ended it, -1 if none did. ``num_output_tokens`` includes tokens held at submit.
-    ``ttft_ms`` is 0 where there was no token. ``total_ms`` until its end. ``*_device_ms``: what the steps took on the device
-    between its first step, its first token and its end; all steps, whoever else was in them.
+    ``stop_token_id`` ended it, or -1. ``num_output_tokens`` counts all output. ``ttft_ms`` is 0 without a token.
+    ``*_device_ms``: device time of all steps until its first token, and from there to its end.
     """
 
     handle: int
@@ -207,11 +195,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """All that one step brought one gateway, in this order: admissions, tokens, ends.
+    """All that one step brought one gateway, in order: admissions, tokens, ends.
 
-    ``columns`` is a column group (handle, index, token id): output token ``index`` of sequence ``handle``. A handle
-    may occur several times, its indices ascending. ``prompt_logprobs`` come before the tokens: of each sequence all, in order
-    of position and none twice on one link, with its first token at the latest.
+    ``columns`` is a column group (handle, index, token id), indices of a handle ascending. ``prompt_logprobs`` come in
+    order of position, each once per link, at the latest with the first token.
     """
 
     admitted: tuple[Admitted, ...] = ()
@@ -222,7 +209,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sequence that was not taken. ``retry_after_ms`` is 0 where trying again does not help."""
+    """A sequence that was refused. ``retry_after_ms`` is 0 if another attempt is useless."""
 
     handle: int
     reason: str
@@ -248,20 +235,20 @@ _TO_GATEWAY: dict[type[msgspec.Struct], int] = {
 
 
 def gateway_frame_writer() -> FrameWriter:
-    """A writer of what a gateway sends."""
+    """For a gateway to send."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def gateway_frame_reader() -> FrameReader:
-    """A reader of what a gateway receives."""
+    """For a gateway to receive."""
     return FrameReader({kind: body for body, kind in _TO_GATEWAY.items()})
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """A writer of what a scheduler sends to one gateway."""
+    """For a scheduler to send."""
     return FrameWriter(_TO_GATEWAY)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """A reader of what a scheduler receives from gateways."""
+    """For a scheduler to receive."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})

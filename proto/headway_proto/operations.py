@@ -1,17 +1,16 @@
-"""What operators ask of the scheduler and what it answers, through a gateway: status, requests, cache, pins, flight log.
+"""Operators' calls to the scheduler and its answers: status, requests, cache, pins, flight log.
 
-Owns: those messages; they travel inside the ingress protocol (``ingress``), as ``AdminCall`` and ``AdminReply``.
-Must not know: who asks, or how an answer is worked out.
+Owns: these messages, which travel through a gateway in ``ingress`` frames. Must not know: how answers are made.
 """
 
 import msgspec
 
 MAX_FLIGHT_LOG_PIECE_BYTES = 1 << 17
-"""Of a flight log in one answer: the scheduler reads them between two steps."""
+"""Limits what the scheduler reads between two steps."""
 
 
 class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A prefix that shall stay cached: ``token_ids`` (int32 column), for requests of ``tenant`` where tenants are apart."""
+    """A prefix to keep cached: ``token_ids`` (int32 column), for ``tenant`` if tenants are separate."""
 
     name: str
     tenant: str = ""
@@ -19,7 +18,7 @@ class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class CachePosition(msgspec.Struct, frozen=True, array_like=True):
-    """How far a reader has come: entry ``index`` of the log of one cache's ``life``."""
+    """A reader's position: entry ``index`` of the log of one cache's ``life``."""
 
     life: int
     index: int
@@ -28,8 +27,8 @@ class CachePosition(msgspec.Struct, frozen=True, array_like=True):
 class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What to read of the flight log.
 
-    ``life`` 0: what has happened so far is to be written, and how much that is to be told. ``mark`` above 0: which files
-    there are, once so much is written. Otherwise a piece of a file, from byte ``offset`` on.
+    ``life`` 0: write everything so far, and return how much. ``mark`` above 0: list the files once so much is written.
+    Otherwise: a piece of a file from byte ``offset``.
     """
 
     life: int = 0
@@ -42,9 +41,8 @@ class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     """An operator's call.
 
-    ``method`` is one of status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log.
-    ``prefix`` is what to pin; for unpin its name suffices. ``position`` is where to go on reading the changes of the cache,
-    ``place`` where to read the flight log.
+    ``method``: status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log. ``prefix``
+    is for pins, ``position`` for cache, ``place`` for flight_log.
     """
 
     call_id: int
@@ -56,7 +54,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of the ``count`` values of the last minute, in milliseconds; 0 where there are none."""
+    """Over the ``count`` values of the last minute."""
 
     count: int = 0
     p50_ms: float = 0.0
@@ -65,7 +63,7 @@ class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How often requests lost their row for ``reason``; ``mode`` is recompute or swap."""
+    """Preemptions by ``mode`` (recompute or swap) and ``reason``."""
 
     mode: str
     reason: str
@@ -73,21 +71,21 @@ class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class WastedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Tokens that were computed for nothing, by reason: recompute, new_epoch or surplus."""
+    """Tokens computed in vain, by reason: recompute, new_epoch, surplus."""
 
     reason: str
     count: int
 
 
 class EndCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How many requests ended for ``reason``."""
+    """Ended requests by ``reason``."""
 
     reason: str
     count: int
 
 
 class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What has been learned of step times; ``relative_error`` is the mean of the latest steps. Seconds, per unit."""
+    """The learned step times, in seconds per unit; ``relative_error`` is the recent mean."""
 
     num_observed: int
     num_shifts: int
@@ -102,7 +100,7 @@ class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=T
 
 
 class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Predicted less actual output tokens, as sums over ``count`` ended requests."""
+    """Predicted minus actual output tokens, summed over ``count`` ended requests."""
 
     count: int
     sum_absolute: int
@@ -111,7 +109,7 @@ class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only
 
 
 class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The connected executor. ``age_s`` since it joined; ``last_step_age_s`` is -1 before its first answer."""
+    """The connected executor. ``last_step_age_s`` is -1 before its first answer."""
 
     backend: str
     model_name: str
@@ -123,7 +121,7 @@ class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Which policies are in force."""
+    """The policies in use."""
 
     order: str
     batching: str
@@ -132,7 +130,7 @@ class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a tenant has now and has got since it was first heard of. ``counter``: under the order ``fair``."""
+    """A tenant's requests now and its tokens so far. ``counter``: with the order ``fair``."""
 
     tenant: str
     num_running: int
@@ -204,7 +202,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Tokens that a tenant's requests brought, and those of them that were cached."""
+    """A tenant's prompt tokens, and how many were cached."""
 
     tenant: str
     num_query_tokens: int
@@ -212,9 +210,9 @@ class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A pin. ``num_blocks`` blocks hold it when it is cached whole, ``num_resident_blocks`` do now.
+    """A pin: ``num_blocks`` in all, ``num_resident_blocks`` cached now.
 
-    ``num_blocks`` is 0 while the executor is too small for the pin.
+    ``num_blocks`` is 0 while the executor is too small.
     """
 
     name: str
@@ -225,7 +223,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One live sequence, for operators. ``state`` is waiting, running or preempted."""
+    """One live sequence. ``state``: waiting, running or preempted."""
 
     request_id: str
     index: int
@@ -241,10 +239,10 @@ class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
-    """``num_blocks`` blocks, numbered from ``first`` on, were stored or removed; without any, all are gone.
+    """``num_blocks`` blocks, numbered from ``first``, were stored or removed; 0 means that all are gone.
 
-    Stored ones hold ``token_ids`` (int32 column) behind block ``parent`` (0: they begin prompts of ``scope``); removed ones
-    name none. A block's number is never used again in one life of the cache.
+    Stored blocks hold ``token_ids`` (int32 column) behind block ``parent`` (0: prompts of ``scope`` begin with them);
+    removed ones have none. One life of the cache uses a number once.
     """
 
     first: int
@@ -255,7 +253,7 @@ class CacheChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Changes in order; ``position`` is where to go on, at once if there are ``more``."""
+    """Changes in order; continue at ``position``, at once if there are ``more``."""
 
     position: CachePosition
     block_size: int
@@ -264,7 +262,7 @@ class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class FlightLogFile(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A segment, or the checkpoint in which it begins, and its size."""
+    """A segment or its checkpoint."""
 
     segment: int
     is_checkpoint: bool
@@ -272,9 +270,9 @@ class FlightLogFile(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What was asked for by a ``FlightLogPlace``.
+    """The answer to a ``FlightLogPlace``.
 
-    ``files`` is empty while less than ``mark`` is written. ``is_gone``: the file, or the whole life, is no longer there.
+    ``files`` is empty until ``mark`` is written. ``is_gone``: the file or the life no longer exists.
     """
 
     life: int
@@ -285,7 +283,7 @@ class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The answer to an ``AdminCall``: what was asked for, or ``error`` ("not found")."""
+    """The answer to an ``AdminCall``, or ``error`` ("not found")."""
 
     call_id: int
     status: Status | None = None

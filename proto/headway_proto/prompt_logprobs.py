@@ -1,8 +1,8 @@
-"""Log probabilities of a prompt's own tokens, as columns: how they travel on both ZeroMQ protocols.
+"""Log probabilities of a prompt's tokens as columns, for both ZeroMQ protocols.
 
-Owns: their layout, and cutting off what somebody has already. Must not know: how they are computed, or for whom.
+Owns: their layout. Must not know: how they are computed.
 
-The first token of a prompt has none. Those of ``n`` positions take ``4 * n`` bytes, and ``8 * n`` more for each alternative.
+The first token has none. A position takes 4 bytes, and 8 more for each alternative.
 """
 
 from typing import Self
@@ -13,10 +13,10 @@ from headway_proto.columns import FLOAT32, INT32, Float32Array, Int32Array, deco
 
 
 class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Of the tokens at positions ``first_position`` and following.
+    """For the tokens from ``first_position`` on.
 
-    ``logprobs`` is a float32 column with a value for each position. ``top_token_ids`` (int32) and ``top_logprobs`` (float32)
-    hold its most likely tokens, best first, position after position, as many for each.
+    ``logprobs`` is a float32 column with one value per position. ``top_token_ids`` (int32) and ``top_logprobs`` (float32)
+    hold the same number of most likely tokens for each position, best first.
     """
 
     first_position: int
@@ -40,7 +40,7 @@ class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
         return self.first_position + self.num_positions
 
     def problem(self) -> str | None:
-        """What is wrong with the lengths of the columns, in one line; None if nothing is."""
+        """The fault in the columns' lengths, in one line; None if there is none."""
         if len(self.logprobs) % FLOAT32.itemsize or len(self.top_token_ids) != len(self.top_logprobs):
             return f"{len(self.logprobs)}, {len(self.top_token_ids)} and {len(self.top_logprobs)} bytes are not the columns"
         if len(self.top_token_ids) != self.num_alternatives * len(self.logprobs):
@@ -48,13 +48,13 @@ class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
         return None
 
     def values(self) -> tuple[Float32Array, Int32Array, Float32Array]:
-        """Log probabilities, shape ``[n]``; alternatives' ids and theirs, shape ``[n, alternatives]``."""
+        """Log probabilities, shape ``[n]``; alternatives' ids and values, shape ``[n, alternatives]``."""
         shape = (self.num_positions, self.num_alternatives)
         ids, tops = decode_column(self.top_token_ids), decode_floats(self.top_logprobs)
         return decode_floats(self.logprobs), ids.reshape(shape), tops.reshape(shape)
 
     def behind(self, position: int) -> Self:
-        """What of this is at ``position`` and following."""
+        """The part from ``position`` on."""
         num_known = min(max(position - self.first_position, 0), self.num_positions)
         if not num_known:
             return self

@@ -1,10 +1,11 @@
-"""How one request's tokens are drawn: the parameters that travel on both ZeroMQ protocols.
+"""The sampling parameters that travel on both ZeroMQ protocols.
 
-Owns: the sampling fields, their neutral values and their allowed ranges.
-Must not know: how sampling is computed, or where a request came from.
+Owns: their neutral values and allowed ranges. Must not know: how sampling is computed.
 """
 
 import math
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,10 +23,10 @@ MAX_CONSTRAINT_BYTES = 1 << 16
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What an output must be, from its first token to its last.
+    """What the whole output must match.
 
     ``text`` is a JSON schema, nothing (``JSON_OBJECT``: any object), a regular expression, a grammar, or a JSON list of
-    texts of which the output is one. ``headway_proto.grammars`` says what is accepted.
+    texts. See ``headway_proto.grammars``.
     """
 
     kind: str
@@ -35,16 +36,12 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one request; every default is neutral.
 
-    A temperature of 0 is greedy. ``top_k`` 0 keeps every token. ``logprobs`` is the number of most likely alternatives
-    to report beside each sampled token (0: the sampled token's own only); ``NO_LOGPROBS`` reports nothing. Log
-    probabilities are those of the model's raw distribution, before temperature, penalties, bias and truncation.
-    ``min_tokens`` counts output tokens; until it is reached the ids in ``stop_token_ids`` cannot be drawn.
-    Penalties follow the usual definitions: repetition over prompt and output (divide positive logits, multiply negative
-    ones), presence and frequency over output only (subtract). The generator is keyed by ``seed`` (an unsigned 64-bit
-    integer) and the position of the drawn token in its sequence. ``prompt_logprobs`` asks for the same of the prompt's own
-    tokens, from the second on: so many alternatives beside each; ``NO_LOGPROBS`` for nothing.
-    Under a ``constraint`` only tokens are drawn that it allows; when it is fulfilled, only the model's own end-of-sequence
-    tokens are. The mask comes after penalties and bias, so top-k, top-p and min-p choose among what is allowed.
+    Temperature 0 is greedy. ``top_k`` 0 keeps every token. ``logprobs``: alternatives reported per sampled token (0: only
+    its own); log probabilities are of the raw distribution. ``prompt_logprobs``: the same for the prompt from its second
+    token on. ``min_tokens`` counts output tokens; before, ``stop_token_ids`` cannot be drawn. Penalties: repetition over
+    prompt and output (divide positive logits, multiply negative ones), presence and frequency over output (subtract). The
+    generator is keyed by ``seed`` (unsigned 64-bit) and the token's position. A ``constraint``'s mask comes after
+    penalties and bias; once it is fulfilled, only end-of-sequence tokens are drawn.
     """
 
     temperature: float = 1.0
@@ -66,15 +63,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str]]:
     """List every field outside its range as ``(field, what is wrong and what is allowed)``.
 
-    ``vocab_size`` is the width of the model's logits. Both the gateway and the scheduler call this: a limit that is
-    checked in one front end and not in the other is how one request takes down an engine.
+    ``vocab_size`` is the width of the logits. Gateway and scheduler both call this.
     """
-    found: list[tuple[str, str]] = []
+    checks = (*_checks_of_numbers(sampling), *_checks_of_tokens(sampling, vocab_size))
+    found = [
+        (field, f"{value!r:.64} is not allowed; allowed: {allowed}") for ok, field, value, allowed in checks if not ok
+    ]
+    if sampling.constraint is not None:
+        found += _constraint_violations(sampling.constraint, sampling.min_tokens)
+    return found
 
-    def require(ok: bool, field: str, value: object, allowed: str) -> None:
-        if not ok:
-            found.append((field, f"{value!r:.64} is not allowed; {allowed}"))
 
+_Check: TypeAlias = tuple[bool, str, object, str]
+"""Whether the field is valid, its name, its value, what is allowed."""
+
+
+def _checks_of_numbers(sampling: SamplingParams) -> Iterator[_Check]:
     for field, low, high, text in (
         ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
         ("min_p", 0.0, 1.0, "0 to 1"),
@@ -82,42 +86,30 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
         ("frequency_penalty", -2.0, 2.0, "-2 to 2"),
     ):
         value = getattr(sampling, field)
-        require(math.isfinite(value) and low <= value <= high, field, value, f"allowed: {text}")
-    require(0.0 < sampling.top_p <= 1.0, "top_p", sampling.top_p, "allowed: above 0, up to 1")
-    require(sampling.top_k >= 0, "top_k", sampling.top_k, "allowed: 0 (keep all) or more")
+        yield math.isfinite(value) and low <= value <= high, field, value, text
+    yield 0.0 < sampling.top_p <= 1.0, "top_p", sampling.top_p, "above 0, up to 1"
+    yield sampling.top_k >= 0, "top_k", sampling.top_k, "0 (keep all) or more"
     penalty = sampling.repetition_penalty
-    require(
-        math.isfinite(penalty) and 0.0 < penalty <= 10.0, "repetition_penalty", penalty, "allowed: above 0, up to 10"
-    )
-    require(sampling.min_tokens >= 0, "min_tokens", sampling.min_tokens, "allowed: 0 or more")
-    require(0 <= sampling.seed < 1 << 64, "seed", sampling.seed, "allowed: 0 to 2^64 - 1")
-    require(
-        NO_LOGPROBS <= sampling.logprobs <= MAX_LOGPROBS, "logprobs", sampling.logprobs, f"allowed: 0 to {MAX_LOGPROBS}"
-    )
-    require(
-        NO_LOGPROBS <= sampling.prompt_logprobs <= MAX_LOGPROBS,
-        "prompt_logprobs",
-        sampling.prompt_logprobs,
-        f"allowed: 0 to {MAX_LOGPROBS}",
-    )
-    require(
-        len(sampling.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES,
-        "logit_bias",
-        len(sampling.logit_bias),
-        f"allowed: at most {MAX_LOGIT_BIAS_ENTRIES} entries",
-    )
+    yield math.isfinite(penalty) and 0.0 < penalty <= 10.0, "repetition_penalty", penalty, "above 0, up to 10"
+    yield sampling.min_tokens >= 0, "min_tokens", sampling.min_tokens, "0 or more"
+    yield 0 <= sampling.seed < 1 << 64, "seed", sampling.seed, "0 to 2^64 - 1"
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, field)
+        yield NO_LOGPROBS <= value <= MAX_LOGPROBS, field, value, f"0 to {MAX_LOGPROBS}"
+
+
+def _checks_of_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[_Check]:
+    num_biases, ids = len(sampling.logit_bias), f"token ids 0 to {vocab_size - 1}"
+    yield num_biases <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", num_biases, f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
     for token_id, bias in sampling.logit_bias:
-        require(0 <= token_id < vocab_size, "logit_bias", token_id, f"allowed: token ids 0 to {vocab_size - 1}")
-        require(math.isfinite(bias) and abs(bias) <= 100.0, "logit_bias", bias, "allowed: -100 to 100")
+        yield 0 <= token_id < vocab_size, "logit_bias", token_id, ids
+        yield math.isfinite(bias) and abs(bias) <= 100.0, "logit_bias", bias, "-100 to 100"
     for token_id in sampling.stop_token_ids:
-        require(0 <= token_id < vocab_size, "stop_token_ids", token_id, f"allowed: token ids 0 to {vocab_size - 1}")
-    if sampling.constraint is not None:
-        found += _constraint_violations(sampling.constraint, sampling.min_tokens)
-    return found
+        yield 0 <= token_id < vocab_size, "stop_token_ids", token_id, ids
 
 
 def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:
-    """What can be told without the library and the tokenizer."""
+    """Faults that show without library and tokenizer."""
     if constraint.kind not in CONSTRAINT_KINDS:
         return [("constraint", f"{constraint.kind!r:.64} is not allowed; allowed: {', '.join(CONSTRAINT_KINDS)}")]
     num_bytes = len(constraint.text.encode())

@@ -1,10 +1,9 @@
-"""Numbers in a JSON schema that the grammar library would not keep as they are written.
+"""Numbers in a JSON schema that the grammar library would change.
 
-Owns: which those are, told by keyword and value. The library holds every number of a schema as a double, and integers in 64
-bits behind that; what it rounds, it allows wrongly.
-Must not know: how a schema is compiled, or what the rest of it means.
+Owns: which numbers those are. Must not know: how a schema is compiled.
 
-A schema is walked without regard to what its parts are, so a number is looked at wherever a keyword stands before it.
+The library stores numbers as doubles, then integers in 64 bits; a rounded limit allows wrong outputs. The walk ignores
+the schema's structure: every number behind a known keyword counts.
 """
 
 import json
@@ -49,10 +48,7 @@ _ALLOWED = "allowed: integers from -2^53 to 2^53, and decimals of at most 15 dig
 
 
 def number_problem(text: str) -> str:
-    """The first number in the schema ``text`` that would not be kept, by keyword and value; empty if all are.
-
-    ``text`` is JSON, without what JSON has no numbers for.
-    """
+    """The first such number in the JSON ``text``, with its keyword; empty if there is none."""
     schema = json.loads(text, parse_float=_decimal)
     parts = list(map(_with_numbers_for_ends, _parts(schema)))
     for part in parts:
@@ -73,7 +69,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it, at any depth, in the order in which they are written."""
+    """Every object in it, at any depth, in order."""
     return (value for value in _values(schema) if isinstance(value, dict))
 
 
@@ -89,7 +85,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _with_numbers_for_ends(part: dict[str, Any]) -> dict[str, Any]:
-    """Draft 4 says with ``true`` that the bound itself is excluded."""
+    """In draft 4, ``true`` excludes the bound itself."""
     ends = {
         excluded: part[bound]
         for excluded, bound in zip(_EXCLUSIVE, ("minimum", "maximum"), strict=True)
@@ -119,7 +115,7 @@ def _problem(keyword: str, value: Any, *, is_integer: bool) -> str:
 
 
 def _is_kept(value: _Number, *, is_integer: bool = False) -> bool:
-    """Whether a double, written as an integer or as the library writes it, is still ``value``."""
+    """Whether a double, as the library writes it, still equals ``value``."""
     if not -_MOST_INT64 <= value <= _MOST_INT64:
         return False
     double = float(value)
@@ -131,7 +127,7 @@ def _inexact(keyword: str, value: object) -> str:
 
 
 def _problem_of_divisors(group: list[dict[str, Any]]) -> str:
-    """What is wrong where one number is to be divided by all of these. The library counts in 32 bits and powers of ten."""
+    """The fault if one number must be divisible by all of these. The library counts in 32 bits and powers of ten."""
     values = [value for part in group if _is_number(value := part.get("multipleOf")) and value]
     found: list[tuple[int, int]] = []
     for value in values:
@@ -151,7 +147,7 @@ def _problem_of_divisors(group: list[dict[str, Any]]) -> str:
 
 
 def _as_the_library_reads(value: _Number) -> tuple[int, int] | None:
-    """A number and its decimal places; None where the library finds none."""
+    """A number and its decimal places; None if the library finds none."""
     double, places = abs(float(value)), 0
     if not math.isfinite(double):
         return None
@@ -162,9 +158,9 @@ def _as_the_library_reads(value: _Number) -> tuple[int, int] | None:
 
 
 def _problem_of_open_ends(group: list[dict[str, Any]]) -> str:
-    """What is wrong where an excluded integer and the other end of its range have no integer between them.
+    """The fault if no integer lies between an excluded integer and the other bound.
 
-    The library then allows what is excluded: 5 where ``exclusiveMinimum`` is 5 and ``maximum`` 5.5, and -0 where it is 0.
+    The library then allows the excluded number: 5 with ``exclusiveMinimum`` 5 and ``maximum`` 5.5, or -0 with 0.
     """
     for excluded, others, sign in (("exclusiveMinimum", _UPPER, 1), ("exclusiveMaximum", _LOWER, -1)):
         ends = [end for _, end in _bounds(group, (excluded,)) if end == int(end) and sign * end >= 0]
@@ -189,7 +185,7 @@ def _bounds(group: list[dict[str, Any]], keywords: tuple[str, ...]) -> list[tupl
 
 
 def _combines(part: dict[str, Any]) -> bool:
-    """Whether bounds of one part of a schema may meet those of another here."""
+    """Whether bounds of different parts may combine here."""
     if "patternProperties" in part and "properties" in part:
         return True
     if isinstance(all_of := part.get("allOf"), list) and len(all_of) > 1:

@@ -1,45 +1,32 @@
 """The step protocol between scheduler and executor: one diff per step, one column of sampled tokens back.
 
-Owns: the messages and the rules by which both sides derive what the messages leave out.
-Must not know: how either side keeps its state.
+Owns: the messages, and the rules that derive what they leave out. Must not know: how either side keeps its state.
 
-A running request owns a **row**, a small dense integer, from admission until its row is listed in ``finished_rows``.
-The executor keeps per row: token ids, block table, ``num_computed_tokens`` and sampling state. The shared rules:
+A running request owns a **row**, a small dense integer, until ``finished_rows`` lists it. Per row the executor keeps
+token ids, block table, ``num_computed_tokens`` and sampling state. The rules:
 
-1. A step first forgets ``finished_rows``, then adds ``scheduled_new_reqs``, then appends ``new_blocks``, then moves
-   blocks (``swap_out``, ``swap_in``, ``block_copies``, in this order), then runs.
-2. Every live row runs exactly one token, unless ``num_scheduled_tokens`` lists another number for it (0: sits out).
-3. A row's tokens of a step are positions ``[num_computed_tokens, num_computed_tokens + n)``. Afterwards
-   ``num_computed_tokens += n``. If it has now caught up with ``num_tokens``, the row samples one token, which is
-   appended (``num_tokens += 1``); otherwise it samples nothing.
-4. ``ExecutorOutput.sampled_token_ids`` holds one id per sampling row, rows ascending.
-5. ``swap_out`` reads before anything of its step writes: a device block may be swapped out and given to another row in
-   one step. Every ``swap_out`` of a step comes before every ``swap_in``. In one step no host block is written twice and
-   no device block is swapped in twice.
-6. A host block keeps its contents, however often they are read, until it is written again or the epoch ends. It may be
-   written again unread: its request may have ended in the meantime, of which nobody tells the executor. ``swap_in``
-   reads only what a ``swap_out`` of this epoch, its own step's included, has written.
-7. The positions below a new row's ``num_computed_tokens`` are in its blocks by the time it runs: left there by earlier
-   steps, written by other rows of its first step (a shared prefix), or brought by ``swap_in`` or ``block_copies`` of
-   that step. Of a row with ``prompt_logprobs`` they are not written by other rows of that step: it may run before them.
-8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the positions ``a + 1`` to ``b`` as far as they are
-   of its prompt, in every step, whether or not it samples.
-9. ``num_speculative_tokens`` lists rows that run exactly one token in this step and sample. After that token such a
-   row may run up to k more, which the executor proposes itself, at the positions that follow; its blocks cover them.
-   The token of each position is drawn as it always is; what is drawn behind a proposal counts only if that proposal,
-   and each before it, is the token that was drawn for its place. So the row brings 1 + a ids, in its place in
-   ``sampled_token_ids``, where a is the number of proposals accepted, and both its ``num_computed_tokens`` and its
-   ``num_tokens`` grow by a more than rule 3 says. a is known with the answer only: ``state_digest`` of the step leaves
-   it out, and no other step is sent before the answer has come back.
+1. A step forgets ``finished_rows``, adds ``scheduled_new_reqs``, appends ``new_blocks``, moves blocks (``swap_out``,
+   ``swap_in``, ``block_copies``), then runs.
+2. Every live row runs one token, unless ``num_scheduled_tokens`` lists another number (0: none).
+3. Its tokens are positions ``[num_computed_tokens, num_computed_tokens + n)``; then ``num_computed_tokens += n``. If
+   that reaches ``num_tokens``, the row samples one token, and ``num_tokens += 1``.
+4. ``sampled_token_ids`` holds one id per sampling row, rows ascending.
+5. ``swap_out`` reads before any write of its step, and comes before every ``swap_in``; so a swapped-out block may go
+   to another row at once. A step writes no host block twice, and swaps into no device block twice.
+6. A host block keeps its contents until it is written again or the epoch ends. It may be written again unread. ``swap_in``
+   reads only what this epoch's ``swap_out`` has written.
+7. Positions below a new row's ``num_computed_tokens`` are in its blocks when it runs: from earlier steps, from other
+   rows of its first step (a shared prefix), or from its block moves. With ``prompt_logprobs``, not from rows of the
+   same step.
+8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the prompt's positions ``a + 1`` to ``b``.
+9. A row in ``num_speculative_tokens`` runs one token and samples, then may run up to k tokens that the executor
+   proposes. A token behind a proposal counts only if that proposal, and each before it, is the token drawn for its
+   place. With a accepted proposals the row brings 1 + a ids, and ``num_computed_tokens`` and ``num_tokens`` grow by a
+   more. ``state_digest`` leaves a out, and the next step waits for the answer.
 
-So a decode step in which nothing changes is a message of constant size, whatever the batch.
-
-Epochs: the scheduler opens one with ``NewEpoch`` for each life of an executor, or when either side lost the thread.
-Opening an epoch empties every row and every host block; steps count from 0 within it. Anything of another epoch is
-ignored.
-
-Messages travel as arrays: a field is added at the end of its message, with a default that means "not known" or "none",
-so that either side may be the older one.
+So a decode step without changes has constant size. ``NewEpoch`` opens an epoch, for each life of an executor or after
+an error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays;
+a new field goes to the end, with a default for peers of another age.
 """
 
 import zlib
@@ -54,23 +41,19 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
 DIGEST_INTERVAL_STEPS = 64
-"""An executor reports ``state_digest`` with every step whose number is a multiple of this."""
+"""``state_digest`` is reported with steps that are multiples of this."""
 
 ERRORED_ROW = -1
-"""The id in ``sampled_token_ids`` of a row that is listed in ``errors``."""
+"""The id in ``sampled_token_ids`` for a row in ``errors``."""
 
 
 class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What an executor can hold and run; sent in its hello.
+    """What an executor can hold and run.
 
-    ``num_blocks`` blocks of ``block_size`` tokens each; ``max_model_len`` tokens per request at most; ``vocab_size`` is
-    the width of the logits; ``eos_token_ids`` end a generation; ``model_fingerprint`` names model and weights;
-    ``max_num_rows`` is how many rows it can hold. ``num_host_blocks`` blocks can be swapped out to main memory (0: it
-    cannot swap); moving one block one way takes about ``swap_us_per_block`` microseconds, measured when the backend
-    opened (0.0: not known). ``max_num_batched_tokens`` is the most tokens it takes in one step (0: as many as it is sent).
-    ``supports_prompt_logprobs``: it follows rule 8.
-    ``supports_constraints``: its rows may have a ``SamplingParams.constraint``.
-    ``max_speculative_tokens`` is the most tokens that it proposes for a row in one step, rule 9 (0: it never does).
+    ``num_blocks`` blocks of ``block_size`` tokens; ``max_model_len`` tokens per request; ``vocab_size``: width of the
+    logits. ``num_host_blocks`` can hold swapped blocks (0: no swapping); one move takes about ``swap_us_per_block``
+    microseconds (0.0: unknown). ``max_num_batched_tokens`` per step (0: no limit). ``max_speculative_tokens`` per row and
+    step (rule 9).
     """
 
     backend: str
@@ -108,7 +91,7 @@ _MAX_EOS_TOKEN_IDS = 4096
 
 
 def info_problem(info: BackendInfo) -> str | None:
-    """What keeps an executor that announces ``info`` from being scheduled for, in one line; None if nothing does."""
+    """Why this executor cannot be used, in one line; None if it can."""
     for field, least, most in _RANGES:
         value = getattr(info, field)
         if not least <= value <= most:
@@ -123,11 +106,10 @@ def info_problem(info: BackendInfo) -> str | None:
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request that takes a row: the only time its payload travels.
+    """A request that takes a row; its payload travels once.
 
-    ``token_ids`` (int32 column) holds prompt and, after a preemption, the output so far; the first
-    ``num_prompt_tokens`` are prompt. ``block_ids`` (int32 column) covers at least this step's tokens, and where
-    ``num_computed_tokens`` is above 0 those before them (rule 7).
+    ``token_ids`` (int32 column): prompt, then earlier output; ``num_prompt_tokens`` divides them. ``block_ids`` (int32
+    column) covers this step's tokens and those before (rule 7).
     """
 
     row: int
@@ -139,12 +121,11 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One step: the difference between the executor's state and what must run.
+    """One step, as a change of the executor's state.
 
-    Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
-    ``num_scheduled_tokens`` (row, n), exceptions only; ``block_copies`` (source, destination); ``swap_out`` (device
-    block, host block); ``swap_in`` (host block, device block), see rules 5 and 6. ``total_num_scheduled_tokens`` is a
-    check. ``num_speculative_tokens`` (row, k), rows ascending, see rule 8; the total leaves them out.
+    Column groups: ``finished_rows`` (row); ``new_blocks`` (row, block id); ``num_scheduled_tokens`` (row, n), exceptions
+    only; ``block_copies`` (source, destination); ``swap_out`` (device block, host block); ``swap_in`` (host block, device
+    block); ``num_speculative_tokens`` (row, k), ascending. ``total_num_scheduled_tokens`` is a check, without speculation.
     """
 
     epoch: int
@@ -161,10 +142,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one sampled position: the sampled token's, then the most likely tokens, best first.
-
-    A row that brings several tokens has an entry for each, in their order.
-    """
+    """Log probabilities of one sampled token and of the most likely ones, best first; an entry per token."""
 
     row: int
     logprob: float
@@ -173,27 +151,25 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of tokens of a row's prompt (rule 8)."""
+    """Log probabilities of a row's prompt (rule 8)."""
 
     row: int
     values: PromptLogprobColumns
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
-    """A row that could not be run; the others of its step are unaffected."""
+    """A row that failed; other rows are unaffected."""
 
     row: int
     message: str
 
 
 class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one step produced.
+    """The results of one step.
 
-    ``device_time_us`` is the time of the forward pass and sampling, ``move_time_us`` the time of the step's block moves (0
-    where it had none), which came before them and may have run beside the step before; neither contains the other. Both in
-    microseconds. ``prompt_logprobs``: at most one entry for each row.
-    ``accepted_tokens`` is a column group (row, proposed, accepted), one entry for each row of the step's
-    ``num_speculative_tokens``, rows ascending (rule 9); a row in ``errors`` accepts none.
+    ``device_time_us``: forward pass and sampling; ``move_time_us``: the block moves before them, perhaps during the
+    previous step. ``accepted_tokens`` is a column group (row, proposed, accepted), an entry per row in
+    ``num_speculative_tokens``, ascending; a row in ``errors`` accepts none.
     """
 
     epoch: int
@@ -209,18 +185,17 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
-    """Sent by an executor until an epoch is opened for its ``incarnation`` (a random integer, one per process life)."""
+    """Sent until an epoch opens for ``incarnation``, random per process life."""
 
     incarnation: int
     info: BackendInfo
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An executor lost the thread (gap, damaged frame, impossible diff, failed step) and asks for a new epoch.
+    """An executor needs a new epoch: gap, damaged frame, impossible diff, failed step.
 
-    ``max_num_batched_tokens``: the most tokens that it takes in one step from then on, where a larger step was more than
-    its memory holds; 0: as before. ``failed_step``: the step that the backend could not run; -1 where it was not a step
-    that failed. ``is_leaving``: no epoch helps, the process ends; another life of it will say hello.
+    ``max_num_batched_tokens``: a new limit after a step that exceeded its memory (0: unchanged). ``failed_step``: the
+    step that failed, or -1. ``is_leaving``: the process ends, and its next life says hello.
     """
 
     incarnation: int
@@ -231,14 +206,14 @@ class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life. ``next_step`` is the step the executor would accept next."""
+    """Sign of life; ``next_step`` is expected next."""
 
     incarnation: int
     next_step: int
 
 
 class NewEpoch(msgspec.Struct, frozen=True, array_like=True):
-    """Opens an epoch for the executor whose ``incarnation`` is named; all rows are forgotten, the next step is 0."""
+    """Opens an epoch for ``executor_incarnation``."""
 
     epoch: int
     executor_incarnation: int
@@ -246,7 +221,7 @@ class NewEpoch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life of the scheduler. An executor of another incarnation says hello again."""
+    """Sign of life. After a change of incarnation, executors say hello again."""
 
     scheduler_incarnation: int
 
@@ -261,22 +236,22 @@ _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """A writer of what a scheduler sends."""
+    """For a scheduler to send."""
     return FrameWriter(_TO_EXECUTOR)
 
 
 def executor_frame_writer() -> FrameWriter:
-    """A writer of what an executor sends."""
+    """For an executor to send."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """A reader of what a scheduler receives."""
+    """For a scheduler to receive."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})
 
 
 def executor_frame_reader() -> FrameReader:
-    """A reader of what an executor receives."""
+    """For an executor to receive."""
     return FrameReader({kind: body for body, kind in _TO_EXECUTOR.items()})
 
 
@@ -286,10 +261,10 @@ def state_digest(
     num_blocks: Int32Array,
     block_table: NDArray[np.integer],
 ) -> int:
-    """Digest of the mirrored state after a step, equal on both sides when they agree.
+    """CRC32 of the mirrored state after a step, equal on both sides.
 
-    ``rows`` ascending, shape ``[n]``; ``num_computed_tokens`` and ``num_blocks`` of those rows, shape ``[n]``;
-    ``block_table`` the whole table, shape ``[max rows, max blocks per row]``. Returns a CRC32.
+    ``rows`` ascending, ``num_computed_tokens`` and ``num_blocks`` of those rows, shape ``[n]``; ``block_table`` whole,
+    shape ``[max rows, max blocks per row]``.
     """
     digest = zlib.crc32(rows.astype(INT32, copy=False).tobytes())
     digest = zlib.crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
