@@ -72,7 +72,7 @@ class Matcher:
         """
         matcher = self._matcher
         if matcher.is_stopped() and not matcher.is_error():
-            return  # The end was drawn; what a step in flight drew behind it is nobody's.
+            return  # The end was drawn; tokens behind it, from a step in flight, do not count.
         if not (
             matcher.consume_token(token_ids[0]) if len(token_ids) == 1 else matcher.consume_tokens(list(token_ids))
         ):
@@ -90,7 +90,7 @@ class Matcher:
         error = self._matcher.get_error()
         filled = words.nonzero()[0]
         if _DEAD_END in error or not len(filled):
-            raise ConstraintError("no token of the model continues what the constraint allows")
+            raise ConstraintError("no token of the model continues the constrained output")
         if error:
             raise ConstraintError(f"the constraint cannot be followed further: {_reason(error)}")
         if len(filled) > 1:
@@ -124,7 +124,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         try:
             self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except Exception as error:  # The library raises whatever the tokenizer's defect makes it raise.
+        except Exception as error:  # Defects of the tokenizer make the library raise many kinds of errors.
             raise TokenizerUnusableError(_reason(str(error))) from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=_FUEL_TO_BUILD,
@@ -169,7 +169,7 @@ def _grammar_of(constraint: Constraint) -> str:
         choices = _parsed(constraint.text, "a JSON list", (list,))
         if not 0 < len(choices) <= MAX_CHOICES or not all(isinstance(choice, str) for choice in choices):
             raise ConstraintError(f"{len(choices)} choices are not allowed; allowed: 1 to {MAX_CHOICES} texts")
-        # In the order of the first of equals: the grammar is the same in every process.
+        # In a fixed order, so that the grammar is the same in every process.
         return LLMatcher.grammar_from_lark(
             "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
         )
@@ -182,7 +182,7 @@ def _grammar_of(constraint: Constraint) -> str:
             return grammar_from("grammar", constraint.text)
         except (ValueError, RecursionError) as error:
             raise ConstraintError(_reason(str(error))) from error
-    raise ConstraintError(f"{constraint.kind!r:.64} is no kind of constraint")
+    raise ConstraintError(f"{constraint.kind!r:.64} is not a kind of constraint")
 
 
 def _json_grammar(schema: Any) -> str:
@@ -203,7 +203,7 @@ def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
     """The JSON schemas in a Lark grammar, as text and as objects."""
     for found in _SCHEMA_WITHIN.finditer(grammar):
         begin = found.end()
-        with suppress(ValueError, RecursionError):  # The library will tell.
+        with suppress(ValueError, RecursionError):  # The library reports it.
             schema, end = json.JSONDecoder(parse_constant=_no_number).raw_decode(grammar, begin)
             yield grammar[begin:end], schema
 
@@ -223,7 +223,7 @@ def _check_multiples(schema: Any) -> None:
     common = math.lcm(*(int(value * unit) for value in found))
     if common > _MOST_COMMON_MULTIPLE:
         raise ConstraintError(
-            f"multipleOf: what all of them divide is more than {_MOST_COMMON_MULTIPLE} of their finest unit, which is allowed"
+            f"multipleOf: their least common multiple exceeds {_MOST_COMMON_MULTIPLE} of their finest unit; allowed: up to that"
         )
 
 
@@ -256,7 +256,7 @@ def _parsed(text: str, what: str, kinds: tuple[type, ...]) -> Any:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _reason(message: str) -> str:

@@ -42,7 +42,7 @@ class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     def problem(self) -> str | None:
         """The fault in the columns' lengths, in one line; None if there is none."""
         if len(self.logprobs) % FLOAT32.itemsize or len(self.top_token_ids) != len(self.top_logprobs):
-            return f"{len(self.logprobs)}, {len(self.top_token_ids)} and {len(self.top_logprobs)} bytes are not the columns"
+            return f"{len(self.logprobs)}, {len(self.top_token_ids)} and {len(self.top_logprobs)} bytes are not the columns of the same positions"
         if len(self.top_token_ids) != self.num_alternatives * len(self.logprobs):
             return f"{len(self.top_token_ids) // INT32.itemsize} alternatives of {self.num_positions} positions"
         return None

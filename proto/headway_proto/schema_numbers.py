@@ -56,7 +56,7 @@ def number_problem(text: str) -> str:
             problem = _problem(keyword, value, is_integer=part.get("type") == "integer")
             if problem:
                 return problem
-    # Where nothing combines them, bounds and divisors of different parts never meet.
+    # Without combining keywords, bounds and divisors of different parts never meet.
     groups = [parts] if any(map(_combines, parts)) else [[part] for part in parts]
     return next(filter(None, (_problem_of_divisors(group) or _problem_of_open_ends(group) for group in groups)), "")
 
@@ -64,7 +64,7 @@ def number_problem(text: str) -> str:
 def _decimal(text: str) -> Decimal:
     try:
         return Decimal(text)
-    except InvalidOperation:  # The exponent is beyond anything.
+    except InvalidOperation:  # The exponent is out of range.
         return Decimal("Infinity")
 
 
@@ -102,9 +102,7 @@ def _problem(keyword: str, value: Any, *, is_integer: bool) -> str:
     if keyword in _LITERAL:
         return next((_inexact(keyword, one) for one in _values(value) if _is_number(one) and not _is_kept(one)), "")
     if keyword in _MOST_COUNTED and isinstance(value, int) and value > _MOST_COUNTED[keyword]:
-        return (
-            f"{keyword}: {value!s:.{_SHOWN_CHARACTERS}} cannot be counted to; allowed: at most {_MOST_COUNTED[keyword]}"
-        )
+        return f"{keyword}: {value!s:.{_SHOWN_CHARACTERS}} is too high to count to; allowed: at most {_MOST_COUNTED[keyword]}"
     if keyword not in (*_LOWER, *_UPPER) or not _is_number(value):
         return ""
     if is_integer and keyword == "maximum" and value == _MOST_INT64:
@@ -142,7 +140,7 @@ def _problem_of_divisors(group: list[dict[str, Any]]) -> str:
     scaled = [number * 10 ** (finest - places) for number, places in found]
     if len(scaled) > 1 and math.lcm(*scaled) * max(scaled) > _MOST_UINT32:
         shown = ", ".join(map(str, values))
-        return f"multipleOf: {shown:.{_SHOWN_CHARACTERS}} have no common multiple that 32 bits hold, which is allowed"
+        return f"multipleOf: {shown:.{_SHOWN_CHARACTERS}} have no common multiple within 32 bits; allowed: one within 32 bits"
     return ""
 
 
@@ -169,7 +167,7 @@ def _problem_of_open_ends(group: list[dict[str, Any]]) -> str:
                 if 0 < sign * (other - end) < 1:
                     return (
                         f"{excluded}: {end!s:.{_SHOWN_CHARACTERS}} is not kept together with {keyword} "
-                        f"{other!s:.{_SHOWN_CHARACTERS}}; allowed: a range with another integer in it or at its end"
+                        f"{other!s:.{_SHOWN_CHARACTERS}}; allowed: a range with another integer"
                     )
     return ""
 

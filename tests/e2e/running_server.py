@@ -1,5 +1,6 @@
 """Starts ``headway`` commands as a user would, and cleans up after them whatever happens."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,14 @@ def finished(*words: str, **extra_environment: str) -> Command:
     with command(*words, **extra_environment) as running:
         running.wait(60.0)
         return running
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+    """Wait until ``condition`` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
 
 
 def free_port() -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 
 import headway
 from headway.client import AsyncClient
@@ -20,6 +19,7 @@ from headway_proto import admin_pb2, admin_pb2_grpc
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_scheduler.core.state.limits import SchedulerLimits
+from refusals import retry_after_s
 from threaded_headway import RunningHeadway, running
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -182,16 +182,6 @@ async def refusal_of(call: Callable[[], object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call()
     return refused.value
-
-
-def retry_after_s(error: grpc.aio.AioRpcError) -> float:
-    for key, value in error.trailing_metadata():
-        if key == "grpc-status-details-bin":
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.RetryInfo()
-                if detail.Unpack(info):
-                    return info.retry_delay.ToNanoseconds() / 1e9
-    raise AssertionError("no RetryInfo")
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -63,7 +63,7 @@ DEFECTS: list[tuple[str, Callable[[Path], None], str]] = [
     ("executor", truncate_weights, "damaged or not a safetensors file"),
     ("executor", only_pickle, "pytorch_model.bin is a pickle checkpoint, which is never loaded"),
     ("gateway", no_tokenizer, "tokenizer.json: cannot be read"),
-    ("gateway", narrow_logits, "token ids; allowed: as many as config.json has logits, 100"),
+    ("gateway", narrow_logits, "token ids; allowed: at most 100, the logits in config.json"),
     ("executor", wide_end, "config.json: eos_token_id 99999 is not below"),
     ("executor", directory_for_weights, "model.safetensors: is a directory; allowed: a file"),
 ]

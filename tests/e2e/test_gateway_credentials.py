@@ -110,7 +110,7 @@ async def test_roles(tokens: Path) -> None:
                     with pytest.raises(AuthenticationError) as refusal:
                         await call()
                     assert refusal.value.code is DENIED
-                    assert "takes a token with the role" in str(refusal.value)
+                    assert "needs a token with the role" in str(refusal.value)
             assert await reflected(on, bearing(f"Bearer {token}"))
 
 

@@ -17,17 +17,12 @@ import pytest
 import zmq.auth
 
 import headway
+from e2e.running_server import eventually, free_port
 from fake_scheduler import FakeScheduler
 from headway.client import AsyncClient, InvalidRequestError, StreamCancelledError, UnavailableError
 from headway_gateway.config import GatewayConfig
 
 DEMO = Path(headway.__file__).parent / "demo_model"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class GatewayProcess:
@@ -87,13 +82,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-async def eventually(condition, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -11,11 +11,12 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import headway
+from e2e.running_server import eventually
 from fake_scheduler import MODEL, FakeScheduler, hash_token
 from headway.client import (
     AlreadyExistsError,
@@ -49,6 +50,7 @@ from headway_proto.ingress import (
     Submit,
 )
 from headway_proto.sampling import SamplingParams
+from refusals import status_of
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 TEXT_MODEL = load_text_model(DEMO)
@@ -98,13 +100,6 @@ async def served(
     async with stage(**(config or {})) as on, FakeScheduler(on.ingress, **fake) as scheduler:
         await on.client.wait_ready(5)
         yield on, scheduler
-
-
-async def eventually(condition, timeout_s: float = 3.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 def expected_tokens(seed: int, count: int) -> list[int]:
@@ -420,8 +415,7 @@ async def test_a_refusal_carries_details_that_machines_read():
     async with served() as (on, scheduler):
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await on.stub.Generate(api.GenerateRequest(text="x", sampling=api.SamplingParams(top_p=3.0))).read()
-        details = dict(refusal.value.trailing_metadata())["grpc-status-details-bin"]
-        status = status_pb2.Status.FromString(details)
+        status = status_of(refusal.value)
         assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         bad_request = error_details_pb2.BadRequest()
         assert status.details[0].Unpack(bad_request)
@@ -502,7 +496,7 @@ async def test_health_follows_scheduler_model_state_and_progress():
             stream = on.client.generate("x")
             await eventually(lambda: scheduler.running)
             await asyncio.sleep(0.8)
-            assert await on.health() == NOT_SERVING, "work is pending and no step is made"
+            assert await on.health() == NOT_SERVING, "work is pending, but no step runs"
             await scheduler.step()
             await on.client.wait_ready(2)
             stream.cancel()

@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from e2e.running_server import command
+from e2e.running_server import command, free_port
 from headway.client import Client
 from headway.keys import make_keys
 
@@ -23,12 +23,6 @@ FLOOD_S = 6.0
 MOST_GROWTH_BYTES = 320 << 20
 """Above what sixteen pending connections, each with the largest frame there may be, can hold."""
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Flood:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 
 import headway
 from headway import AsyncClient
@@ -17,6 +17,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from refusals import retry_after_s, status_of
 from threaded_headway import RunningHeadway, running
 
 DEMO = Path(headway.__file__).parent / "demo_model"
@@ -78,11 +79,9 @@ async def test_the_refusal_is_status_details_that_machines_read(tmp_path: Path) 
             assert len((await long_result).token_ids) == 200
     error = refused.value
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    status = status_pb2.Status.FromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
-    advice, reason = status.details
-    retry, info = error_details_pb2.RetryInfo(), error_details_pb2.ErrorInfo()
-    assert advice.Unpack(retry)
-    assert retry.retry_delay.ToMilliseconds() >= 1000
+    _, reason = status_of(error).details
+    info = error_details_pb2.ErrorInfo()
+    assert (retry_after_s(error) or 0) >= 1
     assert reason.Unpack(info)
     assert info.domain == "headway"
     assert info.reason

@@ -109,7 +109,7 @@ async def test_refusals_have_a_status_and_name_the_callers_fields() -> None:
             await answers(on, request(regex="a+", ignore_eos=False))
         with refused(invalid, "^sampling_params.ignore_eos: True is not allowed together with regex"):
             await answers(on, request(regex="a+", ignore_eos=True))
-        with refused(invalid, "^sampling_params.structural_tag: tags within free text are not served"):
+        with refused(invalid, "^sampling_params.structural_tag: tags within free text are not supported"):
             await answers(on, request(structural_tag="{}"))
         with refused(invalid, "^sampling_params.top_p: 1.5 is not allowed; allowed: above 0, up to 1$"):
             await answers(on, request(top_p=1.5))
@@ -220,7 +220,7 @@ async def test_the_prefix_cache_is_flushed_but_for_what_is_in_use(tmp_path: Path
             await using.read()
             told = await engine.FlushCache(common_pb2.FlushCacheRequest())
             assert not told.success
-            assert re.fullmatch(r"\d+ blocks are in use and stay cached; what nobody uses was dropped", told.message)
+            assert re.fullmatch(r"\d+ blocks are in use and stay cached; all others were dropped", told.message)
             again = await client.generate([9] * 40, max_tokens=2).result()
             assert again.cached_tokens == 0
             await engine.Abort(vllm.AbortRequest(request_ids=["r"]))

@@ -195,7 +195,7 @@ async def test_only_so_many_wait(monkeypatch) -> None:
     assert [one.problem for one in (*outcomes[:3], outcomes[-1])] == [""] * 4
     assert {error.code for error in outcomes[3:5]} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert outcomes[4].message == (
-        "sampling.regex: too many constraints wait to be compiled: 2 of this caller's wait; allowed: 2"
+        "sampling.regex: too many constraints wait to be compiled: 2 of this caller are waiting; allowed: 2"
     )
     assert all(error.retry_after_s for error in outcomes[3:5])
     checker.close()

@@ -64,9 +64,9 @@ async def test_only_so_many_wait_of_one_and_in_all() -> None:
     await given.take("a")
     waiting = [asyncio.create_task(given.take(caller)) for caller in "bbc"]
     await asyncio.sleep(0)
-    with pytest.raises(TooManyWaitError, match="2 of this caller's wait; allowed: 2"):
+    with pytest.raises(TooManyWaitError, match="2 of this caller are waiting; allowed: 2"):
         await given.take("b")
-    with pytest.raises(TooManyWaitError, match="3 wait; allowed: 3"):
+    with pytest.raises(TooManyWaitError, match="3 are waiting; allowed: 3"):
         await given.take("d")
     for task in waiting:
         task.cancel()

@@ -49,13 +49,13 @@ def test_one_word_alone_may_do_everything() -> None:
         (f"alice {SECRET}\n", "line 1: 2 words; allowed: NAME ROLE"),
         (f"\nalice generate {SECRET} tenant=a more\n", "line 2: 5 words"),
         (f"{SECRET}\n{SECRET}2\n", "line 1: 1 words"),
-        (f"alice {SECRET} generate\n", "line 1: the second word is no list of roles; allowed: generate, admin"),
-        (f"alice generate,root {SECRET}\n", "no list of roles"),
-        (f"alice generate {SECRET} blue\n", "line 1: the fourth word; allowed: tenant=NAME"),
-        (f"alice generate {SECRET} tenant=\n", "the fourth word"),
+        (f"alice {SECRET} generate\n", "line 1: the second word is not a list of roles; allowed: generate, admin"),
+        (f"alice generate,root {SECRET}\n", "not a list of roles"),
+        (f"alice generate {SECRET} blue\n", "line 1: wrong fourth word; allowed: tenant=NAME"),
+        (f"alice generate {SECRET} tenant=\n", "wrong fourth word"),
         (f"alice generate {SECRET} tenant={'x' * 129}\n", "1 to 128 bytes"),
-        (f"alice generate,admin {SECRET} tenant=a\n", "a tenant's token with role admin"),
-        (f"alice generate {SECRET}\nbob generate sha256:{DIGEST}\n", "line 2: this token is on another line too"),
+        (f"alice generate,admin {SECRET} tenant=a\n", "a tenant's token cannot have the role admin"),
+        (f"alice generate {SECRET}\nbob generate sha256:{DIGEST}\n", "line 2: another line has the same token"),
         (f"alice generate sha256:{DIGEST[:-1]}\n", "64 hexadecimal digits"),
         (f"alice generate {SECRET}é\n", "not printable ASCII"),
         (f"{'a' * 65} generate {SECRET}\n", "a name of 65 characters"),
@@ -106,7 +106,7 @@ def test_one_word_alone_is_not_read_where_lines_had_roles(tmp_path: Path) -> Non
         assert tokens.reload()
         path.write_text("alice\n")
         assert not tokens.reload()
-        assert "one word alone, where lines had roles" in (tokens.problem or "")
+        assert "a single word, but the file had roles before" in (tokens.problem or "")
         assert tokens.table().find("alice") is None
         assert tokens.table().find("token") is not None
 

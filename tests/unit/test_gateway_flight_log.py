@@ -67,7 +67,7 @@ async def test_a_file_that_went_away_or_was_cut_is_aborted_in_words(answer: Flig
     log.change = lambda place: answer if place.offset == 2 else None
     refused = await refusal_of(log)
     assert refused.code is grpc.StatusCode.ABORTED
-    assert refused.message == "the log went on: segment 4 of life 2 is no longer there; try again"
+    assert refused.message == "the log has moved on: segment 4 of life 2 is no longer there; try again"
 
 
 async def test_another_scheduler_at_the_other_end_is_aborted():

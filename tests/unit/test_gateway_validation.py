@@ -96,7 +96,7 @@ BAD = [
     (
         request(resume=Resume(token_ids=[1]), sampling=SamplingParams(prompt_logprobs=1)),
         "sampling.prompt_logprobs",
-        "not allowed together with resume.token_ids, before which they were told; allowed: unset",
+        "not allowed together with resume.token_ids: the prompt was reported before them; allowed: unset",
     ),
     (sampled(prompt_logprobs=21), "sampling.prompt_logprobs", "21 is not allowed; allowed: 0 to 20"),
     (sampled(best_of=0), "sampling.best_of", "0 is not allowed; allowed: n, 1, to 16"),
@@ -238,5 +238,5 @@ def test_only_the_first_continuation_reports_the_prompt_and_all_report_themselve
 
 def test_a_backend_without_reports_of_prompts_is_not_asked():
     without = msgspec.structs.replace(MODEL, supports_prompt_logprobs=False)
-    with pytest.raises(CallRefusedError, match=r"sampling.prompt_logprobs: the backend b does not report them"):
+    with pytest.raises(CallRefusedError, match=r"sampling.prompt_logprobs: the backend b does not support it"):
         check_request(sampled(prompt_logprobs=0), without)

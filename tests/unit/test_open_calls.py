@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 
 from headway_gateway.interceptors import ErrorInterceptor, OpenCallsInterceptor
 from headway_gateway.statistics import GatewayStatistics
+from refusals import retry_after_s
 
 MOST = 2
 
@@ -60,10 +60,7 @@ async def test_what_goes_beyond_is_refused_and_room_comes_back(calls) -> None:
                 await refused
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert caught.value.details() == "2 calls are open; allowed: 2"
-            (value,) = (v for key, v in caught.value.trailing_metadata() if key == "grpc-status-details-bin")
-            retry = error_details_pb2.RetryInfo()
-            assert status_pb2.Status.FromString(value).details[0].Unpack(retry)
-            assert retry.retry_delay.seconds == 1
+            assert retry_after_s(caught.value) == 1
         assert calls.statistics.refusals["too_many_calls",] == 2
 
         second.cancel()  # a place is free again when a client leaves

@@ -176,7 +176,7 @@ def test_the_end_of_a_prompt_is_kept() -> None:
         ),
         (
             vllm.GenerateRequest(text="abc", sampling_params=vllm.SamplingParams(truncate_prompt_tokens=2)),
-            "sampling_params.truncate_prompt_tokens: text is not truncated; allowed: with token ids",
+            "sampling_params.truncate_prompt_tokens: not allowed together with text; allowed: with token ids",
         ),
     ],
 )

@@ -45,7 +45,7 @@ class AdminServicer(api_grpc.AdminServicer):
         reply = await self._call("status", context)
         status = reply.status
         if status is None:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent no status")
         return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
@@ -116,10 +116,10 @@ class AdminServicer(api_grpc.AdminServicer):
         """The flight log up to now, in pieces."""
 
         async def ask(place: FlightLogPlace) -> FlightLogPart:
-            async with self._flight_log_turn:  # one read at a time, however many ask
+            async with self._flight_log_turn:  # Only one read at a time.
                 part = (await self._call("flight_log", context, place=place)).flight_log
             if part is None:
-                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told nothing of its flight log")
+                raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent nothing from its flight log")
             return part
 
         async for piece in flight_log_pieces(ask):

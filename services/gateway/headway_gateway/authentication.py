@@ -81,7 +81,7 @@ def _require_role(caller: Caller, method: str) -> None:
     role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
     if role is not None and role not in caller.roles:
         raise CallRefusedError(
-            grpc.StatusCode.PERMISSION_DENIED, f"this call takes a token with the role {role}, which yours lacks"
+            grpc.StatusCode.PERMISSION_DENIED, f"this call needs a token with the role {role}; yours lacks it"
         )
 
 

@@ -119,7 +119,7 @@ def limit_this_process(most_memory_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        with contextlib.suppress(ValueError, OSError):  # It is lower already.
+        with contextlib.suppress(ValueError, OSError):  # The limit is already lower.
             resource.setrlimit(what, (most, most))
 
 

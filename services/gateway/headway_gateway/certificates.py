@@ -53,7 +53,7 @@ class CertificateFiles:
                 return None
             newer = self._read()
             if signature != self._signature():
-                return None  # What was checked may not be what was read: the next handshake looks again.
+                return None  # The files may have changed after the check; the next handshake looks again.
         except (OSError, ValueError) as error:  # One is missing for a moment, while it is replaced, or half written.
             self._seen = signature or self._seen
             self._tell(str(error))
@@ -77,7 +77,7 @@ class CertificateFiles:
         try:
             # gRPC itself would only say that it cannot listen.
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            # Without a password OpenSSL would ask the terminal for that of an encrypted key, and wait.
+            # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")
         except OSError as error:
             raise ValueError(
@@ -94,7 +94,7 @@ def _client_authorities(path: str) -> bytes:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
     except OSError as error:
         raise ValueError(
-            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of those who sign clients'"
+            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of authorities"
         ) from error
     return _whole_pem("tls_client_ca_file", path)
 

@@ -53,7 +53,7 @@ class ClientPatience:
 
     def _look(self) -> None:
         self._num_looks += self._is_waiting
-        if self._num_looks > _LOOKS:  # the first may have come right after the write began
+        if self._num_looks > _LOOKS:  # The first look may have come right after the write began.
             self._timeout.reschedule(asyncio.get_running_loop().time())
         else:
             self._look_later()

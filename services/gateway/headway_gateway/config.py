@@ -199,9 +199,7 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
             )
         )
     if config.kv_events:
-        raise ValueError(
-            _refusal("kv_events", "true", "false, because the service VllmEngine, which tells them, is not served")
-        )
+        raise ValueError(_refusal("kv_events", "true", "false, because the service VllmEngine is not served"))
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:

@@ -152,7 +152,7 @@ class ConstraintChecker:
             except BaseException:
                 self._turns.give_back(caller)
                 raise
-            # It goes on if the caller leaves, and so does the turn: the process is taken until then.
+            # If the caller leaves, the check and its turn go on: the process stays busy.
             judging.add_done_callback(partial(self._end_turn, caller))
             try:
                 verdict = await asyncio.shield(judging)
@@ -172,7 +172,7 @@ class ConstraintChecker:
             processes = [compiler.process for compiler in self._all]
         for process in processes:
             if process is not None:
-                process.kill()  # Who waits for its answer cleans up behind it.
+                process.kill()  # The thread that waits for its answer cleans up.
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
         """Start a second process with the first constraint, so that nobody waits for it later."""
@@ -181,12 +181,12 @@ class ConstraintChecker:
             self._threads.submit(self._start_another, vocabulary)
 
     def _start_another(self, vocabulary: _Vocabulary) -> None:
-        with suppress(NoAnswerError):  # Who needs it will try again.
+        with suppress(NoAnswerError):  # The next constraint tries again.
             self._rest(vocabulary, self._started(vocabulary))
 
     def _end_turn(self, caller: str, judging: "asyncio.Future[Verdict]") -> None:
         if not judging.cancelled():
-            judging.exception()  # Seen, also where nobody waits for it any more.
+            judging.exception()  # Mark the error as seen, even if nobody waits.
         self._turns.give_back(caller)
 
     async def _take(self, turns: FairTurns, caller: str, constraint: Constraint) -> None:
@@ -211,14 +211,14 @@ class ConstraintChecker:
         """
         verdict = self._known(key)
         if verdict is not None:
-            return verdict  # Somebody else's, judged while this one waited.
+            return verdict  # Another call checked the same constraint meanwhile.
         question = msgspec.json.encode(constraint)
         try:
             verdict = self._ask(question, vocabulary)
         except OutOfTimeError:
             raise
         except NoAnswerError:
-            # The process may have been broken before. What breaks another one as well breaks it by itself.
+            # The process may have been broken before. A constraint that breaks a second one is at fault.
             try:
                 verdict = self._ask(question, vocabulary)
             except NoAnswerError as error:
@@ -271,7 +271,7 @@ class ConstraintChecker:
         try:
             problem = msgspec.json.decode(compiler.start(), type=Verdict).problem
         except NoAnswerError as error:
-            raise NoAnswerError(f"the compiler does not start: {error}") from error  # Not for the constraint's sake.
+            raise NoAnswerError(f"the compiler does not start: {error}") from error  # The constraint is not the cause.
         if problem:
             compiler.stop()
             raise NoAnswerError(problem)

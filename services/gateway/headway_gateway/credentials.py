@@ -91,7 +91,7 @@ def parse_tokens(text: str) -> dict[bytes, Caller]:
     for number, words in lines:
         digest, caller = _entry(words, number)
         if digest in callers:
-            raise ValueError(f"line {number}: this token is on another line too; allowed: each token once")
+            raise ValueError(f"line {number}: another line has the same token; allowed: each token once")
         callers[digest] = caller
     return callers
 
@@ -103,8 +103,8 @@ def _entry(words: list[str], number: int) -> tuple[bytes, Caller]:
     if len(name) > _MAX_NAME_CHARACTERS:
         raise ValueError(f"line {number}: a name of {len(name)} characters; allowed: {_MAX_NAME_CHARACTERS}")
     if not roles <= set(ROLES):
-        # Not shown: what stands in the wrong place may be the token.
-        raise ValueError(f"line {number}: the second word is no list of roles; allowed: {', '.join(ROLES)}")
+        # The word is not shown: it may be the token.
+        raise ValueError(f"line {number}: the second word is not a list of roles; allowed: {', '.join(ROLES)}")
     return _digest(words[2], number), Caller(name, roles, _tenant(words[3:], roles, number))
 
 
@@ -124,9 +124,9 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
         return None
     tenant = words[0].removeprefix(_TENANT)
     if not words[0].startswith(_TENANT) or not tenant or len(tenant.encode()) > _MAX_TENANT_BYTES:
-        raise ValueError(f"line {number}: the fourth word; allowed: tenant=NAME, of 1 to {_MAX_TENANT_BYTES} bytes")
+        raise ValueError(f"line {number}: wrong fourth word; allowed: tenant=NAME, of 1 to {_MAX_TENANT_BYTES} bytes")
     if ADMIN in roles:
-        raise ValueError(f"line {number}: a tenant's token with role {ADMIN}, which sees and changes every tenant's")
+        raise ValueError(f"line {number}: a tenant's token cannot have the role {ADMIN}, which acts for all tenants")
     return tenant
 
 
@@ -183,7 +183,9 @@ class TokenFile:
             callers = parse_tokens(text_of_token_file(self._path, _MAX_FILE_BYTES))
             has_roles = all(caller is not SOLE_CALLER for caller in callers.values())
             if self._has_roles and not has_roles:
-                raise ValueError("one word alone, where lines had roles; a restart reads it as a token for everything")
+                raise ValueError(
+                    "a single word, but the file had roles before; only a restart accepts it as a token for everything"
+                )
         except ValueError as error:
             raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: {error}; allowed: {allowed}") from None
         self._has_roles |= has_roles

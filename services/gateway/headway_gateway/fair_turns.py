@@ -37,9 +37,9 @@ class FairTurns:
         """
         num_own = len(self._queues.get(caller, ()))
         if num_own >= self._most_waiting_of_one:
-            raise TooManyWaitError(f"{num_own} of this caller's wait; allowed: {self._most_waiting_of_one}")
+            raise TooManyWaitError(f"{num_own} of this caller are waiting; allowed: {self._most_waiting_of_one}")
         if self.num_waiting >= self._most_waiting:
-            raise TooManyWaitError(f"{self.num_waiting} wait; allowed: {self._most_waiting}")
+            raise TooManyWaitError(f"{self.num_waiting} are waiting; allowed: {self._most_waiting}")
         turn = asyncio.get_running_loop().create_future()
         self._queues.setdefault(caller, deque()).append(turn)
         self._pass_on()

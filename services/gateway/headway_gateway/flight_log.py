@@ -74,5 +74,5 @@ async def _answer(ask: Ask, place: FlightLogPlace) -> FlightLogPart:
 
 
 def _went_on(life: int, segment: int) -> NoReturn:
-    message = f"the log went on: segment {segment} of life {life} is no longer there; try again"
+    message = f"the log has moved on: segment {segment} of life {life} is no longer there; try again"
     raise CallRefusedError(grpc.StatusCode.ABORTED, message)

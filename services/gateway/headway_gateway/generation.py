@@ -128,7 +128,7 @@ class Generation:
         sequences = [continuation.sequence for continuation in self._continuations]
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
-            # Only now, so that the scheduler works meanwhile.
+            # After submitting, so that the scheduler already works.
             await self._call.context.send_initial_metadata(
                 ((REQUEST_ID_METADATA_KEY, _ascii(self._request.request_id)),)
             )
@@ -139,8 +139,8 @@ class Generation:
             )
             await self._stream()
         finally:
-            # Whatever ended the call (its client, its deadline, an error): the scheduler hears of it before the
-            # sequences are forgotten here, or it would go on for nobody. Ended ones are passed over.
+            # However the call ended (client, deadline, error), the scheduler must stop the sequences
+            # before they are forgotten here. Ended ones are ignored.
             self._client.abort(sequences)
             self._call.trace.record_outputs(self._continuations, self._num_cached_tokens)
 
@@ -182,7 +182,7 @@ class Generation:
             for continuation in open_continuations:
                 responses = self._news_of(continuation)
                 if continuation.is_over and continuation.sequence.end is None:
-                    self._client.abort((continuation.sequence,))  # A stop string: the scheduler cannot know of it.
+                    self._client.abort((continuation.sequence,))  # A stop string, which the scheduler does not know.
                 await self._write(continuation, responses, patience)
             patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]

@@ -115,4 +115,4 @@ class HealthReporter:
             return f"the tokenizer knows {self._tokenizer_width} tokens, the model's logits {model.vocab_size}"
         if link.scheduler_state != STATE_SERVING:
             return f"the scheduler is {link.scheduler_state}"
-        return "work is pending and no step is made" if is_stalled else None
+        return "work is pending, but no step runs" if is_stalled else None

@@ -216,7 +216,7 @@ class IngressLink:
         return replies
 
     def _count_handles(self) -> Iterator[int]:
-        # Handles travel as int32. After 2^31 of them counting starts over; no message about the first is left by then.
+        # Handles are int32. After 2^31 of them counting restarts; messages about the first are long gone.
         while True:
             for handle in range(1, MAX_HANDLE + 1):
                 if handle not in self._live:
@@ -338,7 +338,7 @@ class IngressLink:
         return True
 
     def _append_tokens(self, columns: bytes) -> bool:
-        # The hot loop: once per token of every stream, so nothing here but a lookup, a comparison and an append.
+        # The hot loop, once per token: only a lookup, a comparison and an append.
         try:
             handles, indices, token_ids = decode_columns(columns, 3)
         except ValueError:
@@ -366,7 +366,7 @@ class IngressLink:
         if sequence is None:
             return
         if sequence.has_run and rejected.reason in _PASSING_REJECTIONS:
-            # It was accepted before the link broke, so it is owed its end: ask again, sooner than one that is new.
+            # It was accepted before the link broke, so it must end properly: submit it again soon.
             retry_s = min(max(_LEAST_RETRY_S, rejected.retry_after_ms / 1000), _MOST_RETRY_S)
             self._resubmit_at[rejected.handle] = now + retry_s
             return

@@ -142,7 +142,7 @@ def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except Exception:  # noqa: BLE001  # What protobuf raises differs between its implementations.
+        except Exception:  # noqa: BLE001  # protobuf's implementations raise different errors.
             return _Unreadable()
 
     return read

@@ -58,7 +58,7 @@ class WritePace:
         self._timer = asyncio.get_running_loop().call_later(_SAMPLE_INTERVAL_S, self._sample, due)
 
     def _sample(self, due: float) -> None:
-        # The loop's timers are a millisecond coarse, and so is an operating system that has other work.
+        # Timers are coarse: about a millisecond, more on a busy machine.
         lateness_s = max(0.0, time.monotonic() - due - _PARDONED_LATENESS_S)
         self._lateness_s += _SMOOTHING * (lateness_s - self._lateness_s)
         self._schedule()

@@ -49,13 +49,13 @@ def problem_of_listening(address: str) -> str:
     for family, kind, protocol, _, bound in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # As servers do: connections of one that has ended do not stand in the way.
+                # As servers do: connections of an ended server are no obstacle.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(bound)
         except OSError as error:
             problems.append(error)
-    # One of a name's addresses that this machine lacks does no harm; one that is taken would lead clients to somebody else.
+    # A missing address of a name is harmless; a taken one would lead clients to another server.
     taken = [error for error in problems if error.errno == errno.EADDRINUSE]
     if not taken and len(problems) < len(found):
         return ""
-    return (taken or problems)[0].strerror or "it is not known why"
+    return (taken or problems)[0].strerror or "the reason is unknown"

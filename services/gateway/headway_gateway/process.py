@@ -40,8 +40,8 @@ def run(config: GatewayConfig) -> int:
     configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
         config.validate()
-        # gRPC's polling thread and the tokenising ones hand over to the event loop many times per request; waiting up to
-        # the default 5 ms for the interpreter lock would be the tail of every latency.
+        # gRPC's and the tokeniser's threads hand over to the event loop many times per request. With the default switch
+        # interval each handover could wait 5 ms for the interpreter lock.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if config.exit_with_parent and not end_with_parent():
             return EXIT_OK
@@ -49,7 +49,7 @@ def run(config: GatewayConfig) -> int:
         sink.drain(_LOG_DRAIN_S)
         return code
     except (ValueError, AddressInUseError) as error:
-        sink.drain(_LOG_DRAIN_S)  # what is told is to be the last line
+        sink.drain(_LOG_DRAIN_S)  # The error must be the last line.
         _tell(error)
         return EXIT_CONFIGURATION
     except TokenizerFilesError as error:
@@ -73,7 +73,7 @@ async def _run(config: GatewayConfig) -> int:
 
 async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
-    if not config.reuse_port:  # Of a worker, the group has told it.
+    if not config.reuse_port:  # For a worker, the group has logged it.
         _tell_template_fault(text_model)
     stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)

@@ -187,7 +187,7 @@ class SchedulerClient:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # Queue only for a scheduler that is there: an old link's frames help nobody.
+            (zmq.IMMEDIATE, 1),  # Queue only for a connected scheduler: frames of an old link are useless.
             (zmq.SNDHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.RCVHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
@@ -220,7 +220,7 @@ class SchedulerClient:
             return
         assert self._loop is not None
         self._pump()
-        if not self._pump_scheduled:  # Everything that has arrived was received, so silence is silence.
+        if not self._pump_scheduled:  # Everything that has arrived was received, so this is real silence.
             self._link.tick(time.monotonic())
             self._after_link()
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)

@@ -223,7 +223,7 @@ class GatewayServer:
                 snapshots.give(take_snapshot(self._client, self._generation, self._statistics))
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has just ended: nobody answers
+            with contextlib.suppress(RuntimeError):  # The loop has just ended.
                 loop.call_soon_threadsafe(answer_reader)
 
         snapshots.wake = wake
@@ -233,7 +233,7 @@ class GatewayServer:
 
     def _listen(self) -> int:
         address = self._config.grpc_address
-        # Looked at first, since gRPC would tell it in words and lines of its own.
+        # Checked first: gRPC's own message would take several lines.
         problem = "" if self._config.reuse_port else problem_of_listening(address)
         if problem:
             raise AddressInUseError(
@@ -254,19 +254,19 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # Of one connection, those included that have ended here and that gRPC has not yet forgotten; at its end gRPC resets
-        # streams. So it lies far above what the server takes in all: who goes beyond that is to be refused.
+        # Per connection, including ended streams that gRPC still remembers. Beyond, gRPC resets streams, so this lies
+        # far above the server's own limit, which refuses with a message.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
-        # By itself gRPC begins to cancel what waits at 1,000 calls, and after 30 s. Who comes is to be refused, and told when
-        # to come again; to refuse takes a millisecond.
+        # By default gRPC cancels waiting calls beyond 1,000, or after 30 s. We refuse them with a time to try again,
+        # which takes a millisecond.
         ("grpc.server.max_pending_requests", _MOST_UNSEEN_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MOST_UNSEEN_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MOST_UNSEEN_S),
-        # A client whose machine stopped is noticed by nothing else.
+        # Nothing else notices that a client's machine has stopped.
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 2_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients may keep themselves alive as eagerly.
+        # Clients may send keepalives as often.
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]

@@ -99,7 +99,7 @@ def _encoded(question: msgspec.Struct) -> bytes:
 
 def _no_rendering(error: NoAnswerError, fails: str = "fails on these messages") -> TemplateError:
     if isinstance(error, OutOfTimeError):
-        return TemplateUnavailableError(f"takes too long this time: {error}")
+        return TemplateUnavailableError(f"took too long this time: {error}")
     if error.is_its_own_fault:
         return TemplateError(f"{fails}: {error}")
-    return TemplateUnavailableError(f"gives no text this time: {error}")
+    return TemplateUnavailableError(f"gave no text this time: {error}")

@@ -14,7 +14,7 @@ class TenantRates:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._depth = max(1.0, rate)
-        # Tokens left, and when that was; the tenant heard of longest ago first.
+        # Tokens left, and when; least recently seen tenant first.
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, tenant: str, now: float) -> float:

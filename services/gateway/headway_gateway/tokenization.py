@@ -71,7 +71,7 @@ class TextModel:
         Raises:
             PromptError: it cannot fit.
         """
-        # An allowance for normalisers that shorten a text, such as NFC on decomposed accents.
+        # A margin for normalisers that shorten a text, such as NFC on decomposed accents.
         most = 4 * self._longest_token * max_tokens
         if num_characters > most:
             raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
@@ -139,7 +139,7 @@ class TextModel:
         try:
             # The batch call leaves out character offsets, which nobody here needs.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:  # What the library raises differs between its versions.
+        except (UnicodeEncodeError, TypeError) as error:  # The library's versions raise different errors.
             raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
         ids: list[int] = encoding.ids
         return ids
@@ -184,7 +184,7 @@ def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
     most = max(tokenizer.get_vocab().values(), default=-1) + 1
     if isinstance(width, int) and most > width:
         raise TokenizerFilesError(
-            f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: as many as {_MODEL_CONFIG_FILE} has logits, {width}"
+            f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: at most {width}, the logits in {_MODEL_CONFIG_FILE}"
         )
 
 
@@ -219,13 +219,13 @@ def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str]
             except (OSError, UnicodeDecodeError) as error:
                 raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
     if named.is_dir() and any(named.glob("*.jinja")):
-        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: none is called {_DEFAULT_TEMPLATE}")
+        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
     entry: object = config.get("chat_template")
     if isinstance(entry, list):
         entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
     if isinstance(entry, dict):
         if _DEFAULT_TEMPLATE not in entry:
-            raise _TemplateFaultError(f"{_CONFIG_FILE}: of its chat templates none is called {_DEFAULT_TEMPLATE}")
+            raise _TemplateFaultError(f"{_CONFIG_FILE}: no chat template is called {_DEFAULT_TEMPLATE}")
         entry = entry[_DEFAULT_TEMPLATE]
     if entry is None:
         return None

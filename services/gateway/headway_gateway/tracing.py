@@ -296,7 +296,7 @@ def _status_of(error: BaseException | None) -> grpc.StatusCode:
         return grpc.StatusCode.OK
     if isinstance(error, CallRefusedError):
         return error.code
-    # Anything else that is no error of ours is the caller's leaving.
+    # Other exceptions (cancellation) mean that the caller has left.
     return grpc.StatusCode.INTERNAL if isinstance(error, Exception) else grpc.StatusCode.CANCELLED
 
 

@@ -262,13 +262,13 @@ def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[
     if len(value.encode()) > most_bytes:
         yield field, f"{shown(value)} has {len(value.encode())} bytes; allowed: at most {most_bytes}"
     elif any(unicodedata.category(character) == "Cc" for character in value):
-        yield field, f"{shown(value)} holds a control character; allowed: text without any"
+        yield field, f"{shown(value)} contains a control character; allowed: text without control characters"
 
 
 def _prompt_violations(
     request: api.GenerateRequest | admin_pb2.PinPrefixRequest, what: Literal["prompt", "prefix"]
 ) -> Iterable[tuple[str, str]]:
-    # Both messages have the same kinds; each type's own stub knows only the name of its own field.
+    # Both messages have the same kinds, but their stubs name the field differently.
     kind = request.WhichOneof(what)
     if kind is None:
         yield what, "there is none; allowed: one of text, token_ids, chat"
@@ -312,9 +312,9 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
         return
     field = "sampling.prompt_logprobs"
     if not model.supports_prompt_logprobs:
-        yield field, f"the backend {model.backend} does not report them; allowed: unset"
+        yield field, f"the backend {model.backend} does not support it; allowed: unset"
     elif request.resume.token_ids:
-        yield field, "not allowed together with resume.token_ids, before which they were told; allowed: unset"
+        yield field, "not allowed together with resume.token_ids: the prompt was reported before them; allowed: unset"
 
 
 def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
@@ -329,7 +329,7 @@ def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> It
     if sampling.ignore_eos:
         yield (
             "sampling.ignore_eos",
-            f"True is not allowed together with {kind}, whose end is the output's; allowed: False",
+            f"True is not allowed together with {kind}, which ends the output; allowed: False",
         )
     if not model.eos_token_ids:
         yield f"sampling.{kind}", "the model has no token that ends an output; allowed: unset"

@@ -64,7 +64,7 @@ class AnswerWriter:
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if not delta.token_ids:
-            return  # Text that was held back until the end: the caller has its tokens.
+            return  # Text held until the end; the caller has its tokens.
         if not self._streams:
             gathered = self._gathered.setdefault(delta.index, vllm.GenerateComplete())
             gathered.output_ids.extend(delta.token_ids)
@@ -78,7 +78,7 @@ class AnswerWriter:
             index=delta.index,
         )
         self._add_logprobs(chunk.output_logprobs, delta)
-        # The prompt is known before the first chunk of output 0, and perhaps not yet before another's.
+        # The prompt is complete before the first chunk of output 0, but perhaps not before another's.
         if delta.index == 0 and 0 not in self._knows_prompt:
             self._tell_prompt(0, chunk.input_logprobs)
         await self._send(vllm.GenerateResponse(chunk=chunk))
@@ -129,5 +129,5 @@ class AnswerWriter:
         if matched == "stop":
             complete.matched_stop_str = finished.stop
         elif matched == "stop_token_id" and finished.stop_token_id in self._stop_token_ids:
-            complete.matched_token_id = finished.stop_token_id  # The model's own end is not told as a match.
+            complete.matched_token_id = finished.stop_token_id  # The model's own end token is no match.
         return complete

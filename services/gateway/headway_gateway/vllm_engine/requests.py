@@ -51,23 +51,23 @@ TEXT_SAMPLING_FIELDS = frozenset(
     {
         "spaces_between_special_tokens",
         "include_stop_str_in_output",
-        # A constraint begins with the first token here, with or without it.
+        # Here a constraint always begins with the first token.
         "grammar_from_first_token",
     }
 )
 """Accepted without effect: the answer has tokens only."""
 
-_NO_MEDIA = "media are not served; allowed: text and token ids"
-_NO_TRANSFER = "KV caches do not go from engine to engine; allowed: unset"
+_NO_MEDIA = "media are not supported; allowed: text and token ids"
+_NO_TRANSFER = "KV caches are not transferred between engines; allowed: unset"
 _REASONS = {
     "kv_transfer_params": _NO_TRANSFER,
     "kv_transfer_params_json": _NO_TRANSFER,
     "mm_inputs": _NO_MEDIA,
     "extra_mm_inputs": _NO_MEDIA,
     "media_refs": _NO_MEDIA,
-    "sampling_params.structural_tag": "tags within free text are not served; allowed: json_schema, regex, grammar, choice",
+    "sampling_params.structural_tag": "tags within free text are not supported; allowed: json_schema, regex, grammar, choice",
 }
-_UNKNOWN = "this version of Headway does not know the field; allowed: unset"
+_UNKNOWN = "unknown to this version of Headway; allowed: unset"
 _MOST_INT32 = (1 << 31) - 1
 _SEED_MASK = (1 << 64) - 1
 _PRIORITIES = {
@@ -162,7 +162,7 @@ def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
     sampling = request.sampling_params
     yield from _untranslatable(sampling, "sampling_params.", TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS)
     if request.data_parallel_rank:
-        yield "data_parallel_rank", f"{request.data_parallel_rank} is not allowed; allowed: 0, there is one rank"
+        yield "data_parallel_rank", f"{request.data_parallel_rank} is not allowed; allowed: 0, the only rank"
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) < 0:
             yield f"sampling_params.{name}", f"{getattr(sampling, name)} is not allowed; allowed: 0 to 20"
@@ -171,7 +171,7 @@ def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
             field = "sampling_params.truncate_prompt_tokens"
             yield field, f"{sampling.truncate_prompt_tokens} is not allowed; allowed: 1 or more"
         elif request.HasField("text"):
-            yield "sampling_params.truncate_prompt_tokens", "text is not truncated; allowed: with token ids"
+            yield "sampling_params.truncate_prompt_tokens", "not allowed together with text; allowed: with token ids"
     # Token ids travel as int32 from here on.
     for field, token_ids in (
         ("tokenized.input_ids", request.tokenized.input_ids),

@@ -144,13 +144,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """The tokenizer's files."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.create_task(asyncio.to_thread(tokenizer_archive, self._model_directory))
-        archive = await asyncio.shield(self._archive)  # Others wait for it too.
+        archive = await asyncio.shield(self._archive)  # Other calls may wait for it too.
         for chunk in archive.chunks():
             yield chunk
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
         """Refused."""
-        raise _unimplemented("Headway serves models that generate text, and no embeddings")
+        raise _unimplemented("Headway generates text and serves no embeddings")
 
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
@@ -164,19 +164,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         while True:
             num_left = (await self._status(context, "flush")).num_cached_blocks
             if not num_left:
-                return common_pb2.FlushCacheResponse(success=True, message="nothing is cached any more")
+                return common_pb2.FlushCacheResponse(success=True, message="the cache is empty")
             if time.monotonic() >= deadline:
-                message = f"{num_left} blocks are in use and stay cached; what nobody uses was dropped"
+                message = f"{num_left} blocks are in use and stay cached; all others were dropped"
                 return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(_FLUSH_INTERVAL_S)
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
         """Refused."""
-        raise _unimplemented("profiles are not taken on a running server")
+        raise _unimplemented("a running server takes no profiles")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
         """Refused."""
-        raise _unimplemented("profiles are not taken on a running server")
+        raise _unimplemented("a running server takes no profiles")
 
     async def SubscribeKvEvents(  # noqa: N802
         self,
@@ -185,7 +185,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         """The cache and its changes, if the operator allows it: they contain the tokens of prompts."""
         if not self._publishes_kv_events:
-            raise _unimplemented("what is cached is not published; allowed: after --kv-events")
+            raise _unimplemented("cache events are off; allowed: with --kv-events")
         start = request.start_sequence_number
         if start > MOST_START:
             raise invalid_argument("start_sequence_number", f"{start} is not allowed; allowed: at most {MOST_START}")
@@ -207,7 +207,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _status(self, context: Context, method: str = "status") -> Status:
         status = await self._ask(method, context)
         if status is None:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler told no status")
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent no status")
         return status
 
     async def _ask(self, method: str, context: Context, request_id: str = "") -> Status | None:
