@@ -11,9 +11,10 @@ import grpc
 import msgspec
 
 from headway_gateway.flight_log import flight_log_pieces
+from headway_gateway.operator_calls import ask, time_left_s
 from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.rpc_handlers import Context, time_left_s
-from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
+from headway_gateway.rpc_handlers import Context
+from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
 from headway_proto import admin_pb2 as api
@@ -60,7 +61,7 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.ExplainResponse(request=state, explanation=reply.explanation)
 
     async def Cancel(self, request: api.CancelRequest, context: Context) -> api.CancelResponse:  # noqa: N802
-        """End a request with reason ABORT. A request that has ended is no error."""
+        """End a request; one that has ended is no error."""
         await self._call_about(request.request_id, "cancel", context)
         return api.CancelResponse()
 
@@ -83,7 +84,7 @@ class AdminServicer(api_grpc.AdminServicer):
         """Keep the beginning of prompts cached."""
         check_pin(request)
         try:
-            model = await self._client.wait_until_serving(time_left_s(context, ANSWER_TIMEOUT_S))
+            model = await self._client.wait_until_serving(time_left_s(context))
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         kind = request.WhichOneof("prefix") or "token_ids"
@@ -104,7 +105,7 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ListPinnedPrefixesRequest,  # noqa: ARG002
         context: Context,
     ) -> api.ListPinnedPrefixesResponse:
-        """Every pin, oldest first, and how much of it is cached."""
+        """Every pin, oldest first."""
         reply = await self._call("pins", context)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
@@ -113,7 +114,7 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ReadFlightLogRequest,  # noqa: ARG002
         context: Context,
     ) -> AsyncIterator[api.ReadFlightLogResponse]:
-        """The flight log up to now, in pieces."""
+        """The flight log up to now."""
 
         async def ask(place: FlightLogPlace) -> FlightLogPart:
             async with self._flight_log_turn:  # Only one read at a time.
@@ -142,13 +143,8 @@ class AdminServicer(api_grpc.AdminServicer):
         place: FlightLogPlace | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        """Ask the scheduler; ``not_found`` is the error text for an unknown name."""
-        try:
-            reply = await self._client.call_admin(
-                method, request_id, prefix, place=place, timeout_s=time_left_s(context, ANSWER_TIMEOUT_S)
-            )
-        except SchedulerUnavailableError as error:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        """Ask the scheduler; ``not_found`` is the text for an unknown name."""
+        reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place)
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:
@@ -157,7 +153,6 @@ class AdminServicer(api_grpc.AdminServicer):
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """The keyword arguments for a message with the same field names, also nested."""
     return {name: _as_field(getattr(struct, name)) for name in struct.__struct_fields__}
 
 

@@ -27,7 +27,7 @@ ROLE_OF_METHODS = {
     **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
     VLLM_ENGINE_PREFIX: GENERATE,
 }
-"""The role for each method, by prefix; the first match counts. Other methods need any valid token."""
+"""The first prefix that matches counts. Other methods need any valid token."""
 TENANT_METADATA_KEY = "headway-tenant"
 """Names the tenant, if the request has no field for it."""
 _BEARER = "Bearer "
@@ -98,7 +98,6 @@ def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
 
 
 def _for_tenant(handler: Handler, tenant: str) -> Handler:
-    """The same method; requests and metadata name ``tenant``, whatever the caller wrote."""
     deserialize = handler.request_deserializer
 
     def deserialize_for_tenant(data: bytes) -> Any:
@@ -115,8 +114,6 @@ def _for_tenant(handler: Handler, tenant: str) -> Handler:
 
 
 class _TenantsContext:
-    """A call's context whose metadata names ``tenant``."""
-
     def __init__(self, context: Context, tenant: str) -> None:
         self._context = context
         self._tenant = tenant

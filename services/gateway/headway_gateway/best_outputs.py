@@ -11,7 +11,7 @@ from headway_proto import generation_pb2 as api
 
 
 class HeldOutput:
-    """One output that has not been sent."""
+    """One output, not sent yet."""
 
     def __init__(self, continuation: Continuation, seed: int, *, shows_logprobs: bool) -> None:
         """Without ``shows_logprobs``, log probabilities only serve the ranking."""
@@ -35,7 +35,7 @@ class HeldOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of its tokens; minus infinity if it has none or failed."""
+        """Minus infinity if it has no tokens or failed."""
         mean = self.continuation.mean_logprob
         is_usable = self._finished.reason in {api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH}
         return mean if is_usable and not math.isnan(mean) else -math.inf
@@ -52,5 +52,5 @@ class HeldOutput:
 
 
 def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:
-    """The highest mean log probability first; equal ones in order of index."""
+    """The highest mean log probability first."""
     return sorted(outputs, key=lambda output: (-output.mean_logprob, output.continuation.index))

@@ -1,10 +1,9 @@
 """A child process that answers questions one by one, each within a time limit.
 
-Owns: its start and end, the frames on its pipes, the time limits. Must not know: the questions.
+Owns: its life, the frames on its pipes, the time limits. Must not know: the questions.
 
-Untrusted programs run in one: a template may loop, a schema may explode. The child's own module limits its memory and
-processor time (``limit_this_process``, ``serve``). A frame is a length (4 bytes, little-endian) and a body; the first
-body opens the process.
+Untrusted programs run in one. Its own module limits its memory and processor time (``limit_this_process``, ``serve``).
+A frame is a length (4 bytes, little-endian) and a body; the first body opens the process.
 """
 
 import contextlib
@@ -31,10 +30,7 @@ _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class NoAnswerError(Exception):
-    """The process gave no answer and has been ended.
-
-    ``is_its_own_fault`` is False if something else ended it, which proves nothing about the question.
-    """
+    """The process has been ended. ``is_its_own_fault`` is False if something else ended it."""
 
     def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
         super().__init__(message)
@@ -97,7 +93,6 @@ class BoundedProcess:
             raise
 
     def _death(self) -> NoAnswerError:
-        """The error for a process that has ended."""
         process = self.process
         assert process is not None
         self.stop()
@@ -113,7 +108,7 @@ class BoundedProcess:
 
 
 def limit_this_process(most_memory_bytes: int) -> None:
-    """In the child: limit memory, and allow no files and no core dumps."""
+    """In the child: limit memory; no files, no core dumps."""
     for what, most in (
         (resource.RLIMIT_AS, most_memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
@@ -126,8 +121,7 @@ def limit_this_process(most_memory_bytes: int) -> None:
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
     """In the child: answer the frames on standard input until it is closed.
 
-    An answer that takes more than ``most_cpu_s`` of processor time ends the process, even if nobody waits for it any more.
-    Processor time, unlike the clock, does not depend on the machine's load.
+    An answer that takes more than ``most_cpu_s`` of processor time, which unlike the clock ignores the load, ends it.
     """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S

@@ -2,8 +2,7 @@
 
 Owns: reading and checking them. Must not know: addresses, tokens, clients.
 
-gRPC asks before each handshake, so a renewed certificate serves the next connection. Files that are half written, or
-do not match, change nothing.
+gRPC asks before each handshake. Files that are half written, or do not match, change nothing.
 """
 
 import ssl
@@ -37,7 +36,7 @@ class CertificateFiles:
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials for a port, which ask this object before each handshake."""
+        """Credentials that ask this object before each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
             self.newer,  # type: ignore[arg-type]  # the stubs lack the None that gRPC documents
@@ -45,7 +44,7 @@ class CertificateFiles:
         )
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new contents, if the files have changed and are valid, else None. From any thread."""
+        """Changed and valid contents, else None. From any thread."""
         signature: _Signature | None = None
         try:
             signature = self._signature()
@@ -63,7 +62,6 @@ class CertificateFiles:
         return newer
 
     def _tell(self, problem: str) -> None:
-        """Log once what is wrong with the files."""
         if problem != self._problem:
             self._problem = problem
             _log.error("certificate not read again", reason=problem)

@@ -2,10 +2,9 @@
 
 Owns: the template dialect, its sandbox, its memory limit. Must not know: tokenizers, gRPC.
 
-A template is a program from the checkpoint, run on untrusted messages. The sandbox cannot stop an endless loop or a
-full memory, so ``template_process`` runs this module as a process with limits. The dialect is that of transformers'
-``apply_chat_template``, errors included. Frames hold JSON: a ``TemplateSource`` first, then ``Messages``, each
-answered with a ``Rendering``.
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. The dialect is that of
+transformers' ``apply_chat_template``. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
+``Rendering``.
 """
 
 import datetime as dt
@@ -42,7 +41,7 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text, or ``refusal`` in the template's words, or the kind of its error as ``failure``."""
+    """A text, the template's ``refusal``, or the kind of its error as ``failure``."""
 
     text: str = ""
     refusal: str = ""
@@ -50,7 +49,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect: trimmed blocks, loop controls, generation blocks, helpers."""
+    """The dialect of chat templates."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
     )
@@ -62,10 +61,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; rendering keeps its contents.
-
-    As in transformers, variables set inside do not outlive the block.
-    """
+    """``{% generation %}``: only training uses the mark. As in transformers, its variables do not outlive it."""
 
     tags = {"generation"}  # noqa: RUF012  # So does jinja2 declare it.
 

@@ -2,7 +2,7 @@
 
 Owns: ending a stream whose write has waited too long. Must not know: what is written.
 
-The wait is counted in looks, not in seconds: while this process was stopped, no client could read.
+It counts looks, not seconds: while this process was stopped, no client could read.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ _LOOKS = 8
 
 
 class ClientPatience:
-    """Surrounds a stream; ends it with TimeoutError when one write has waited ``slow_client_s``."""
+    """Ends its stream with TimeoutError when one write has waited ``slow_client_s``."""
 
     def __init__(self, slow_client_s: float) -> None:
         self._look_interval_s = slow_client_s / _LOOKS

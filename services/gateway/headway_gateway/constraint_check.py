@@ -1,11 +1,10 @@
 """Checks whether a constraint can be compiled, and when a costly one may start.
 
-Owns: the compiling processes, the turns to use them, the verdicts, the costly constraints in progress.
+Owns: the compiling processes and their turns, the verdicts, the costly constraints in progress.
 Must not know: what a constraint means, tokens.
 
-A verdict depends on the constraint alone: the library's answer, or that it broke its process twice. A timeout gives no
-verdict but UNAVAILABLE. The executor compiles each constraint again, and a step of all rows waits for it; so each
-caller has one costly constraint in progress at a time, until its first token.
+A verdict depends on the constraint alone; a timeout gives none. The executor compiles it again, and all rows wait for
+that step; so each caller has one costly constraint in progress, until its first token.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ class Beginning:
         self._key = key
 
     def has_begun(self) -> None:
-        """The first token has come, so the executor has compiled it."""
+        """The first token has come."""
         self._end(has_begun=True)
 
     def is_over(self) -> None:
@@ -72,7 +71,7 @@ class Beginning:
 
 
 class ConstraintChecker:
-    """Checks constraints for the tokenizer of one model directory."""
+    """Checks constraints for one model directory's tokenizer."""
 
     def __init__(self, directory: Path, *, most_compile_s: float = MOST_COMPILE_S) -> None:
         self._directory = directory
@@ -92,7 +91,7 @@ class ConstraintChecker:
         self._leaders: dict[bytes, asyncio.Event] = {}
         """By constraint; set when the one in progress ends."""
         self._begun: OrderedDict[bytes, None] = OrderedDict()
-        """What the executor has compiled not long ago."""
+        """Compiled by the executor recently."""
         self.num_compiled = 0
         """Constraints that were not known yet."""
 
@@ -175,7 +174,7 @@ class ConstraintChecker:
                 process.kill()  # The thread that waits for its answer cleans up.
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
-        """Start a second process with the first constraint, so that nobody waits for it later."""
+        """Start a second process early, so that nobody waits for it."""
         if not self._is_prepared:
             self._is_prepared = True
             self._threads.submit(self._start_another, vocabulary)
@@ -239,7 +238,6 @@ class ConstraintChecker:
         return verdict
 
     def _rest(self, vocabulary: _Vocabulary, compiler: BoundedProcess) -> None:
-        """Keep ``compiler`` for the next constraint."""
         with self._lock:
             if not self._is_closed:
                 self._compilers.append((vocabulary, compiler))
@@ -247,7 +245,6 @@ class ConstraintChecker:
         compiler.stop()
 
     def _compiler_for(self, vocabulary: _Vocabulary) -> BoundedProcess:
-        """An idle process or a new one; the executor may have another model now."""
         with self._lock:
             resting = self._compilers
             fitting = [compiler for one, compiler in resting if one == vocabulary]

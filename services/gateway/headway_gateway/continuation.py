@@ -1,9 +1,9 @@
 """One continuation on its way to the client: tokens in, deltas out.
 
-Owns: what the client already has, the text of each token, the end at a stop string, the final figures.
-Must not know: sockets, gRPC calls, the link.
+Owns: what the client has, the text of tokens, the end at a stop string, the final figures. Must not know: sockets, gRPC
+calls, the link.
 
-Everything since the last delta goes into the next one. So a slow client gets larger deltas, never a queue of them.
+Everything since the last delta goes into the next, so a slow client gets larger deltas, never a queue.
 """
 
 import math
@@ -34,10 +34,7 @@ _REASONS = {
 
 
 class OutputText:
-    """The text of one output, cut at a stop string. Text that might be taken back is held.
-
-    Stop strings count after the first ``min_tokens`` tokens.
-    """
+    """The text of one output, up to a stop string. Stop strings count after ``min_tokens`` tokens."""
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
         self._detokenizer = detokenizer
@@ -51,7 +48,7 @@ class OutputText:
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: list[int]) -> str:
-        """Take in tokens up to the one that completes a stop string; return the text released."""
+        """Take in tokens up to a stop string's end; return the certain text."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
@@ -66,7 +63,7 @@ class OutputText:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the text held. It too may complete a stop string."""
+        """Return the held text; it too may complete a stop string."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None or matcher.matched is not None:
@@ -78,14 +75,13 @@ class Continuation:
     """One output of a request: ``sequence`` as the client sees it."""
 
     def __init__(self, sequence: LiveSequence, text: OutputText) -> None:
-        """``text`` has taken in the tokens that the client already had."""
+        """``text`` knows the tokens that the client already has."""
         self.index = sequence.submission.index
         self.sequence = sequence
         self.is_over = False
         self.reason = ""
-        """Why it ended, in one word."""
         self.num_sent = sequence.num_held
-        """Output tokens that the client has, from before the call too."""
+        """The client has so many output tokens."""
         self.submitted_at = time.monotonic()
         self.first_written_at: float | None = None
         self._written_at: float | None = None
@@ -97,7 +93,7 @@ class Continuation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the scheduler has accepted it, or it has ended without refusal."""
+        """Whether the scheduler has accepted it, or it ended without refusal."""
         return self.sequence.has_run or isinstance(self.sequence.end, Finished)
 
     @property
@@ -152,7 +148,7 @@ class Continuation:
         return responses
 
     def record_written(self, now: float) -> float | None:
-        """Record a written delta; return the seconds since the one before, None for the first."""
+        """Record a delta; return the seconds since the previous one."""
         before, self._written_at = self._written_at, now
         if before is None:
             self.first_written_at = now
@@ -166,7 +162,7 @@ class Continuation:
 
     @property
     def total_ms(self) -> float:
-        """From its arrival at the scheduler to its end; 0 if the scheduler never took it."""
+        """Its time at the scheduler; 0 if never accepted."""
         end = self.sequence.end
         if isinstance(end, Finished):
             return end.total_ms
@@ -210,7 +206,7 @@ class Continuation:
         return finished
 
     def timings(self) -> api.Timings:
-        """The scheduler's figures; the gateway's own if a stop string ended the output first."""
+        """The scheduler's figures, or the gateway's own after a stop string."""
         num_gaps = self.num_sent - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0

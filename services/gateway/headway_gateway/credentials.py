@@ -1,6 +1,6 @@
-"""Who may call: the tokens in a file, their roles, and reading the file again when it changes.
+"""Who may call: the tokens in a file, and their roles.
 
-Owns: the file's format and the search for a token. Must not know: gRPC.
+Owns: the file's format, reading it again, the search for a token. Must not know: gRPC.
 
 One token per line; ``#`` begins a comment:
 
@@ -8,9 +8,9 @@ One token per line; ``#`` begins a comment:
     alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
     ops      generate,admin  an-open-token
 
-A file with a single word is one token with all roles. Every search compares digests with all tokens, so its time
-reveals nothing. A half-written file must not grant more than the whole: each line ends with a newline, or the file is
-not read (``token_files``), and a file that once had roles is not read as a single word.
+A single word is one token with all roles. A search takes the same time for any token. A half-written file must grant
+no more than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as
+a single word.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class TokenTable:
         self._callers = tuple(callers.items())
 
     def find(self, token: str) -> Caller | None:
-        """The caller with this token, or None; takes as long for any token."""
+        """The caller with this token, or None, in constant time."""
         digest = digest_of(token)
         found = None
         for known, caller in self._callers:
@@ -131,7 +131,7 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
 
 
 class TokenFile:
-    """The tokens of a file, read again when it changes. An unusable file leaves the former tokens valid."""
+    """The tokens of a file. If a change makes it unusable, the former tokens stay valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
         """Read the file; ``extra`` are callers from elsewhere.
@@ -146,7 +146,7 @@ class TokenFile:
         self._table = self._read()
         self._looked_at = time.monotonic()
         self.problem: str | None = None
-        """Why the file's present contents are not used; None if they are."""
+        """Why the present file is not used."""
 
     def table(self) -> TokenTable:
         """The valid tokens; checks the file now and then."""
@@ -158,7 +158,7 @@ class TokenFile:
         return self._table
 
     def reload(self) -> bool:
-        """Read the file now; return whether its tokens are valid now."""
+        """Read the file now; return whether it is valid."""
         self._seen = self._signature()
         try:
             self._table = self._read()

@@ -1,12 +1,10 @@
 """Token ids to text, piece by piece; the joined pieces equal the decoding of the whole.
 
-Owns: which text is certain after each token. Must not know: streams, stop strings, gRPC.
+Owns: which text is certain. Must not know: streams, stop strings, gRPC.
 
-``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen): each token is a fixed run of bytes, so a table
-and Python's incremental UTF-8 decoder are exact. ``WindowDetokenizer`` serves all other decoders (SentencePiece with
-byte fallback, WordPiece): it decodes the new tokens together with the last one sent. ``tokenizers.DecodeStream`` is
-not used: it cannot flush an unfinished character, takes a genuine U+FFFD for one, and contradicts earlier text when
-byte-fallback runs turn out to be invalid.
+``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen) exactly, by a table; ``WindowDetokenizer`` all
+other decoders. ``tokenizers.DecodeStream`` cannot flush an unfinished character, takes a genuine U+FFFD for one, and
+contradicts earlier text when a byte-fallback run is invalid.
 """
 
 import codecs
@@ -20,7 +18,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """State of one output. Its text depends on the tokens alone, not on how they were grouped."""
+    """State of one output. The grouping of tokens does not change its text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take in tokens; return the text that is now certain."""
@@ -55,11 +53,10 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes through the tokenizer, a few tokens at a time.
+    """Decodes new tokens together with the *anchor*, the last one sent.
 
-    The text of new tokens is what they add to the *anchor*, the last token sent: decoded alone they would lose, for
-    instance, a leading space. Tokens wait while they may end inside a character: byte-fallback tokens until their run is
-    over, others while the text ends in U+FFFD.
+    Alone they would lose, for instance, a leading space. Byte-fallback tokens wait for the end of their run, others while
+    the text ends in U+FFFD.
     """
 
     __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
@@ -67,7 +64,7 @@ class WindowDetokenizer:
     def __init__(
         self, decode: Callable[[list[int]], str], visible_ids: frozenset[int], byte_ids: frozenset[int]
     ) -> None:
-        """``visible_ids`` have a text; of these, ``byte_ids`` stand for one byte each."""
+        """``visible_ids`` have a text, ``byte_ids`` among them one byte."""
         self._decode = decode
         self._visible_ids = visible_ids
         self._byte_ids = byte_ids
@@ -174,9 +171,7 @@ def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others in order for
-    the characters from U+0100 on.
-    """
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, others for U+0100 on."""
     printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in alphabet]

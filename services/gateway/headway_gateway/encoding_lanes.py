@@ -1,8 +1,6 @@
-"""Runs tokenisation in threads, with a separate one for long prompts.
+"""Runs tokenisation in threads, long prompts apart from the others.
 
 Owns: the threads. Must not know: gRPC, the scheduler.
-
-The tokenizer releases the interpreter lock. A prompt of a megabyte must not delay all others.
 """
 
 import asyncio
@@ -26,16 +24,16 @@ class EncodingLanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     async def encode(self, text: str) -> list[int]:
-        """See ``TextModel.encode``; raises what it raises."""
+        """See ``TextModel.encode``."""
         return await self._run(len(text), lambda: self._text_model.encode(text))
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """See ``TextModel.encode_chat``; raises what it raises."""
+        """See ``TextModel.encode_chat``."""
         num_characters = sum(len(content) for _, content in messages)
         return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))
 
     async def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """See ``TextModel.encode_chat_prefix``; raises what it raises."""
+        """See ``TextModel.encode_chat_prefix``."""
         num_characters = 2 * sum(len(content) for _, content in messages)
         return await self._run(
             num_characters, lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens)

@@ -1,8 +1,6 @@
-"""Shares few turns among many callers.
+"""Shares few turns among many callers, round and round; a caller has one at a time.
 
 Owns: who has a turn, who waits, how many may wait. Must not know: what a turn is for.
-
-Turns go round the waiting callers; one caller's requests keep their order. A caller has one turn at a time.
 """
 
 import asyncio

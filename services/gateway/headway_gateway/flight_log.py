@@ -17,7 +17,6 @@ _LOOK_INTERVAL_S = 0.01
 _MOST_LOOKS = 500
 
 Ask: TypeAlias = Callable[[FlightLogPlace], Awaitable[FlightLogPart]]
-"""Puts one question to the scheduler."""
 
 
 async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse]:
@@ -42,7 +41,6 @@ async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse
 
 
 async def _contents(ask: Ask) -> FlightLogPart:
-    """Have everything written; return the files."""
     part = await _answer(ask, FlightLogPlace())
     for _ in range(_MOST_LOOKS):
         if part.files:
@@ -55,7 +53,7 @@ async def _contents(ask: Ask) -> FlightLogPart:
 
 
 async def _pieces_of(file: FlightLogFile, life: int, ask: Ask) -> AsyncIterator[tuple[int, bytes]]:
-    """(offset, data), up to the file's size at the start."""
+    """(offset, data), up to the file's first known size."""
     offset = 0
     while offset < file.num_bytes:
         place = FlightLogPlace(life=life, segment=file.segment, is_checkpoint=file.is_checkpoint, offset=offset)

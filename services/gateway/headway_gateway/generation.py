@@ -58,7 +58,7 @@ _REFUSAL_CODES = {
 
 
 class GenerationParts(NamedTuple):
-    """The parts of a gateway process that all its generations use."""
+    """The parts of a gateway process that generations share."""
 
     client: SchedulerClient
     text_model: TextModel
@@ -68,7 +68,7 @@ class GenerationParts(NamedTuple):
 
 
 class OpenCall(NamedTuple):
-    """One Generate call. ``write`` sends one event; ``arrived_at`` is in monotonic seconds."""
+    """One Generate call. ``write`` sends one event."""
 
     context: Context
     write: Callable[[api.GenerateResponse], Awaitable[None]]
@@ -85,7 +85,7 @@ class Prompt(NamedTuple):
 
 
 class Generation:
-    """The continuations of one request, and the writing of their events."""
+    """The continuations of one request and their events."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Generation:
             self._call.trace.record_outputs(self._continuations, self._num_cached_tokens)
 
     def cost(self) -> dict[str, float]:
-        """What it came to, in tokens."""
+        """Its tokens."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "output_tokens": sum(continuation.num_sent for continuation in self._continuations),
@@ -193,7 +193,6 @@ class Generation:
                 await self._wakeup.wait()
 
     async def _write_best(self, patience: ClientPatience) -> None:
-        """Write the prompt as it comes, and the best outputs at the end."""
         shows_logprobs = self._request.sampling.logprobs != NO_LOGPROBS
         outputs = [
             HeldOutput(one, self._request.sampling_of(one.index).seed, shows_logprobs=shows_logprobs)
@@ -224,7 +223,6 @@ class Generation:
             self._count_written(continuation, response)
 
     def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
-        """New events of a continuation, and of the prompt before the first."""
         responses = continuation.take()
         if self._prompt is not None and continuation.index == 0:
             return [*self._prompt.take(), *responses]
@@ -312,7 +310,6 @@ class Generation:
 
 
 def _ascii(request_id: str) -> str:
-    """Metadata values are ASCII; other characters are percent-encoded."""
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 

@@ -1,10 +1,9 @@
 """The child process that compiles constraints to check them.
 
-Owns: the questions and answers on its pipes, its memory limit. Must not know: what a constraint means, gRPC.
+Owns: the frames on its pipes, its limits. Must not know: what a constraint means, gRPC.
 
-A schema is an untrusted program, and the library does not count all it spends on one. ``constraint_check`` runs this
-module as a process, which ends itself when an answer takes too much processor time. Frames hold JSON: a ``Vocabulary``
-first, then ``Constraint``s, each answered with a ``Verdict``.
+The library does not count all it spends, so ``constraint_check`` runs this as a process. Frames hold JSON: a
+``Vocabulary``, then ``Constraint``s; each gets a ``Verdict``.
 """
 
 import time
@@ -17,11 +16,11 @@ from headway_proto.sampling import Constraint
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_CPU_S = 0.5
-"""For one constraint. The executor spends it again, while other rows wait."""
+"""The executor spends it again, while other rows wait."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The text of tokenizer.json, the width of the logits, the tokens that end an output."""
+    """tokenizer.json, the width of the logits, the tokens that end an output."""
 
     tokenizer: str
     vocab_size: int
@@ -29,7 +28,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The fault in one line, empty if there is none; and the processor time spent."""
+    """The fault in one line or nothing, and the processor time spent."""
 
     problem: str = ""
     cpu_s: float = 0.0

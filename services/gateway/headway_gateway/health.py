@@ -14,13 +14,13 @@ from headway_gateway.wakeup import Wakeup
 from headway_proto.ingress import STATE_SERVING
 
 LIVENESS = "liveness"
-"""A health name for supervisors: SERVING as long as this process answers, with or without a model."""
+"""SERVING as long as this process answers, for supervisors."""
 
 _log = structlog.get_logger("headway.gateway.health")
 
 
 class ProgressWatch:
-    """Notices a stall: unfinished sequences, and no new step for ``stall_s`` seconds. Knows no clock."""
+    """A stall is unfinished sequences and no new step for ``stall_s`` seconds."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -67,7 +67,7 @@ class HealthReporter:
 
     @property
     def problem(self) -> str | None:
-        """Why not to send requests here, as last reported; None if there is no reason."""
+        """Why not to send requests here, as last reported, or None."""
         return self._told
 
     async def shut_down(self) -> None:
@@ -101,7 +101,6 @@ class HealthReporter:
             await self._service.set(name, status)
 
     def _problem(self) -> str | None:
-        """Why not to serve now; None if there is no reason."""
         link = self._client.link
         is_stalled = self._watch.is_stalled(
             num_steps=link.num_steps, num_unfinished=link.num_unfinished, now=time.monotonic()

@@ -1,11 +1,9 @@
 """The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
 
-Owns: the link's phases, frame order, acknowledgements, the live sequences, and their resubmission on a new link, so
-that a stream survives its scheduler.
-Must not know: sockets, clocks, tasks, text.
+Owns: phases, frame order, acknowledgements, live sequences and their resubmission on a new link. Must not know:
+sockets, clocks, tasks, text.
 
-See ``headway_proto.ingress``. A token with a known index is a duplicate and is dropped. A gap, a damaged frame or
-silence opens a new link.
+A known token is dropped. A gap, a damaged frame or silence opens a new link.
 """
 
 import enum
@@ -67,8 +65,8 @@ class IngressLink:
     """Speaks ingress for one gateway life. Times are seconds of one monotonic clock.
 
     After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``status_version`` grows
-    when ``phase``, ``model`` or ``scheduler_state`` may have changed, ``frames_version`` when unsent frames have become
-    useless, ``silence_version`` when the connection should be replaced because of silence.
+    with changes of phase, model or state, ``frames_version`` when unsent frames are useless, ``silence_version`` when the
+    connection should be replaced.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
     ) -> int:
-        """Send an operator's call, again on each new link until it is answered; return its id."""
+        """Send an operator's call until it is answered, also on new links; return its id."""
         self._last_call_id += 1
         call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
@@ -181,7 +179,7 @@ class IngressLink:
             self._take_in(frame.body, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass. Call it a few times per heartbeat interval, after receiving everything that has arrived."""
+        """Let time pass; a few times per heartbeat interval, after receiving all that has arrived."""
         if self.phase is LinkPhase.HAILING:
             if now >= self._hello_at:
                 self._say_hello(now)
@@ -245,7 +243,7 @@ class IngressLink:
         self._say_hello(now)
 
     def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
-        """Whether this hello answers ours. A second answer moves us to the scheduler's newer epoch."""
+        """Whether this hello answers ours. A second answer brings a newer epoch."""
         return (
             hello.gateway_incarnation == self._incarnation
             and hello.link == self._link_number
@@ -302,7 +300,7 @@ class IngressLink:
             self._acknowledge(now)
 
     def _take_in_tokens(self, body: Tokens) -> bool:
-        """False if the message leaves a gap: a token is missing before another or before an end."""
+        """False if there is a gap before a token or an end."""
         for admitted in body.admitted:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:

@@ -24,9 +24,9 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose method raises: with the status of ``CallRefusedError``, else INTERNAL and an id that is logged.
+    """Ends calls whose method raises, with the status of ``CallRefusedError``, else INTERNAL and a logged id.
 
-    Cancellation passes through. Only the interceptor that counts calls comes before it.
+    Only the interceptor that counts calls comes before it.
     """
 
     def __init__(self, statistics: GatewayStatistics) -> None:
@@ -85,10 +85,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open. Comes after the errors' interceptor.
-
-    gRPC's own limits end a call without a message.
-    """
+    """Refuses calls while ``most`` are open, unlike gRPC with a message. Comes after the errors' interceptor."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -130,11 +127,11 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
 
 
 class _Unreadable:
-    """Stands for a request that could not be parsed."""
+    """A request that could not be parsed."""
 
 
 def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
-    """A parser that never raises: the text of its error would reach the client."""
+    """A parser that never raises: the error's text would reach the client."""
     deserialize = handler.request_deserializer
     if deserialize is None or handler.request_streaming:
         return None

@@ -15,9 +15,8 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 class LiveSequence:
     """One continuation that the gateway wants.
 
-    ``tokens`` begins with the ``num_held`` tokens from before; ``logprobs`` covers the others. ``prompt_logprobs`` covers
-    the prompt from its second token on. ``num_cached_tokens`` is None until it has run. The link's owner calls
-    ``on_news`` after a change.
+    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others, ``prompt_logprobs`` the prompt
+    from its second token. ``num_cached_tokens`` is None until it runs.
     """
 
     __slots__ = (
@@ -50,11 +49,11 @@ class LiveSequence:
 
     @property
     def has_run(self) -> bool:
-        """Whether the scheduler has accepted it; from then on it must get an end, not a refusal."""
+        """Whether the scheduler has accepted it; then it must get an end, not a refusal."""
         return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
 
     def to_submit(self) -> Submit:
-        """The submission that continues after the tokens already here."""
+        """The submission that continues after these tokens."""
         if not self.tokens and not self.has_run:
             return self.submission
         token_ids = self.submission.token_ids + encode_column(self.tokens)

@@ -1,10 +1,9 @@
 """How busy gateway and scheduler are, for gRPC clients that balance by load (ORCA, gRFC A51).
 
-Owns: the figures, the out-of-band service, the trailer of a call. Must not know: generation, clients.
+Owns: the figures, the out-of-band service, the trailer. Must not know: generation, clients.
 
-``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row, so above 1
-with a queue. ``cpu_utilization``: share of one core. ``mem_utilization``: the host's memory. ``rps_fractional`` and
-``eps``: generations that end per second, all and not OK.
+``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row.
+``cpu_utilization``: share of one core. ``rps_fractional``, ``eps``: generations and failures per second.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from headway_proto import orca_pb2 as api
 SERVICE = "xds.service.orca.v3.OpenRcaService"
 TRAILER_KEY = "endpoint-load-metrics-bin"
 LEAST_INTERVAL_S = 0.25
-"""The scheduler reports its load this often."""
+"""The scheduler reports this often."""
 DEFAULT_INTERVAL_S = 1.0
 _SAMPLE_INTERVAL_S = 1.0
 _GENERATE = "headway.v1.Generation/Generate"
@@ -118,7 +117,6 @@ def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadR
 
 
 def _mem_utilization() -> float:
-    """The share of the host's memory in use; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

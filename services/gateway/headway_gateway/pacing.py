@@ -1,10 +1,9 @@
 """How often a stream writes: at once while the event loop keeps up, less often when it falls behind.
 
-Owns: the loop's measured lateness and the pause that follows from it. Must not know: what is written.
+Owns: the loop's lateness and the pause that follows from it. Must not know: what is written.
 
-A write costs some 100 us for one token or fifty. Tokens that come during a pause share the next write, so lateness
-becomes larger deltas, not a longer queue. The pause is proportional to the lateness, which falls as streams pause, so
-the two settle.
+A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause
+is proportional to the lateness, which falls as streams pause, so the two settle.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Quick checks of a gateway's configuration before it starts.
 
-Owns: the checks of packages, files, certificates and addresses. Must not know: the callers.
+Owns: checks of packages, files, addresses. Must not know: the callers.
 """
 
 import errno

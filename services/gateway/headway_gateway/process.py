@@ -107,9 +107,9 @@ def _tell_template_fault(text_model: TextModel) -> None:
 
 
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:
-    """Events for the first and the second SIGTERM or SIGINT. If the parent has gone, the first signal sets both:
+    """Events for the first and the second SIGTERM or SIGINT.
 
-    nobody restarts a dead scheduler then, so open calls might never end.
+    Without a parent the first sets both: nobody would restart a dead scheduler, so open calls might never end.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     parent = os.getppid()

@@ -1,6 +1,6 @@
 """From a request's prompt to token ids.
 
-Owns: how each kind of prompt is encoded, and the early refusal of one that is too long. Must not know: the scheduler.
+Owns: how each kind is encoded, the early refusal of long ones. Must not know: the scheduler.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""The prompt's own events: tokens, text, and log probabilities as they come.
+"""The prompt's own events: tokens, text, log probabilities.
 
-Owns: what has been sent, and cutting it into bounded messages. Must not know: gRPC calls, the outputs.
+Owns: what has been sent, in bounded messages. Must not know: gRPC calls, outputs.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,6 @@ class PromptEvents:
             yield prompt
 
     def _next(self, end: int) -> api.Prompt:
-        """The tokens up to ``end``."""
         first, self._num_told = self._num_told, end
         text = "" if first else self._text
         return api.Prompt(first_token_index=first, token_ids=self._token_ids[first:end], text=text)

@@ -1,8 +1,6 @@
 """gRPC server reflection, v1 and v1alpha.
 
-Owns: the v1 service, which the companion package lacks. Must not know: the reflected services.
-
-Both versions have the same messages under another package name, so the v1 descriptors are renamed copies.
+Owns: the v1 service, a renamed copy of the companion package's v1alpha. Must not know: the reflected services.
 """
 
 from collections.abc import Sequence
@@ -32,7 +30,6 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 def _add_v1_descriptors(pool: descriptor_pool.DescriptorPool) -> None:
-    """Add the v1 service to ``pool``."""
     try:
         pool.FindFileByName(_FILE)
     except KeyError:

@@ -16,12 +16,6 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 NextInterceptor: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
-def time_left_s(context: Context, most_s: float) -> float:
-    """Seconds until the call's deadline, at most ``most_s``."""
-    remaining_s = context.time_remaining()
-    return most_s if remaining_s is None else min(most_s, max(0.0, remaining_s))
-
-
 def within(
     handler: Handler,
     surroundings: Callable[[Any, Context], AbstractAsyncContextManager[Context]],

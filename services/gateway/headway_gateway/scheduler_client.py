@@ -1,9 +1,9 @@
 """Carries an ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Owns: the socket, the timer behind ``tick``, and waking the tasks that wait. Must not know: the protocol's rules, text, gRPC.
+Owns: the socket, the timer behind ``tick``, waking tasks that wait. Must not know: the protocol's rules, text, gRPC.
 
-The socket's file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is
-edge-triggered, so its event flags are read again after every use.
+The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered,
+so its event flags are read after every use.
 """
 
 import asyncio
@@ -23,8 +23,6 @@ from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
 from headway_proto.operations import AdminReply, CachePosition, FlightLogPlace, PrefixToPin
 
-ANSWER_TIMEOUT_S = 5.0
-"""How long an operator's call may take."""
 _TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
 _MOST_FRAMES_PER_TURN = 32
 _SOCKET_HIGH_WATER_MARK = 16384
@@ -38,11 +36,11 @@ _log = structlog.get_logger("headway.gateway.ingress")
 
 
 class SchedulerUnavailableError(Exception):
-    """The scheduler did not answer in time; the message says what is missing."""
+    """The scheduler did not answer in time."""
 
 
 class SchedulerClient:
-    """One gateway process's connection to its scheduler. Belongs to one event loop; not for threads."""
+    """The connection to the scheduler, in one event loop; not for threads."""
 
     def __init__(
         self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
@@ -226,7 +224,7 @@ class SchedulerClient:
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:
-        """Receive what has arrived, a bounded amount per turn of the loop."""
+        """Receive a bounded amount per turn of the loop."""
         self._pump_scheduled = False
         if self._closed or self._socket is None:
             return
@@ -270,7 +268,7 @@ class SchedulerClient:
             listener()
 
     def _flush(self) -> None:
-        """Send the link's frames; the rest goes out when the socket becomes writable."""
+        """Send frames; the rest goes out when the socket is writable."""
         if self._socket is None:
             return
         assert self._loop is not None

@@ -1,6 +1,6 @@
-"""One gateway process's gRPC server, from start to drained.
+"""One gateway process's gRPC server.
 
-Owns: the services, channel options, TLS, and the order of starting and stopping. Must not know: signals, exit codes, logging.
+Owns: services, channel options, TLS, the order of starting and stopping. Must not know: signals, exit codes, logging.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 VLLM_ENGINE_SERVICE = VLLM_ENGINE_PREFIX.strip("/")
 _CANCEL_GRACE_S = 0.5
 _MOST_OTHER_CALLS = 1024
-"""Open calls besides generations. Calls beyond are refused before any work is spent on them."""
+"""Open calls besides generations."""
 
 _MOST_UNSEEN_CALLS = 32_768
-"""Calls that gRPC holds before this process sees them. Beyond, gRPC ends calls without a message."""
+"""Calls that gRPC holds for this process. It ends more without a message."""
 
 _MOST_UNSEEN_S = 600
 
@@ -130,12 +130,12 @@ class GatewayServer:
         return port
 
     def reload_tokens(self) -> None:
-        """Read the token file again. The log tells if it cannot be used; the old tokens stay valid."""
+        """Read the token file again; if it is invalid, the old tokens stay."""
         if self._tokens is not None:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Report NOT_SERVING, refuse new generations, let open ones finish; return whether all did within ``grace_s``."""
+        """Refuse new generations and let open ones finish; return whether all did within ``grace_s``."""
         await self._health.shut_down()
         self._generation.begin_drain()
         try:

@@ -41,7 +41,7 @@ from headway_proto.orca_pb2 import OrcaLoadReport
 
 
 class GenerationServicer(api_grpc.GenerationServicer):
-    """Serves ``headway.v1.Generation`` for one model directory and one scheduler."""
+    """Serves ``headway.v1.Generation``."""
 
     def __init__(
         self,
@@ -67,11 +67,9 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._statistics = statistics
         self._live_request_ids: set[str] = set()
         self.num_open_streams = 0
-        """Generate calls that are open."""
         self._is_draining = False
         self._became_idle = Wakeup()
         self.pace = WritePace()
-        """How well the streams keep up."""
         self._parts = GenerationParts(client, text_model, self.pace, statistics, config.slow_client_s)
         self._tenant_rates = TenantRates(config.max_tenant_requests_per_s)
 
@@ -260,7 +258,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         return prompt_ids
 
     async def _text_of(self, request: api.GenerateRequest, prompt_ids: list[int]) -> str:
-        """The prompt as text."""
         return request.text if request.HasField("text") else await self._lanes.decode(prompt_ids)
 
     async def _begin_constraint(self, checked: CheckedRequest, model: ModelInfo, caller: str) -> Beginning:

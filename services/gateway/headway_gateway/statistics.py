@@ -29,20 +29,20 @@ class GatewayStatistics:
         self.encoding_s = Histogram(_ENCODING_S)
         """To encode a prompt, including the wait for a thread."""
         self.constraint_s = Histogram(_ENCODING_S)
-        """To check a constraint that passes, including the wait."""
+        """To check a valid constraint, including the wait."""
         self.calls: Counter[tuple[str, str]] = Counter()
         """By method and status."""
         self.refusals: Counter[tuple[str]] = Counter()
         """By reason."""
         self.ends: Counter[tuple[str]] = Counter()
-        """Of outputs, as clients were told."""
+        """Of outputs, by reason."""
         self.num_deltas = 0
         self.num_tokens = 0
         self.num_joined_tokens = 0
-        """Tokens that came with another in one delta."""
+        """Tokens behind another in one delta."""
 
     def count_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
-        """Count a delta, written ``gap_s`` after the previous one of its output; None for the first."""
+        """Count a delta, ``gap_s`` after its output's previous one."""
         self.num_deltas += 1
         if not num_tokens:
             return

@@ -1,6 +1,6 @@
 """How a refusal reaches a gRPC client: a status code, one clear line, machine-readable details.
 
-Owns: the exception that ends a call, and its ``google.rpc.Status`` details. Must not know: why a call is refused.
+Owns: the exception that ends a call, and its encoding. Must not know: why a call is refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class CallRefusedError(Exception):
     """Ends a call with ``code`` and ``message``.
 
     ``violations`` (field, description) become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an
-    ``ErrorInfo``, which also shows the client that a gateway answered. ``reason`` names the refusal in the metrics.
+    ``ErrorInfo`` and a label of the metrics.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
 
 
 def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
-    """A refusal that asks the client to try again after ``after_s`` seconds (``RetryInfo``)."""
+    """A refusal with ``RetryInfo``: try again after ``after_s`` seconds."""
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 

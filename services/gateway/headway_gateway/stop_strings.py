@@ -2,9 +2,8 @@
 
 Owns: how much text is certain. Must not know: tokens, streams, gRPC.
 
-One automaton per stop string (Knuth, Morris and Pratt 1977). Its state is the number of characters of the stop string
-that the text ends with; the largest state is the length to hold back. The first complete stop string wins, at the
-same character the longest.
+One automaton per stop string (Knuth, Morris and Pratt 1977); its state is how many characters to hold. The first
+complete stop string wins, then the longest.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Take in text; return the certain part. Text after a match is dropped."""
+        """Take in text; return the certain part, nothing after a match."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -46,7 +45,7 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Feed one character to every automaton; return the stop string it completes."""
+        """Feed one character; return the stop string it completes."""
         complete: str | None = None
         states = self._states
         for which, stop in enumerate(self._stops):

@@ -16,7 +16,7 @@ _PROGRAM = "headway_gateway.chat_templates"
 
 
 class TemplateError(Exception):
-    """The template gives no text; the message begins with a verb: it refuses, it fails."""
+    """No text; the message begins with a verb: it refuses, it fails."""
 
 
 class TemplateUnavailableError(TemplateError):

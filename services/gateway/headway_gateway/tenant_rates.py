@@ -9,7 +9,7 @@ MAX_TENANTS = 10_000
 
 
 class TenantRates:
-    """``rate`` requests per second and tenant, in bursts of one second's worth; 0 is no limit."""
+    """``rate`` requests per second and tenant, a second's worth at once; 0 is no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate

@@ -1,9 +1,9 @@
 """From text to token ids and back with the checkpoint's own files.
 
-Owns: loading and checking those files, encoding, rendering chats, decoding. Must not know: gRPC, the scheduler, threads.
+Owns: loading those files, encoding, rendering chats, decoding. Must not know: gRPC, the scheduler, threads.
 
-Neither checkpoint nor prompt is trusted: the template runs in a sandbox in its own process, and a text that cannot fit
-is refused by its length.
+Neither checkpoint nor prompt is trusted: the template runs in its own process, and a text that cannot fit is refused
+by its length.
 """
 
 import json
@@ -98,8 +98,7 @@ class TextModel:
     def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
         """The tokens common to all chats that begin with these messages and continue with a user's.
 
-        Only template and tokenizer know where the next message begins. So two different continuations are rendered, and their
-        common tokens kept.
+        Only template and tokenizer know where the next message begins, so two continuations are compared.
 
         Raises:
             PromptError: as ``encode_chat``.
@@ -179,7 +178,6 @@ def load_text_model(directory: Path) -> TextModel:
 
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse token ids beyond the logits that config.json announces."""
     width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
     most = max(tokenizer.get_vocab().values(), default=-1) + 1
     if isinstance(width, int) and most > width:
@@ -203,14 +201,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class _TemplateFaultError(Exception):
-    """The chat template cannot be used; one line."""
+    """The chat template cannot be used."""
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """File name and text of the template for plain chats.
-
-    As in transformers: files win over the configuration, and of several templates the default counts.
-    """
+    """File name and text. As in transformers, files win over the configuration, and the default template counts."""
     named = directory / _TEMPLATE_DIRECTORY
     for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
         if path.exists():
@@ -246,7 +241,7 @@ def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
 
 
 def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The names that templates may use, such as ``bos_token``.
+    """The names that templates may use.
 
     As in transformers: every name that ends in ``_token``, and named extra ones. The file of older checkpoints wins, unless
     the configuration lists its added tokens.

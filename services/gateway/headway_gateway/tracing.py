@@ -2,8 +2,8 @@
 
 Owns: the spans, their attributes (GenAI semantic conventions), the export. Must not know: how requests are served.
 
-The gateway makes all spans; the scheduler reports its times with a request's end, as durations. They are placed so
-that they end when the gateway got them. A thread exports; spans beyond its queue are dropped. The spans::
+The gateway makes all spans; the scheduler reports durations, placed to end when the gateway got them. A thread
+exports; spans beyond its queue are dropped. The spans::
 
     chat MODEL                       gateway    the whole call
       tokenize                       gateway    until the prompt was tokens
@@ -42,7 +42,7 @@ _SERVER_FAULTS = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""Codes that mark a server's span as an error, by the gRPC conventions."""
+"""A server's errors, by the gRPC conventions."""
 
 _log = structlog.get_logger("headway.gateway.traces")
 
@@ -136,7 +136,7 @@ class Tracing:
             self._providers[service] = provider
 
     def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """The trace of a call that came at ``arrived_at``, in monotonic seconds."""
+        """The trace of a call that came at ``arrived_at``."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
@@ -238,7 +238,6 @@ class _Traced:
         self._root.end()
 
     def _record_schedule(self, output: Continuation) -> None:
-        """The spans of one continuation beyond the gateway."""
         from opentelemetry.trace import set_span_in_context
 
         ended_at, timings, end = output.ended_at, output.timings(), output.sequence.end
@@ -278,10 +277,7 @@ class _ToStructlog(logging.Handler):
 
 
 class _WallClock:
-    """Wall-clock time for moments of the monotonic clock.
-
-    One per trace, so that a change of the clock does not break a trace.
-    """
+    """Wall-clock time for monotonic moments; one per trace, so that a change of the clock breaks none."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -301,7 +297,6 @@ def _status_of(error: BaseException | None) -> grpc.StatusCode:
 
 
 def _tell_in_our_log() -> None:
-    """Put OpenTelemetry's warnings into our log."""
     logger = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, _ToStructlog) for handler in logger.handlers):
         logger.addHandler(_ToStructlog())

@@ -1,9 +1,8 @@
 """Checks a generation request before and after its prompt is tokenised.
 
-Owns: the limits of the public API, and the translation from protobuf to ``Submit``. Must not know: sockets, tasks, tokenising.
+Owns: the limits of the public API, the translation to ``Submit``. Must not know: sockets, tasks, tokenising.
 
-The scheduler repeats the range checks with the same function (``headway_proto.sampling.violations``): a limit known to
-one front end only lets one request break an engine.
+The scheduler repeats the range checks of ``headway_proto.sampling``.
 """
 
 import json
@@ -35,7 +34,7 @@ SEED_SPACE = 1 << 64
 
 
 class CheckedRequest(msgspec.Struct, frozen=True):
-    """A request with valid fields, before its prompt is known. ``sampling.seed`` is the first continuation's."""
+    """A request with valid fields. ``sampling.seed`` is the first continuation's."""
 
     request: api.GenerateRequest
     request_id: str
@@ -77,7 +76,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
     def sampling_of(self, index: int) -> SamplingParams:
         """The parameters of one continuation; the seed counts up.
 
-        Only the first reports the prompt. To choose the best, all report log probabilities.
+        Only the first reports the prompt; to choose the best, all report log probabilities.
         """
         sampling = self.sampling
         if self.is_choice:
@@ -318,7 +317,6 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
 
 
 def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    """Faults that show before compilation."""
     kind = sampling.WhichOneof("constraint")
     if kind is None:
         return
@@ -336,7 +334,6 @@ def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> It
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    """Faults in fields that only the public API has, or has in another form."""
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens > 0:
@@ -360,7 +357,6 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
 
 
 def _report_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    """Faults in the number of continuations and their reports."""
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
         yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
     for name in ("logprobs", "prompt_logprobs"):

@@ -1,8 +1,6 @@
-"""Wakes one task, once for any number of rings.
+"""Wakes one task, once for any number of rings; lighter than ``asyncio.Event``.
 
 Owns: the future behind it. Must not know: what has happened.
-
-Lighter than ``asyncio.Event``: a ring while the listener is awake sets one attribute.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The entry point of one worker: reads its configuration as JSON from standard input.
 
-Owns: only that. Must not know: its siblings.
+Owns: that. Must not know: its siblings.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Several gateway processes on one port.
 
-Owns: starting, restarting and ending them, and the port (SO_REUSEPORT). Must not know: what a worker does.
+Owns: starting, restarting and ending them, the port (SO_REUSEPORT). Must not know: what a worker does.
 
-Workers are new interpreters: gRPC's and ZeroMQ's threads do not survive a fork. The kernel ends them with this process.
+Workers are new interpreters: gRPC's and ZeroMQ's threads do not survive a fork.
 """
 
 import asyncio
@@ -68,7 +68,6 @@ class WorkerGroup:
                 self._reservation.close()
 
     def _reserve(self) -> tuple[str, int]:
-        """Hold the port without listening, while workers come and go."""
         host, port = split_address(self._config.grpc_address)
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -87,7 +86,7 @@ class WorkerGroup:
         return host, self._reservation.getsockname()[1]
 
     async def _keep_one(self, config: GatewayConfig) -> int:
-        """Run one worker, again when it dies; return its exit code when stopping, or when it always dies."""
+        """Run one worker, again when it dies; return its exit code when stopping, or if it always dies."""
         quick_deaths = 0
         while not self._is_stopping:
             started_at = time.monotonic()
@@ -135,7 +134,6 @@ class WorkerGroup:
 
 
 def _with_own_metrics(config: GatewayConfig, number: int) -> GatewayConfig:
-    """The configuration of worker ``number``, with its own metrics port."""
     host, _, port = config.metrics_address.rpartition(":")
     if not host or port == "0":
         return config

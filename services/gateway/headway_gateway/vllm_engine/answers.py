@@ -99,7 +99,6 @@ class AnswerWriter:
                 )
 
     def _tell_prompt(self, index: int, columns: vllm.InputLogProbs) -> None:
-        """Add the prompt to an answer of output ``index``, once."""
         self._knows_prompt.add(index)
         if self._prompt.token_ids:
             columns.CopyFrom(self._prompt)

@@ -1,9 +1,8 @@
 """The prefix cache as VllmEngine's stream of KV events.
 
-Owns: reading the scheduler's log of changes for one subscriber, and the batch numbers. Must not know: how blocks are cached.
+Owns: one subscriber's position, the batch numbers. Must not know: how blocks are cached.
 
-A subscription begins with a clearing and the whole cache. The same follows a restart, or a subscriber that fell too
-far behind; so nothing is kept for a subscriber here.
+A subscription begins with a clearing and the whole cache; so does what follows a restart or a long delay.
 """
 
 import asyncio
@@ -11,13 +10,14 @@ from collections.abc import AsyncIterator, Iterator
 
 from smg_grpc_proto.generated import common_pb2
 
-from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
+from headway_gateway.operator_calls import ANSWER_TIMEOUT_S
+from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.columns import decode_column
 from headway_proto.operations import CacheChange, CacheChanges, CachePosition
 
 MOST_START = (1 << 63) - 1
-"""The highest first number; it leaves half of the field's range."""
+"""Leaves half of the field's range."""
 
 _READ_INTERVAL_S = 0.1
 
@@ -41,7 +41,6 @@ async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator
 
 
 async def _read(client: SchedulerClient, position: CachePosition | None) -> CacheChanges | None:
-    """The next changes; None without an answer or a cache."""
     try:
         return (await client.call_admin("cache", position=position, timeout_s=ANSWER_TIMEOUT_S)).cache
     except SchedulerUnavailableError:

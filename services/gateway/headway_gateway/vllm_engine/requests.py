@@ -1,8 +1,8 @@
 """Translates VllmEngine requests to ``headway.v1``, and refusals back.
 
-Owns: the mapping of fields, which fields are refused, and the call's metadata. Must not know: ranges (see ``validation``).
+Owns: the mapping of fields and metadata. Must not know: ranges (see ``validation``).
 
-A field is translated, or refused, or has no effect on tokens. No field is ignored silently, not even an unknown one.
+A field is translated, refused, or without effect on tokens. None is ignored silently.
 """
 
 from collections.abc import Iterable, Mapping
@@ -82,7 +82,7 @@ _CALLERS_NAMES = (
     ("prompt", "input"),
     ("tenant", f"metadata {TENANT_METADATA_KEY}"),
 )
-"""Prefixes of our field names, and the caller's names for them."""
+"""Prefixes of our field names and of the caller's."""
 
 
 def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:

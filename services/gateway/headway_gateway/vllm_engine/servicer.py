@@ -1,7 +1,6 @@
 """The VllmEngine service, on the parts that serve ``headway.v1``.
 
-Owns: which part answers which call, the requests that may be aborted here, facts about model and server. Must not know:
-how a generation runs.
+Owns: which part answers which call, the requests to abort. Must not know: how a generation runs.
 """
 
 import asyncio
@@ -18,8 +17,9 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from headway_gateway.authentication import TENANT_METADATA_KEY
-from headway_gateway.rpc_handlers import Context, time_left_s
-from headway_gateway.scheduler_client import ANSWER_TIMEOUT_S, SchedulerClient, SchedulerUnavailableError
+from headway_gateway.operator_calls import ask
+from headway_gateway.rpc_handlers import Context
+from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
@@ -36,7 +36,7 @@ _MOST_FLUSH_S = 3600.0
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves ``vllm.grpc.engine.VllmEngine`` for the same model and scheduler."""
+    """Serves ``vllm.grpc.engine.VllmEngine``."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model_directory: Path,
         publishes_kv_events: bool,
     ) -> None:
-        """``problem`` tells why not to send requests here; None if there is no reason."""
+        """``problem`` tells why not to send requests here, or None."""
         self._generation = generation
         self._client = client
         self._problem = problem
@@ -155,7 +155,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Drop unused cached blocks; succeeds if none is left within ``timeout_s``. Preempts nothing."""
+        """Drop unused cached blocks; succeeds if none is left within ``timeout_s``."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
             raise invalid_argument(
                 "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"
@@ -183,7 +183,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: common_pb2.SubscribeKvEventsRequest,
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """The cache and its changes, if the operator allows it: they contain the tokens of prompts."""
+        """The cache and its changes, if the operator allows it: they contain prompts."""
         if not self._publishes_kv_events:
             raise _unimplemented("cache events are off; allowed: with --kv-events")
         start = request.start_sequence_number
@@ -194,7 +194,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @contextmanager
     def _abortable(self, request_id: str, tenant: str) -> Iterator[None]:
-        """Let ``Abort`` find the request while it lives."""
         if not request_id or request_id in self._tenants_by_live_id:
             yield
             return
@@ -211,23 +210,17 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return status
 
     async def _ask(self, method: str, context: Context, request_id: str = "") -> Status | None:
-        timeout_s = time_left_s(context, ANSWER_TIMEOUT_S)
-        try:
-            reply = await self._client.call_admin(method, request_id, timeout_s=timeout_s)
-        except SchedulerUnavailableError as error:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        reply = await ask(self._client, context, method, request_id)
         if reply.error and method == "flush":
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply.status
 
 
 def _metadata(context: Context) -> dict[str, str]:
-    """The call's metadata; the last value of each key."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _model_config(directory: Path) -> dict[str, Any]:
-    """Model type and special tokens from config.json."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The date in some of VllmEngine's answers; nothing depends on it.
+"""The date in some of VllmEngine's answers.
 
 Owns: the wall clock. Must not know: its readers.
 """
