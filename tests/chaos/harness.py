@@ -28,7 +28,7 @@ import psutil
 
 import headway
 from headway.client import AsyncClient, HeadwayError, UnavailableError
-from headway_executor.backends.simulated import TokenHash
+from headway_executor.simulated.token_hash import TokenHash
 from headway_proto.sampling import SamplingParams
 
 DEMO_MODEL = Path(headway.__file__).with_name("demo_model")

@@ -62,7 +62,7 @@ def check(config: ExecutorConfig) -> None:
     """
     check_installed(config.backend)
     if config.backend == "simulated":
-        from headway_executor.backends.simulated import check as check_simulated
+        from headway_executor.simulated.settings import settings_of as check_simulated
 
         check_simulated(config.backend_config())
         return

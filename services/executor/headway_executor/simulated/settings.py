@@ -1,0 +1,195 @@
+"""The settings of the simulated backend: its options, the model that it stands for, and the sizes of its pools.
+
+Owns: parsing and checking. Must not know: rows, steps, or what is done with the settings.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from headway_executor.backend import (
+    AUTOMATIC_SWAP_SPACE,
+    BackendConfig,
+    BackendConfigError,
+    ModelFilesError,
+)
+
+_AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
+_MAX_DEFAULT_BLOCKS = 16_384
+_MAX_HOST_BLOCKS = 1 << 24
+# Keys and values of one token in a model of 8 billion parameters: 32 layers of 8 heads of 128 numbers, 16 bits each.
+_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
+_SWAP_BYTES_PER_US = 25_000
+
+
+class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The backend's own options; each is given as text.
+
+    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model where no checkpoint directory does.
+    A step takes ``step_base_us + per_token_us * scheduled tokens + per_seq_us * rows + per_context_token_us * tokens
+    attended`` microseconds, and before it ``swap_us_per_block`` for every block that is swapped out or in (None: the
+    blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
+    ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. Up to ``max_speculative_tokens``
+    tokens are proposed where a step asks for proposals; each is right with probability ``speculative_acceptance``. To
+    inject failures: a row whose last
+    token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory. A step
+    with a request whose prompt has the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
+    with ``kill_on_token`` the process is killed (SIGKILL).
+    """
+
+    vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
+    eos_token_id: Annotated[int, msgspec.Meta(ge=0)] = 2
+    context_length: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    eos_probability: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    verify_kv: bool = True
+    real_time: bool = True
+    step_base_us: _AtLeast0 = 0.0
+    per_token_us: _AtLeast0 = 0.0
+    per_seq_us: _AtLeast0 = 0.0
+    per_context_token_us: _AtLeast0 = 0.0
+    swap_us_per_block: _AtLeast0 | None = None
+    nan_row_token: int | None = None
+    oom_over_tokens: int | None = None
+    fail_on_token: int | None = None
+    lose_device_on_token: int | None = None
+    kill_on_token: int | None = None
+    max_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    speculative_acceptance: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+
+
+class _Model(msgspec.Struct, frozen=True):
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+
+
+class _CheckpointConfig(msgspec.Struct, frozen=True):
+    """What this backend reads of a checkpoint's config.json."""
+
+    vocab_size: Annotated[int, msgspec.Meta(ge=2)]
+    max_position_embeddings: Annotated[int, msgspec.Meta(ge=1)]
+    eos_token_id: int | list[int] | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The checked settings of one backend."""
+
+    options: SimulatedOptions
+    model_name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_blocks: int
+    num_host_blocks: int
+    max_speculative_tokens: int
+    swap_us_per_block: float
+
+
+def settings_of(config: BackendConfig) -> Settings:
+    """The settings that ``config`` asks for.
+
+    Raises:
+        BackendConfigError: a setting cannot be honoured.
+        ModelFilesError: the model directory has no config.json that can be read.
+    """
+    options = _parse_options(config.options)
+    _check_at_least("block_size", config.block_size, 1)
+    _check_at_least("max_num_seqs", config.max_num_seqs, 1)
+    model = _describe_model(config.model, options)
+    max_model_len = _max_model_len(config.max_model_len, model.context_length)
+    num_blocks = _num_blocks(config, max_model_len)
+    num_host_blocks = _num_host_blocks(config, num_blocks)
+    num_speculative_tokens = 0 if config.speculation == "off" else config.num_speculative_tokens
+    return Settings(
+        options=options,
+        model_name=Path(config.model).name or "simulated",
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_speculative_tokens=options.max_speculative_tokens or num_speculative_tokens,
+        swap_us_per_block=_swap_us_per_block(options, config.block_size),
+    )
+
+
+def _parse_options(options: dict[str, str]) -> SimulatedOptions:
+    fields = {field.name: field.type for field in msgspec.structs.fields(SimulatedOptions)}
+    parsed = {}
+    for name, text in options.items():
+        if name not in fields:
+            raise BackendConfigError(f"backend_options: {name!r:.64} is not known; allowed: {', '.join(fields)}")
+        try:
+            parsed[name] = msgspec.convert(text, fields[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise BackendConfigError(f"backend_options: {name}={text!r:.64} is not allowed; {error}") from error
+    result = SimulatedOptions(**parsed)
+    if result.eos_token_id >= result.vocab_size:
+        allowed = f"0 to {result.vocab_size - 1}"
+        raise BackendConfigError(
+            f"backend_options: eos_token_id={result.eos_token_id} is not allowed; allowed: {allowed}"
+        )
+    return result
+
+
+def _describe_model(model: str, options: SimulatedOptions) -> _Model:
+    """Read the checkpoint's config.json where ``model`` is a directory; else take the options."""
+    path = Path(model)
+    if not model or not (path.is_dir() or "/" in model):
+        return _Model(options.vocab_size, (options.eos_token_id,), options.context_length)
+    try:
+        config = msgspec.convert(json.loads((path / "config.json").read_bytes()), _CheckpointConfig)
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"model: {model!r:.64}: its config.json cannot be read: {error}") from error
+    eos = config.eos_token_id
+    eos_token_ids = tuple(sorted(set(eos if isinstance(eos, list) else [] if eos is None else [eos])))
+    if any(not 0 <= token < config.vocab_size for token in eos_token_ids) or len(eos_token_ids) >= config.vocab_size:
+        raise ModelFilesError(f"model: {model!r:.64}: eos_token_id {eos!r:.64} is not within the vocabulary")
+    return _Model(config.vocab_size, eos_token_ids, config.max_position_embeddings)
+
+
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise BackendConfigError(f"{field}: {value} is not allowed; allowed: {least} or more")
+
+
+def _max_model_len(asked: int, context_length: int) -> int:
+    if asked < 0:
+        raise BackendConfigError(
+            f"max_model_len: {asked} is not allowed; allowed: 1 to {context_length}, or 0 for all of the context"
+        )
+    if asked > context_length:
+        raise BackendConfigError(f"max_model_len: {asked} is over the model's context; allowed: 1 to {context_length}")
+    return asked or context_length
+
+
+def _num_blocks(config: BackendConfig, max_model_len: int) -> int:
+    for_one = -(-max_model_len // config.block_size)
+    if not config.num_kv_blocks:
+        return max(for_one, min(for_one * config.max_num_seqs, _MAX_DEFAULT_BLOCKS))
+    if config.num_kv_blocks < for_one:
+        raise BackendConfigError(
+            f"num_kv_blocks: {config.num_kv_blocks} cannot hold one request of {max_model_len} tokens; "
+            f"allowed: {for_one} or more"
+        )
+    return config.num_kv_blocks
+
+
+def _num_host_blocks(config: BackendConfig, num_blocks: int) -> int:
+    if config.swap_space_mib == AUTOMATIC_SWAP_SPACE:
+        return num_blocks
+    space, block_bytes = config.swap_space_mib << 20, config.block_size * _TOKEN_BYTES
+    if 0 < space < block_bytes:
+        raise BackendConfigError(
+            f"swap_space_mib: {config.swap_space_mib} is not allowed; one block takes {block_bytes} bytes, so allowed: "
+            f"0 (no swapping), -1 (automatic), {-(-block_bytes >> 20)} or more"
+        )
+    return min(space // block_bytes, _MAX_HOST_BLOCKS)
+
+
+def _swap_us_per_block(options: SimulatedOptions, block_size: int) -> float:
+    if options.swap_us_per_block is not None:
+        return options.swap_us_per_block
+    return block_size * _TOKEN_BYTES / _SWAP_BYTES_PER_US

@@ -1,0 +1,125 @@
+"""The next token of a simulated model: a pure function of the row's whole history and of the seeds.
+
+Owns: the hash of a history and the draws from it. Must not know: rows, steps, or the pool.
+
+One token lost, repeated or misplaced changes everything that follows; a row that resumes from the same tokens continues
+as if nothing had happened. The hash of a history is the sum of its mixed (position, token) pairs: appending a token is
+O(1), and one cumulative sum hashes all prefixes of a prompt. The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea,
+C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway_proto.columns import Int32Array, encode_column, encode_floats
+from headway_proto.prompt_logprobs import PromptLogprobColumns
+from headway_proto.sampling import SamplingParams
+
+Hashes: TypeAlias = NDArray[np.uint64]
+
+
+class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
+    """The next-token function of a simulated model.
+
+    ``eos_token_ids`` ascending; they are drawn with ``eos_probability`` in all, and never otherwise.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    eos_probability: float
+    model_seed: int
+
+    def prefixes(self, token_ids: Int32Array) -> Hashes:
+        """The hash of each prefix: shape ``[n + 1]`` for ``token_ids`` of shape ``[n]``; the first is the empty one's."""
+        sums = np.zeros(len(token_ids) + 1, dtype=np.uint64)
+        np.cumsum(mix_tokens(token_ids, np.arange(len(token_ids))), out=sums[1:])
+        return sums
+
+    def salt(self, sampling: SamplingParams) -> int:
+        """What tells this request's draws from another's with the same tokens: its seed, unless it is greedy."""
+        seeds = [self.model_seed, sampling.seed if sampling.temperature > 0 else 0]
+        return int(mix(mix(np.array(seeds[:1], dtype=np.uint64)) + np.array(seeds[1:], dtype=np.uint64))[0])
+
+    def next_tokens(self, prefixes: Hashes, salts: Hashes) -> Int32Array:
+        """The token after each prefix; all of shape ``[n]``."""
+        draws = mix(prefixes + salts)
+        tokens = (draws % np.uint64(self.vocab_size - len(self.eos_token_ids))).astype(np.int32)
+        for eos in self.eos_token_ids:
+            tokens += tokens >= eos
+        if self.eos_probability > 0:
+            chances = mix(draws)
+            ends = (chances >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.eos_probability
+            which = mix(chances)[ends] % np.uint64(len(self.eos_token_ids))
+            tokens[ends] = np.array(self.eos_token_ids, dtype=np.int32)[which.astype(np.intp)]
+        return tokens
+
+    def next_token_except(self, prefix: int, salt: int, excluded: frozenset[int]) -> int:
+        """The first token not in ``excluded`` among the draws of a row, for rows below their ``min_tokens``.
+
+        Raises:
+            ValueError: none is left.
+        """
+        if not self.leaves_any(excluded):
+            raise ValueError("every token is excluded")
+        state = np.array([prefix], dtype=np.uint64)
+        salts = np.array([salt], dtype=np.uint64)
+        while (token := int(self.next_tokens(state, salts)[0])) in excluded:
+            state = mix(state + salts)
+        return token
+
+    def leaves_any(self, excluded: frozenset[int]) -> bool:
+        """Whether a token that can be drawn is not in ``excluded``."""
+        ends = frozenset(self.eos_token_ids)
+        left = self.vocab_size - len(excluded | ends) if self.eos_probability < 1 else 0
+        return left > 0 or (self.eos_probability > 0 and bool(ends - excluded))
+
+    def prompt_logprobs(
+        self, token_ids: Int32Array, start: int, end: int, num_alternatives: int
+    ) -> PromptLogprobColumns:
+        """Made-up log probabilities of the tokens at positions ``start + 1`` to ``end`` behind those before them.
+
+        The token itself is the likeliest, its successors follow.
+        """
+        num_alternatives = min(num_alternatives, self.vocab_size)
+        behind = self.prefixes(token_ids[: end + 1])[start + 2 : end + 2]
+        best = ((behind >> np.uint64(32)).astype(np.float64) / -(2.0**32)).astype(np.float32)
+        steps = np.arange(num_alternatives)
+        top_ids = (token_ids[start + 1 : end + 1, None] + steps) % self.vocab_size
+        return PromptLogprobColumns(
+            start + 1, encode_floats(best), encode_column(top_ids), encode_floats(best[:, None] - steps)
+        )
+
+    def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
+        """The next ``num_tokens`` tokens after a prompt: the oracle for whole generations.
+
+        It honours ``min_tokens`` and does not stop at any token.
+        """
+        history = np.array(token_ids, dtype=np.int32)
+        prefix = self.prefixes(history)[-1:]
+        salts = np.array([self.salt(sampling)], dtype=np.uint64)
+        excluded = frozenset(sampling.stop_token_ids)
+        output: list[int] = []
+        for position in range(len(token_ids), len(token_ids) + num_tokens):
+            token = int(self.next_tokens(prefix, salts)[0])
+            if len(output) < sampling.min_tokens and token in excluded:
+                token = self.next_token_except(int(prefix[0]), int(salts[0]), excluded)
+            output.append(token)
+            prefix = prefix + mix_tokens(np.array([token], dtype=np.int32), np.array([position]))
+        return output
+
+
+def mix_tokens(token_ids: Int32Array, positions: NDArray[np.integer]) -> Hashes:
+    """What each (position, token) adds to the hash of its history; shapes ``[n]``."""
+    return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint32).astype(np.uint64))
+
+
+def mix(values: Hashes) -> Hashes:
+    """SplitMix64: add the golden gamma, then finalise."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: Hashes = mixed ^ (mixed >> np.uint64(31))
+    return result
