@@ -37,13 +37,8 @@ from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import expected_tensors
-from headway_kernels.gpu.attention import (
-    AttentionRows,
-    AttentionWorkspace,
-    paged_attention,
-    plan_attention,
-    tokens_per_tile,
-)
+from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention_tuning import tokens_per_tile
 from headway_proto.sampling import SamplingParams
 from provenance import provenance
 

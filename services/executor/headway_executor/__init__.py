@@ -1,1 +1,1 @@
-"""The executor: the process that knows rows and tensors, and runs what the scheduler decides."""
+"""The executor: it knows rows and tensors, and runs what the scheduler decides."""

@@ -1,12 +1,11 @@
-"""The seam between the executor and whatever runs the model.
+"""The interface between the executor and a backend, which runs the model.
 
-Owns: the ``ExecutorBackend`` protocol, what goes in (``BackendConfig``, ``StepBatch``), what comes out
-(``StepResult``), and the errors a backend may raise.
-Must not know: sockets, frames, epochs, or any particular backend.
+Owns: the ``ExecutorBackend`` protocol, its input, its output, and the errors a backend may raise. Must not know:
+sockets, frames, epochs, or any particular backend.
 
-The executor's batch state (``batch_state.py``) validates each diff and keeps the counters and block tables; a backend
-keeps whatever needs the *values* of tokens: token ids per row, sampling state, the KV pool. A step is described
-completely without token values, so step k + 1 may be given to a backend before it has reported step k.
+``BatchState`` checks each diff and keeps counters and block tables. A backend keeps what needs the *values* of tokens:
+token ids per row, sampling state, the KV pool. A step needs no token values, so a backend may get step k + 1 before it
+has reported step k.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 AUTOMATIC_SWAP_SPACE = -1
-"""The ``swap_space_mib`` of a backend that decides for itself."""
+"""The ``swap_space_mib`` with which a backend decides for itself."""
 
 NOBODY_SPECULATED: Int32Array = np.empty((3, 0), dtype=np.int32)
 """``StepResult.accepted_tokens`` of no rows."""
@@ -36,15 +35,14 @@ def _nobody_is_warned(what: str) -> None:
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend is opened with.
+    """The settings of a backend.
 
     ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
-    ``swap_space_mib`` is the main memory for swapped-out blocks in MiB, ``AUTOMATIC_SWAP_SPACE`` lets the backend decide.
-    ``max_num_seqs`` is how many rows can be live at once, ``max_num_batched_tokens`` the most tokens of one step.
-    ``quantization`` is "none", "int8" or "fp8". ``speculation`` is "off", or who proposes tokens: "ngram", or "draft" for the
-    checkpoint ``draft_model``; at most ``num_speculative_tokens`` for a row in one step. ``options`` are the backend's own, as text. ``progress`` hears how far a
-    long opening has come: what is being done, how much of it is done, and of how much. ``warn`` hears, in one line each, what
-    an operator should know of a model that is served nevertheless.
+    ``swap_space_mib`` is main memory for swapped-out blocks. ``max_num_seqs`` limits the live rows,
+    ``max_num_batched_tokens`` the tokens of one step. ``quantization``: "none", "int8" or "fp8". ``speculation``:
+    "off", "ngram", or "draft" with the checkpoint ``draft_model``. ``options`` are the backend's own, as text. A long
+    opening calls ``progress(what, done, total)``. ``warn`` gets one line about anything unusual in a model that is
+    served nevertheless.
     """
 
     model: str
@@ -70,7 +68,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``.
 
-    The first ``num_computed_tokens`` are in its blocks when the step runs: shared, swapped in or copied.
+    When the step runs, its blocks hold the first ``num_computed_tokens``: shared, swapped in or copied.
     """
 
     row: int
@@ -81,21 +79,18 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, checked and complete. All arrays int32; nothing may be written to them.
+    """One step, checked and complete. All arrays are int32 and read-only.
 
-    First forget ``finished_rows`` (after a new epoch: every row that was live before it), then take ``new_rows``, then ``new_blocks`` (shape ``[2, n]``: row, block id; they
-    include the blocks of the new rows), then run. ``rows`` (ascending, shape ``[r]``) are the rows that run,
-    ``num_scheduled_tokens[i] >= 1`` tokens each, at positions
-    ``[num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i])``. ``samples[i]`` is 1 where the row
-    draws its next token, the one at position ``num_computed_tokens[i] + num_scheduled_tokens[i]``.
+    A backend applies the fields in this order. It forgets ``finished_rows`` (after a new epoch: every earlier row),
+    takes ``new_rows`` and ``new_blocks`` (shape ``[2, n]``: row, block; new rows included), and runs ``rows`` (shape
+    ``[r]``, ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``.
+    ``samples[i]`` is 1 where it draws the next token, at position ``num_computed_tokens[i] + num_scheduled_tokens[i]``.
 
-    ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) is the executor's own table after this diff, for
-    backends that run on the host; it changes with later steps, so a backend that runs ahead keeps its own copy from
-    ``new_blocks``. Position p of a row lives in block ``block_table[row, p // block_size]`` at ``p % block_size``.
+    ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) belongs to the executor and changes with later steps:
+    a backend that runs ahead keeps its own copy. Position p of a row is in block ``block_table[row, p // block_size]``.
 
-    ``num_speculative_tokens`` (shape ``[r]``) is how many tokens of its own proposing the backend may run after the one
-    token of each row, rule 8 of ``headway_proto.step``; None, where nobody speculates. It is 0 for all rows but those that
-    run one token and sample; their blocks cover the proposals.
+    ``num_speculative_tokens`` (shape ``[r]``, or None) is how many proposed tokens the backend may run behind each
+    row's one token (rule 8 of ``headway_proto.step``). Blocks cover the proposals.
     """
 
     step: int
@@ -111,17 +106,14 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step produced.
+    """The result of a step; all entries have rows ascending.
 
-    ``sampled_token_ids`` int32, one per row with ``samples == 1``, rows ascending; ``ERRORED_ROW`` where ``errors``
-    names the row. ``logprobs`` for the rows that asked for them, rows ascending. ``device_time_us`` is the time of the
-    step in microseconds, ``move_time_us`` that of the ``move_blocks`` before it, which the former leaves out; it may have
-    run beside the step before. ``prompt_logprobs`` for the rows that ask for them and ran tokens from which they follow
-    (rule 8 of ``headway_proto.step``), rows ascending, if the backend announces ``supports_prompt_logprobs``.
+    ``sampled_token_ids`` int32: one per row with ``samples == 1``, ``ERRORED_ROW`` where ``errors`` has the row.
+    ``device_time_us`` is the step's time. ``move_time_us`` is that of the ``move_blocks`` before it; it may have
+    overlapped the step before. ``prompt_logprobs`` are there if the backend announces ``supports_prompt_logprobs``.
 
-    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has an entry for each of the step's s rows that
-    might speculate, rows ascending; None where there were none. Such a row has 1 + accepted entries in
-    ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
+    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has one entry per row that could speculate,
+    or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
     """
 
     sampled_token_ids: Int32Array
@@ -135,45 +127,45 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ExecutorBackend(Protocol):
-    """Four calls. Registered under the entry point group ``headway.executor_backends`` as a no-argument callable."""
+    """Four calls. A backend is a no-argument callable in the entry point group ``headway.executor_backends``."""
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """Load the model, reserve the KV pool, warm up.
 
         Raises:
-            BackendConfigError: a setting cannot be honoured; the message names it, its value and what is allowed.
+            BackendConfigError: a setting cannot be honoured; the message has its name, value and what is allowed.
             ModelFilesError: the checkpoint is missing, damaged or unsupported.
         """
         ...
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        """Run one step. Steps are given in order and must take effect in order.
+        """Run one step. Steps take effect in the order of the calls.
 
         Raises:
-            StepOutOfMemoryError: as below, and the scheduler sends smaller steps from then on.
-            DeviceLostError: as below, and the process ends, to be started again.
-            Exception: the step failed as a whole; the executor reports it and the scheduler opens a new epoch.
+            StepOutOfMemoryError: the scheduler sends smaller steps from then on.
+            DeviceLostError: the process ends and is started again.
+            Exception: the whole step failed; the scheduler opens a new epoch.
         """
         ...
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
 
-        Steps given before have taken effect; the next one's ``finished_rows`` and ``new_rows`` have not. Host blocks are
-        below ``BackendInfo.num_host_blocks``. The time it takes is reported with the next step's result.
+        Earlier steps have taken effect; the next step's ``finished_rows`` and ``new_rows`` have not. The time is
+        reported with the next step's result.
 
         Raises:
-            Exception: as of ``execute``; the next step is not given then.
+            Exception: as of ``execute``; the next step is then not run.
         """
         ...
 
     def close(self) -> None:
-        """Release everything. May be called twice; ``execute`` raises from then on."""
+        """Release everything. May be called twice; ``execute`` raises afterwards."""
         ...
 
 
 class StepOutOfMemoryError(RuntimeError):
-    """A step of ``num_tokens`` tokens was more than the device's memory holds; a smaller one may not be."""
+    """The device has too little memory for a step of ``num_tokens`` tokens; a smaller one may fit."""
 
     def __init__(self, num_tokens: int, detail: str) -> None:
         super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
@@ -181,7 +173,7 @@ class StepOutOfMemoryError(RuntimeError):
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers every call with an error from now on; only another process can use it again (exit code 4)."""
+    """Every call of the device fails from now on; only a new process can use it again (exit code 4)."""
 
 
 class BackendConfigError(ValueError):

@@ -1,6 +1,6 @@
-"""Which of the installed backends can run on this host, and how they are asked for.
+"""The installed backends: which of them run on this host, and with which flags.
 
-Owns: what each built-in backend needs of a host. Must not know: how that was found out; torch, which may be missing.
+Owns: the needs of each built-in backend. Must not know: how the host was examined; torch, which may be missing.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ _SIMULATED = "simulated"
 class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
     """One backend: the flags of each way to run it here, or the ``problem`` in one line.
 
-    ``runs_models`` is false for the one that only pretends to.
+    ``runs_models`` is false for the simulated one.
     """
 
     name: str
@@ -24,9 +24,8 @@ class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def backend_reports(*, num_devices: int, kernels_problem: str) -> tuple[BackendReport, ...]:
-    """Try every installed backend on a host with so many CUDA devices.
-
-    ``kernels_problem`` is what keeps the GPU kernels from running, empty if nothing does.
+    """Try every installed backend on a host with ``num_devices`` CUDA devices; ``kernels_problem`` is empty if the GPU
+    kernels run.
     """
     return tuple(_report(name, num_devices, kernels_problem) for name in backend_names())
 

@@ -1,12 +1,10 @@
-"""The executor's mirror of the scheduler's rows: counters and block tables, advanced by one diff per step.
+"""The executor's copy of the scheduler's rows: counters and block tables, advanced by one diff per step.
 
-Owns: applying a ``SchedulerOutput`` by the rules of ``headway_proto.step``, refusing one that cannot be right, and the
-digest that proves both sides agree.
-Must not know: token values after admission, sockets, or what a backend does with a step.
+Owns: applying and checking a ``SchedulerOutput`` by the rules of ``headway_proto.step``, and the state digest. Must not
+know: token values after admission, sockets, or what a backend does with a step.
 
-A step costs a few array operations over the live rows plus work for what changed. Everything is checked, because a diff
-that is wrong but plausible would make a backend read another request's cache: block ids, row states, coverage of the
-scheduled tokens by blocks, which host blocks hold something, and the totals.
+A step costs a few array operations over the live rows, plus work for what changed. Everything is checked: a wrong but
+plausible diff would make a backend read another request's cache.
 """
 
 from typing import NamedTuple
@@ -19,11 +17,11 @@ from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_d
 
 
 class ImpossibleDiff(ValueError):  # noqa: N818 (it names what arrived, which is what its readers look for)
-    """A diff that contradicts the mirrored state; the message says how, in one line. The epoch is lost."""
+    """A diff that contradicts the state; the message is one line. The epoch is lost."""
 
 
 class BlockMoves(NamedTuple):
-    """Blocks to move before a step runs; each column group int32, shape ``[2, n]``."""
+    """Blocks to move before a step runs; each int32, shape ``[2, n]``."""
 
     copies: Int32Array
     swap_out: Int32Array
@@ -31,7 +29,7 @@ class BlockMoves(NamedTuple):
 
 
 class AppliedStep(NamedTuple):
-    """What one diff asks of a backend; ``moves`` is None in the usual step, which moves nothing."""
+    """What one diff asks of a backend; ``moves`` is None in most steps."""
 
     batch: StepBatch
     moves: BlockMoves | None
@@ -62,7 +60,7 @@ class BatchState:
         self._lost: str | None = None
 
     def begin_epoch(self) -> None:
-        """Forget every row and what was swapped out. The next batch lists the rows as finished, for the backend."""
+        """Forget every row and every host block. The next batch lists the old rows as finished."""
         self._rows_of_earlier_epochs = np.union1d(self._rows_of_earlier_epochs, self._rows_given_out)
         self._rows_given_out = _NO_ROWS
         self._live[:] = False
@@ -73,11 +71,10 @@ class BatchState:
         self._lost = None
 
     def apply(self, output: SchedulerOutput) -> AppliedStep:
-        """Advance the state by one step and describe the step to a backend.
+        """Advance the state by one step, and describe the step to a backend.
 
         Raises:
-            ImpossibleDiff: ``output`` contradicts the state. The state is lost from then on, and every further call
-                raises, until ``begin_epoch``.
+            ImpossibleDiff: ``output`` contradicts the state. Every further call raises too, until ``begin_epoch``.
         """
         if self._lost is not None:
             raise ImpossibleDiff(f"the epoch was lost before: {self._lost}")
@@ -88,10 +85,10 @@ class BatchState:
             raise
 
     def accept(self, accepted_tokens: Int32Array) -> None:
-        """The last step has speculated, and this came of it: int32, shape ``[3, s]``, as ``StepResult`` has it.
+        """Count the proposals that the last step accepted: ``StepResult.accepted_tokens``.
 
         Raises:
-            ValueError: it cannot have come of it.
+            ValueError: the last step cannot have produced this.
         """
         # Few rows, which lists go through sooner than arrays.
         rows, proposed, accepted = accepted_tokens.tolist()
@@ -108,7 +105,7 @@ class BatchState:
             self._num_tokens[rows] += accepted_tokens[2]
 
     def digest(self) -> int:
-        """The digest of rows, counters and block tables, as ``headway_proto.step.state_digest`` defines it."""
+        """The digest of rows, counters and block tables; see ``headway_proto.step.state_digest``."""
         rows = self._rows
         return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
 
@@ -187,7 +184,7 @@ class BatchState:
         )
 
     def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
-        """Append the blocks of new rows, then ``new_blocks``; return all of them as one column group."""
+        """Append the blocks of new rows, then ``new_blocks``; return all of them."""
         groups = [_columns(output.new_blocks, "new_blocks")]
         for request in reversed(output.scheduled_new_reqs):
             blocks = _column(request.block_ids, "block_ids")
@@ -225,7 +222,7 @@ class BatchState:
         return moves
 
     def _swap(self, moves: BlockMoves) -> None:
-        """Check the host blocks of a step and note which of them it writes; out comes before in."""
+        """Check the host blocks of a step and record which ones it writes; out comes before in."""
         written, read = moves.swap_out[1], moves.swap_in[0]
         num_host_blocks = len(self._host_block_written)
         if not num_host_blocks and (written.size or read.size):
@@ -240,7 +237,7 @@ class BatchState:
             raise ImpossibleDiff(f"swap_in: host block {empty} holds nothing that this epoch swapped out")
 
     def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """Move every running row on; return (rows, scheduled, computed before this step, samples)."""
+        """Advance every running row; return (rows, scheduled, computed before this step, samples)."""
         rows, scheduled = self._rows, self._one_each
         if output.num_scheduled_tokens:
             rows, scheduled = self._with_exceptions(output.num_scheduled_tokens)
@@ -269,7 +266,6 @@ class BatchState:
         return rows, scheduled, computed, samples
 
     def _speculate(self, column: bytes, rows: Int32Array, scheduled: Int32Array, samples: Int32Array) -> Int32Array:
-        """How many tokens may be proposed for each of the running ``rows``."""
         speculating, counts = group = _columns(column, "num_speculative_tokens")
         _check_range(speculating, len(self._live), "num_speculative_tokens: row")
         _check_range(counts - 1, self._info.max_speculative_tokens, "num_speculative_tokens: count less one")
@@ -294,7 +290,7 @@ class BatchState:
         return _read_only(speculative)
 
     def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
-        """The running rows and their token counts where ``num_scheduled_tokens`` lists exceptions."""
+        """The running rows and their token counts, where some do not run one token."""
         rows, counts = _columns(column, "num_scheduled_tokens")
         _check_range(rows, len(self._live), "num_scheduled_tokens: row")
         _check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")
@@ -333,7 +329,6 @@ def _columns(data: bytes, field: str) -> Int32Array:
 
 
 def _check_range(values: Int32Array, end: int, what: str) -> None:
-    """Every value must lie in ``[0, end)``."""
     if values.size and not (values.min() >= 0 and values.max() < end):
         wrong = values[(values < 0) | (values >= end)].flat[0]
         raise ImpossibleDiff(f"{what} {wrong} is outside 0 to {end - 1}")

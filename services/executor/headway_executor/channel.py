@@ -1,7 +1,6 @@
-"""The ZeroMQ socket to the scheduler, and the bell that wakes its poll.
+"""The ZeroMQ socket to the scheduler, and the bell that ends a wait.
 
-Owns: socket options, keys, non-blocking send and receive.
-Must not know: what a frame means.
+Owns: socket options, keys, non-blocking send and receive. Must not know: what a frame means.
 """
 
 import contextlib
@@ -27,13 +26,11 @@ _KEEPALIVE_IDLE_SECONDS = 10
 
 
 class SchedulerChannel:
-    """A DEALER connected to the scheduler's ROUTER at ``address``, under a name that the ROUTER gives to each connection.
+    """A DEALER connected to the scheduler's ROUTER at ``address``. It connects and reconnects in the background.
 
-    It has no ``zmq.IDENTITY`` of its own. A scheduler that stands still has not seen the end of a connection when the next
-    one comes; a ROUTER ignores whoever comes under a name that it still knows, for good.
-
-    ``curve_keys`` names a directory of key files, or is empty for a plain link. It connects and reconnects in the
-    background; while there is no peer, sends are dropped, so that no stale frames await a new scheduler.
+    It sets no ``zmq.IDENTITY``: a ROUTER ignores a new connection under a name whose old connection it has not yet seen
+    end. While there is no peer, sends are dropped, so that no stale frames wait for a new scheduler. ``curve_keys``
+    names a directory of key files; empty means a plain link.
     """
 
     def __init__(self, address: str, curve_keys: str = "") -> None:
@@ -60,7 +57,7 @@ class SchedulerChannel:
         self._poller.register(self._bell, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End a ``wait`` that runs, or the next one. May be called from any thread and from a signal handler."""
+        """End the ``wait`` that runs, or the next one. Safe from any thread and from a signal handler."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody waits
             self._bell_rope.send(b"\0")
 
@@ -84,7 +81,7 @@ class SchedulerChannel:
             self._socket.send(frame, zmq.NOBLOCK)
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close at once; what was not sent is dropped, after ``linger_s`` seconds at most."""
+        """Close; drop what is not sent after ``linger_s`` seconds."""
         self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
         self._bell.close()

@@ -1,6 +1,6 @@
 """The executor's configuration.
 
-Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
+Owns: the settings, their defaults, help and ranges. Must not know: flags, files, environment variables.
 """
 
 import math
@@ -107,7 +107,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one line naming the field, its value (cut at 64 characters) and what is allowed.
+            ValueError: one line with the field, its value and what is allowed.
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         check_metrics_address(self.metrics_address, self.metrics_token_file)
@@ -122,7 +122,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
                     raise _refusal("curve_keys", self.curve_keys, f"a directory with {name}")
 
     def backend_config(self) -> BackendConfig:
-        """The settings that concern the backend."""
+        """The backend's part of the settings."""
         return BackendConfig(
             model=self.model,
             device=self.device,

@@ -1,10 +1,9 @@
-"""What an error of a device means: it had too little memory, it is lost, or neither.
+"""Device errors: too little memory, a lost device, or neither.
 
-Owns: telling these apart by what torch, Triton and CuPy raise.
-Must not know: steps, rows, or what becomes of it.
+Owns: telling these apart by what torch, Triton and CuPy raise. Must not know: steps, rows, or what happens next.
 
-A CUDA context that has met an error such as an illegal address answers every later call with that error; only a new
-process has a new context. torch tells it apart by type, older ones of it and the others by text only.
+After an error such as an illegal address, a CUDA context answers every call with that error until the process ends. New
+versions of torch raise a type for it; the others only have the text.
 """
 
 import contextlib
@@ -17,12 +16,12 @@ from headway_executor.backend import DeviceLostError, StepBatch, StepOutOfMemory
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 _SIGNS_OF_CUDA = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUDA_ERROR")
 _HARMLESS = ("out of resource", "cudaErrorInvalidValue", "CUDA_ERROR_INVALID_VALUE")
-"""Refusals of one call, after which the device goes on."""
+"""Errors of one call, after which the device goes on."""
 
 
 @contextlib.contextmanager
 def translating(batch: StepBatch | None = None) -> Iterator[None]:
-    """Translate what is raised inside, while ``batch`` was run or blocks were moved."""
+    """Translate what is raised inside, while ``batch`` runs or blocks move."""
     try:
         yield
     except Exception as error:
@@ -33,9 +32,9 @@ def translating(batch: StepBatch | None = None) -> Iterator[None]:
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:
-    """What to raise instead of ``error`` that came from a step of ``num_tokens`` tokens, 0 if that is not known.
+    """The error to raise instead of ``error``, which a step of ``num_tokens`` tokens (0: unknown) caused.
 
-    Returns ``error`` itself where it says nothing about the device.
+    Returns ``error`` itself if it does not concern the device.
     """
     if isinstance(error, StepOutOfMemoryError | DeviceLostError):
         return error

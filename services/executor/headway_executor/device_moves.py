@@ -1,18 +1,17 @@
 """Moves of KV blocks beside the steps of a CUDA device.
 
-Owns: the pinned blocks in main memory, the stream that swaps run on, the events that order it against the steps, and the
-times that moves take.
-Must not know: rows' tokens, attention, or when a block is swapped. What waits for what is decided in ``move_fences``.
+Owns: the pinned blocks in main memory, the swap stream, the events that order it against the steps, and the times of
+moves. Must not know: tokens, attention, or when a block is swapped. ``move_fences`` decides what waits for what.
 
-A backend calls, for each step and on one thread:
+A backend calls for each step, on one thread:
 
-1. ``move``, where the step moves blocks: the swaps are given to a stream of their own, the copies to the steps' stream;
-2. ``before_step``, before it gives the step's first work to the steps' stream;
-3. ``after_step``, behind its last work, also when the step has failed: part of it may run;
-4. ``move_time_us``, once the step's result is there; this one from any thread.
+1. ``move``, if the step moves blocks: swaps go to their own stream, copies to the steps' stream;
+2. ``before_step``, before the step's first launch;
+3. ``after_step``, behind its last launch, also if the step failed: part of it may run;
+4. ``move_time_us``, once the step's result is there, from any thread.
 
-Nothing here waits for the device but opening, measuring and closing. Nothing is given to the device by ``before_step``
-or ``after_step`` but a wait where one is needed, and an event; both stand outside a captured graph.
+Only opening, measuring and closing wait for the device. ``before_step`` and ``after_step`` launch no more than a wait
+and an event, outside of captured graphs.
 """
 
 from collections import deque
@@ -31,33 +30,33 @@ _HIGH_PRIORITY = -1
 _TIMED_BLOCKS = 16
 _TIMED_ROUNDS = 3
 _MOST_WATCHED = 8
-"""Steps whose marks are kept without a look at them; more than are ever in flight."""
+"""Steps whose marks are kept unchecked; more than are ever in flight."""
 
 _MOST_UNASKED = 32
-"""Steps whose times are kept for who asks; more than are ever in flight."""
+"""Steps whose times are kept; more than are ever in flight."""
 
 # Its constructors have no types.
 _untyped_cuda: Any = torch.cuda
 
 
 class Mark(Protocol):
-    """A place in a queue, such as a CUDA event."""
+    """A place in a queue: a CUDA event."""
 
     def query(self) -> bool:
-        """Whether everything before it is over. Does not wait."""
+        """Whether the queue has passed it. Does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything before it is over."""
+        """Wait until the queue has passed it."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds between two marks that are over; both timed."""
+        """Milliseconds between two passed marks, both timed."""
         ...
 
 
 class MoveQueues(Protocol):
-    """The two queues of a device, and the moves that can be given to them. Pairs: int32, shape ``[2, n]``."""
+    """The step queue and the swap queue of a device. Pairs: int32, shape ``[2, n]``."""
 
     @property
     def num_blocks(self) -> int:
@@ -70,31 +69,31 @@ class MoveQueues(Protocol):
         ...
 
     def mark_steps(self, *, timed: bool = False) -> Mark:
-        """A mark behind all that was given to the step queue."""
+        """A mark behind everything in the step queue."""
         ...
 
     def mark_swaps(self) -> Mark:
-        """A timed mark behind all that was given to the swap queue."""
+        """A timed mark behind everything in the swap queue."""
         ...
 
     def steps_wait(self, mark: Mark) -> None:
-        """What is given to the step queue from now on begins after ``mark``."""
+        """Make later work of the step queue wait for ``mark``."""
         ...
 
     def swaps_wait(self, mark: Mark) -> None:
-        """What is given to the swap queue from now on begins after ``mark``."""
+        """Make later work of the swap queue wait for ``mark``."""
         ...
 
     def swap_out(self, pairs: Int32Array) -> None:
-        """Give (block, host block) to the swap queue."""
+        """Queue swaps of (block, host block)."""
         ...
 
     def swap_in(self, pairs: Int32Array) -> None:
-        """Give (host block, block) to the swap queue."""
+        """Queue swaps of (host block, block)."""
         ...
 
     def copy(self, pairs: Int32Array) -> None:
-        """Give (source, destination) to the step queue."""
+        """Queue copies of (source, destination), behind the steps."""
         ...
 
     def synchronize(self) -> None:
@@ -103,12 +102,11 @@ class MoveQueues(Protocol):
 
 
 class CudaQueues:
-    """The queues of the pool ``layers`` (``[num_layers, num_blocks, *block]``, contiguous, on a CUDA device).
-
-    ``compute_stream`` is where the steps run. ``num_host_blocks`` blocks are pinned.
+    """The queues of the pool ``layers`` (``[num_layers, num_blocks, *block]``, contiguous); steps run on
+    ``compute_stream``.
 
     Raises:
-        BackendConfigError: the main memory for them cannot be had.
+        BackendConfigError: the main memory for the host blocks cannot be had.
     """
 
     def __init__(self, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> None:
@@ -172,24 +170,19 @@ class CudaQueues:
         self._swaps.synchronize()
 
     def _column(self, pairs: Int32Array) -> Tensor:
-        """On the device, for the current stream: torch keeps both memories from reuse until that stream is past them.
-
-        From pinned memory, since from any other the copy might wait for the stream.
-        """
+        """A copy on the device, from pinned memory: from other memory the copy might wait for the stream."""
         own = np.array(pairs, dtype=np.int32, order="C")
         return torch.from_numpy(own).pin_memory().to(self._layers.device, non_blocking=True)
 
 
 class _TimedMove(NamedTuple):
-    """Moves between two marks."""
-
     start: Mark
     end: Mark
     num_blocks: int
 
 
 class DeviceMoves:
-    """The moves of one pool; see the module for the order of calls."""
+    """The moves of one pool; the module says in which order to call."""
 
     def __init__(self, queues: MoveQueues) -> None:
         self._queues = queues
@@ -203,11 +196,7 @@ class DeviceMoves:
 
     @classmethod
     def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """For a pool on a CUDA device, whose steps run on ``compute_stream``; see ``CudaQueues``.
-
-        Raises:
-            BackendConfigError: the main memory for the host blocks cannot be had.
-        """
+        """The moves of a CUDA pool; see ``CudaQueues``."""
         return cls(CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
 
     @property
@@ -216,7 +205,7 @@ class DeviceMoves:
         return self._queues.num_host_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Give the moves of the next step to the device: out, in, then copy. Each int32, shape ``[2, n]``."""
+        """Queue the moves of the next step: out, in, then copy. Each int32, shape ``[2, n]``."""
         self._note_what_ended()
         if swap_out.shape[1]:
             self._swaps_after(self._fences.swap_out(swap_out[0]))
@@ -237,7 +226,7 @@ class DeviceMoves:
             self._coming.append(_TimedMove(start, end, copies.shape[1]))
 
     def before_step(self, batch: StepBatch) -> None:
-        """Let the steps' stream wait for those moves that the step must not overtake."""
+        """Make the step wait for the moves that it must not overtake."""
         # A row that is new holds nothing, whatever became of the step that was to end it.
         ended = dict.fromkeys(batch.finished_rows.tolist()) | dict.fromkeys(new.row for new in batch.new_rows)
         if ended:
@@ -249,7 +238,7 @@ class DeviceMoves:
         self._steps_after(self._fences.step(batch.new_blocks[1]))
 
     def after_step(self) -> int:
-        """The step has been given to the device; return its number, for ``move_time_us``."""
+        """Count the launched step; return its number, for ``move_time_us``."""
         number = self._fences.step_given()
         self._work.append((number, self._queues.mark_steps()))
         if len(self._work) > _MOST_WATCHED:
@@ -262,18 +251,19 @@ class DeviceMoves:
         return number
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the moves of that step took on the device; 0 where it had none. Ask once, after the step.
+        """Microseconds that the step's moves took on the device. Ask once, after the step.
 
-        They ran beside steps as far as they could, so a step has not become so much longer. A swap-out may outlast its
-        step, and nothing waits for it here: then it counts with what it was measured to take when the device was opened.
+        Moves overlap steps, so a step is not longer by this time. A swap-out that is still running counts with the time
+        that was measured at opening.
         """
         moves = self._timed.pop(number, ())
         return round(sum(self._time_us(move) for move in moves))
 
     def measure_swap_us(self) -> float:
-        """Microseconds that one block takes one way; 0.0 without host blocks. Before the first step; blocks stay as they are.
+        """Microseconds to swap one block one way; 0.0 without host blocks. Call before the first step; blocks keep
+        their contents.
 
-        The best of a few rounds over a few blocks, after one that has compiled the kernels.
+        The best of a few rounds, after one that compiles the kernels.
         """
         blocks = np.arange(min(_TIMED_BLOCKS, self._queues.num_blocks, self._queues.num_host_blocks), dtype=np.int32)
         if not len(blocks):
@@ -292,7 +282,7 @@ class DeviceMoves:
         return self._swap_us
 
     def close(self) -> None:
-        """Wait until nothing reads or writes the host blocks any more: torch does not know that the device does."""
+        """Wait until the device no longer uses the host blocks: torch does not track that use."""
         self._queues.synchronize()
 
     def _mark_swap(self, start: Mark, num_blocks: int) -> None:
@@ -309,7 +299,7 @@ class DeviceMoves:
             self._queues.steps_wait(_mark_of(self._swaps, swap) or self._queues.mark_swaps())
 
     def _note_what_ended(self) -> None:
-        """Look, without waiting, at how far both queues are."""
+        """Check, without waiting, how far both queues are."""
         self._fences.work_ended(_drop_ended(self._work))
         self._fences.swap_ended(_drop_ended(self._swaps))
 
@@ -318,12 +308,12 @@ class DeviceMoves:
 
 
 def _mark_of(marks: deque[tuple[int, Mark]], number: int) -> Mark | None:
-    """The first mark at or behind that number; None where what has the number failed before it was marked."""
+    """The first mark at or behind that number; None if that work failed before it was marked."""
     return next((mark for marked, mark in marks if marked >= number), None)
 
 
 def _drop_ended(marks: deque[tuple[int, Mark]]) -> int:
-    """Forget the marks that are over, which come first; return the number of the last of them, or 0."""
+    """Drop the leading marks that are passed; return the last one's number, or 0."""
     ended = 0
     while marks and marks[0][1].query():
         ended, _ = marks.popleft()

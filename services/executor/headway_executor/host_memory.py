@@ -1,7 +1,6 @@
-"""Main memory for blocks: how much of it is free, and zeros that cost nothing before they are used.
+"""Main memory for blocks: how much is free, and zeros that cost nothing before their first use.
 
-Owns: reading the free memory within the limit of a container, and allocating large tensors on the host.
-Must not know: what a block is, or who uses the memory.
+Owns: the free memory within a container's limit, and large host tensors. Must not know: what uses the memory.
 """
 
 import contextlib
@@ -18,13 +17,13 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost no time: torch would write all of them, which takes a second per gigabyte or more.
+    """Zeros that the system provides on first use; torch would write all of them, at a second per gigabyte or more.
 
-    In huge pages where the system has them: blocks are scattered, and finding the small page of each takes longer than
-    reading it.
+    They use huge pages where the system has them: blocks are scattered, and small pages cost more lookups than the
+    reads.
 
     Raises:
-        OSError: the system has not that much address space to give.
+        OSError: the system has not enough address space.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,7 +33,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def free_host_bytes() -> int:
-    """Free main memory, within the limit of the container that this process may run in."""
+    """Free main memory, within the limit of this process's container."""
     free = _meminfo_available()
     limit, used = _read_number(_CGROUP_LIMIT), _read_number(_CGROUP_USED)
     if limit is not None and used is not None:

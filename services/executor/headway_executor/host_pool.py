@@ -1,7 +1,7 @@
 """Swapped-out blocks in main memory.
 
-Owns: their memory, its size, and moving blocks between it and the pool of the device.
-Must not know: rows, when a block is swapped, or what a block looks like inside.
+Owns: their memory, its size, and moving blocks between it and the device's pool. Must not know: rows, when a block is
+swapped, or what it contains.
 """
 
 import math
@@ -23,11 +23,10 @@ _MIB = 1 << 20
 
 
 class HostPool:
-    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device's block), for the pool of ``device``.
+    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device block) for the pool of ``device``.
 
-    Block after block, shape ``[num_blocks, *block_shape]``, so that a block is one piece of memory, and those with
-    neighbouring numbers are one transfer. Beside a CPU the memory is not touched before it is used; beside a GPU it is
-    pinned, which the device can read and write by itself and which is taken at once (by torch, in powers of two).
+    A block is one piece of memory, so neighbouring blocks move in one transfer. Beside a CPU the memory is untouched
+    before its first use. Beside a GPU it is pinned and taken at once (by torch, in powers of two).
 
     Raises:
         BackendConfigError: the memory cannot be had.
@@ -49,7 +48,7 @@ class HostPool:
                 self._blocks[host_block].copy_(layers[:, block])
             return
         for part in self._parts(len(blocks)):
-            staged = layers.index_select(1, _index(blocks[part], layers)).transpose(0, 1).contiguous()
+            staged = layers.index_select(1, block_index(blocks[part], layers)).transpose(0, 1).contiguous()
             for here, there in _runs(host_blocks[part]):
                 self._blocks[there].copy_(staged[here], non_blocking=True)
         _wait_for(layers.device)
@@ -64,17 +63,17 @@ class HostPool:
             staged = torch.empty_like(self._blocks[: part.stop - part.start], device=layers.device)
             for here, there in _runs(host_blocks[part]):
                 staged[here].copy_(self._blocks[there], non_blocking=True)
-            layers.index_copy_(1, _index(blocks[part], layers), staged.transpose(0, 1))
+            layers.index_copy_(1, block_index(blocks[part], layers), staged.transpose(0, 1))
         _wait_for(layers.device)
 
     def _parts(self, count: int) -> Iterator[slice]:
-        """Cut ``count`` blocks into parts that bound the device memory taken on the way."""
+        """Cut ``count`` blocks into parts, to bound the device memory in use."""
         for start in range(0, count, self._in_one_go):
             yield slice(start, min(start + self._in_one_go, count))
 
 
 def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in main memory for swapped-out blocks of ``device``: untouched beside a CPU, pinned beside a GPU.
+    """Zeros in main memory for blocks of ``device``: untouched beside a CPU, pinned beside a GPU.
 
     Raises:
         BackendConfigError: the memory cannot be had.
@@ -97,9 +96,9 @@ def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
     """How many blocks the configured swap space holds.
 
-    ``AUTOMATIC_SWAP_SPACE`` is as many as the device holds: requests that are preempted together never have more (the
-    bound of W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-    SOSP 2023, section 4.5); within a share of the free memory, and little where the memory is taken at once.
+    ``AUTOMATIC_SWAP_SPACE`` is as many as the device has, since requests that are preempted together never have more
+    (W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
+    section 4.5), within a share of the free memory.
 
     Raises:
         BackendConfigError: the space does not hold a single block.
@@ -121,12 +120,13 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until the transfers are done: what is next may write their sources, and the time they take is measured."""
+    """Wait for the transfers: the next step may overwrite their sources, and their time is measured."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def _index(blocks: Int32Array, layers: Tensor) -> Tensor:
+def block_index(blocks: Int32Array, layers: Tensor) -> Tensor:
+    """Block numbers as an index on the device of ``layers``: int64, shape ``[n]``."""
     return torch.from_numpy(blocks.astype(np.int64)).to(layers.device)
 
 

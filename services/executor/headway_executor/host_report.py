@@ -1,7 +1,6 @@
-"""What this host has that a backend can run on: compiled kernels, CUDA devices, toolkits.
+"""The host's means to run a backend: compiled kernels, CUDA devices, toolkits.
 
-Owns: finding out, and one line for whatever is missing, with what to do about it.
-Must not know: what is done with a finding, or how fast anything is.
+Owns: finding them, and one line for each that is missing. Must not know: the use of a finding, or any speed.
 """
 
 import importlib
@@ -26,7 +25,7 @@ _SHOWN_CHARS = 160
 
 
 class KernelVariants(msgspec.Struct, frozen=True, kw_only=True):
-    """The compiled CPU kernels: ``installed`` variants, and the one that this processor takes, or why it takes none."""
+    """The compiled CPU kernels: the ``installed`` variants, and the one for this processor or why there is none."""
 
     installed: tuple[str, ...]
     used: str
@@ -44,9 +43,8 @@ class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch sees. Each ``problem`` is one line, or empty where all is well.
-
-    ``driver`` is NVIDIA's kernel driver, ``cuda`` what torch was built for; both empty where there is none.
+    """Each ``problem`` is one line, or empty. ``driver`` is NVIDIA's kernel driver, ``cuda`` the version torch was
+    built for.
     """
 
     free_memory_bytes: int
@@ -61,7 +59,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine_host() -> HostReport:
-    """Look at everything; runs a kernel of each toolkit where there is a device."""
+    """Examine everything; run a kernel of each toolkit if there is a device."""
     devices, cuda_problem = _cuda_devices()
     return HostReport(
         free_memory_bytes=free_host_bytes(),
@@ -77,7 +75,6 @@ def examine_host() -> HostReport:
 
 
 def _one_line(told: object) -> str:
-    """What an error or a warning says, on one line and not too long."""
     return (" ".join(str(told).split()) or type(told).__name__)[:_SHOWN_CHARS]
 
 
@@ -105,7 +102,6 @@ def _variant_name(path: Path) -> str:
 
 
 def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str]:
-    """The devices, or why there are none."""
     if not torch.version.cuda:
         return (), f"this torch ({torch.__version__}) is built without CUDA; {_CUDA_BUILD}"
     with warnings.catch_warnings(record=True) as told:

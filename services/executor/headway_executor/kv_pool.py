@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway_executor.backend import BackendConfig
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
-from headway_executor.host_pool import HostPool
+from headway_executor.host_pool import HostPool, block_index
 from headway_executor.models.config import ModelConfig
+from headway_executor.setting_checks import check_pool_size
 from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
@@ -65,7 +67,8 @@ class KvPool:
         if swap_in.shape[1]:
             self._host.load(self.layers, *swap_in)
         if copies.shape[1]:
-            self.layers[:, self._index(copies[1])] = self.layers[:, self._index(copies[0])]
+            sources, destinations = (block_index(blocks, self.layers) for blocks in copies)
+            self.layers[:, destinations] = self.layers[:, sources]
 
     def measure_swap_us(self) -> float:
         """Microseconds that one block takes one way; 0.0 without host blocks. Leaves the blocks of the pool as they are.
@@ -84,27 +87,40 @@ class KvPool:
                 best = min(best, time.perf_counter() - started)
         return best * 1e6 / (2 * len(blocks))
 
-    def _index(self, blocks: Int32Array) -> Tensor:
-        return torch.from_numpy(blocks.astype(np.int64)).to(self.layers.device)
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def num_blocks_that_fit(
-    *, block_bytes: int, useful_blocks: int, device: torch.device, device_share: float = _DEVICE_SHARE
+def num_pool_blocks(
+    config: BackendConfig,
+    *,
+    max_model_len: int,
+    block_bytes: int,
+    device: torch.device,
+    device_share: float = _DEVICE_SHARE,
 ) -> int:
-    """How many blocks to reserve when the user named no number.
+    """How many blocks of ``block_bytes`` the pool gets: as many as the user named, or as many as fit.
 
-    A share of the memory that is free now (half on a CPU, which others use too; ``device_share`` on a device, which leaves
-    room for what steps take), but no more than ``useful_blocks``, the most that all rows together could ever hold.
+    Those that fit take a share of the memory that is free now: half of it on a CPU, which other processes use too, and
+    ``device_share`` of it on a device, where steps need room. They are never more than all rows together could hold.
+
+    Raises:
+        BackendConfigError: one request of ``max_model_len`` tokens does not fit into the pool.
     """
-    if device.type == "cpu":
-        budget = _CPU_SHARE * free_host_bytes()
-    else:
-        budget = device_share * torch.cuda.mem_get_info(device)[0]
-    return min(useful_blocks, int(budget // block_bytes))
+    num_blocks = config.num_kv_blocks
+    if not num_blocks:
+        is_cpu = device.type == "cpu"
+        budget = _CPU_SHARE * free_host_bytes() if is_cpu else device_share * torch.cuda.mem_get_info(device)[0]
+        useful_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
+        num_blocks = min(useful_blocks, int(budget // block_bytes))
+    check_pool_size(
+        num_blocks=num_blocks,
+        given=config.num_kv_blocks != 0,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    return num_blocks
 
 
 def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

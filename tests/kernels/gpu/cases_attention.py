@@ -2,7 +2,7 @@
 
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import attention
+from headway_kernels.gpu import attention_kernels, attention_tuning
 
 POINTERS = ("query", "pool", "out")
 LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends")
@@ -29,7 +29,7 @@ def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
 
 def model(major, head_dim, element, *, group=4, block_size=16, window=False, soft_cap=False):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
-    tuning = attention._tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element])
+    tuning = attention_tuning.tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element])
     tokens = max(1, tuning.chunk.query_tile // group)
     constants = {
         "GROUP": group,
@@ -37,7 +37,7 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
         "NUM_HEADS": 8 * group,
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
-        "PADDED_HEAD_DIM": max(16, attention._power_of_two(head_dim)),
+        "PADDED_HEAD_DIM": max(16, attention_tuning.power_of_two(head_dim)),
         "PADDED_ROWS": 256,
         "HAS_WINDOW": window,
         "HAS_SOFT_CAP": soft_cap,
@@ -45,10 +45,10 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
         "TOKENS_PER_TILE": tokens,
     }
     vectors = {
-        "chunk": max(16, attention._power_of_two(tokens * group)),
-        "decode": max(16, attention._power_of_two(group)),
+        "chunk": max(16, attention_tuning.power_of_two(tokens * group)),
+        "decode": max(16, attention_tuning.power_of_two(group)),
     }
-    kernels = {"chunk": attention._chunk_kernel, "decode": attention._decode_kernel}
+    kernels = {"chunk": attention_kernels.chunk_kernel, "decode": attention_kernels.decode_kernel}
     return [
         case(
             f"{kind} {head_dim} {element} for {major}.x",
@@ -61,7 +61,7 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
             **constants,
         )
         for kind, kernel in kernels.items()
-    ] + [case(f"reduce {head_dim} {element}", attention._reduce_kernel, element, REDUCE_WARPS, **constants)]
+    ] + [case(f"reduce {head_dim} {element}", attention_kernels.reduce_kernel, element, REDUCE_WARPS, **constants)]
 
 
 def every_entry():
@@ -69,13 +69,13 @@ def every_entry():
     elements = {2: "*bf16", 4: "*fp32"}
     return [
         found
-        for major, head_dim, element_bytes in attention._TUNING
+        for major, head_dim, element_bytes in attention_tuning._TUNING
         for found in model(major, head_dim, elements[element_bytes])
     ]
 
 
 CASES = [
-    case("plan", attention._plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096),
+    case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096),
     *model(9, 128, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True)[:2],
     *model(8, 12, "*fp32", group=1, block_size=8)[:2],

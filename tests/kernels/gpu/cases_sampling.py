@@ -2,7 +2,13 @@
 
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import sampling
+from headway_kernels.gpu import (
+    sampling_distribution,
+    sampling_draw,
+    sampling_logprobs,
+    sampling_penalties,
+    sampling_truncation,
+)
 
 CHUNK = 4096
 _TYPES = {
@@ -37,17 +43,29 @@ def case(name, kernel, logits="*bf16", **constants):
         n for n in signature if n in {"logits_ptr", "logits_stride", "vocab_size", "words_ptr", "adjusted_ptr"}
     )
     return CompileCase(
-        name, kernel, signature, constants, num_warps=1 if kernel is sampling._merge_kernel else 8, aligned=aligned
+        name,
+        kernel,
+        signature,
+        constants,
+        num_warps=1 if kernel is sampling_distribution._merge_kernel else 8,
+        aligned=aligned,
     )
 
 
 CASES = [
-    case("clear", sampling._clear_kernel, CHUNK=CHUNK),
-    case("count", sampling._count_kernel, PARTS=16, TILE=512),
-    case("adjust", sampling._adjust_kernel, CHUNK=CHUNK),
-    case("entries", sampling._entries_kernel, TILE=256),
+    case("clear", sampling_penalties._clear_kernel, CHUNK=CHUNK),
+    case("count", sampling_penalties._count_kernel, PARTS=16, TILE=512),
+    case("adjust", sampling_penalties._adjust_kernel, CHUNK=CHUNK),
+    case("entries", sampling_penalties._entries_kernel, TILE=256),
     *(
-        case(f"statistics {kind}", sampling._statistics_kernel, logits, CHUNK=CHUNK, WITH_SUM=with_sum, RAW=raw)
+        case(
+            f"statistics {kind}",
+            sampling_distribution.statistics_kernel,
+            logits,
+            CHUNK=CHUNK,
+            WITH_SUM=with_sum,
+            RAW=raw,
+        )
         for kind, logits, with_sum, raw in (
             ("greedy", "*bf16", False, False),
             ("random", "*bf16", True, False),
@@ -55,12 +73,12 @@ CASES = [
             ("adjusted", "*fp32", True, False),
         )
     ),
-    case("merge greedy", sampling._merge_kernel, CHUNKS=32, RANDOM=False),
-    case("merge random", sampling._merge_kernel, CHUNKS=32, RANDOM=True),
-    case("survey", sampling._survey_kernel, CHUNK=CHUNK),
-    case("list", sampling._list_kernel, CHUNK=CHUNK, CHUNKS=32),
-    case("threshold", sampling._threshold_kernel, TILE=1024, PIVOTS=8),
-    case("weigh", sampling._weigh_kernel, CHUNK=CHUNK),
-    case("draw", sampling._draw_kernel, "*fp32", CHUNK=CHUNK, CHUNKS=32),
-    case("logprob", sampling._logprob_kernel, CHUNKS=32),
+    case("merge greedy", sampling_distribution._merge_kernel, CHUNKS=32, RANDOM=False),
+    case("merge random", sampling_distribution._merge_kernel, CHUNKS=32, RANDOM=True),
+    case("survey", sampling_truncation._survey_kernel, CHUNK=CHUNK),
+    case("list", sampling_truncation._list_kernel, CHUNK=CHUNK, CHUNKS=32),
+    case("threshold", sampling_truncation._threshold_kernel, TILE=1024, PIVOTS=8),
+    case("weigh", sampling_draw._weigh_kernel, CHUNK=CHUNK),
+    case("draw", sampling_draw._draw_kernel, "*fp32", CHUNK=CHUNK, CHUNKS=32),
+    case("logprob", sampling_logprobs._logprob_kernel, CHUNKS=32),
 ]

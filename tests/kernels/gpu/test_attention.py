@@ -9,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_kernels import reference
-from headway_kernels.gpu.attention import (
-    MAX_SPLITS,
-    AttentionRows,
-    AttentionTuning,
-    AttentionWorkspace,
-    KernelTuning,
-    attention_tuning,
-    paged_attention,
-    plan_attention,
-    tokens_per_tile,
-)
+from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention_tiles import MAX_SPLITS
+from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, tokens_per_tile
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

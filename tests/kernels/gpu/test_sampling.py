@@ -14,7 +14,9 @@ from headway_executor.sampler import Sampler
 from headway_executor.sampling_columns import SamplingColumns as HostColumns
 from headway_executor.sampling_columns import SamplingEntriesError, SamplingNeeds
 from headway_kernels import reference
-from headway_kernels.gpu import sampling as kernels
+from headway_kernels.gpu.sampling import sample
+from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
+from headway_kernels.gpu.sampling_memory import SamplingColumns, SamplingWorkspace
 from headway_proto.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -37,12 +39,12 @@ class Batch:
     tokens: torch.Tensor
     chunk: int = CHUNK
     host: HostColumns = field(init=False)
-    columns: kernels.SamplingColumns = field(init=False)
+    columns: SamplingColumns = field(init=False)
 
     def __post_init__(self):
         n, vocab_size = self.logits.shape
         self.host = HostColumns(vocab_size=vocab_size, max_num_rows=n, entry_capacity=64 * n)
-        self.columns = kernels.SamplingColumns.allocate(num_rows=n + 1, entry_capacity=64 * n, device=self.device)
+        self.columns = SamplingColumns.allocate(num_rows=n + 1, entry_capacity=64 * n, device=self.device)
         for row, params in enumerate(self.params):
             entries = self.host.set_row(row, params, PROMPT)
             if entries is not None:
@@ -58,11 +60,11 @@ class Batch:
         places = list(range(len(self.logits))) if places is None else places
         needs = self.host.needs(np.array([place for place in places if place >= 0]))
         logits = self.logits[places].to(self.device)
-        workspace = kernels.SamplingWorkspace.allocate(
+        workspace = SamplingWorkspace.allocate(
             max_batch=len(places), vocab_size=logits.shape[1], device=self.device, chunk=self.chunk
         )
         out = torch.full((2, len(places)), 77, dtype=torch.int32, device=self.device)
-        kernels.sample(
+        sample(
             logits,
             torch.tensor(places, dtype=torch.int32, device=self.device),
             torch.tensor([self.positions[place] for place in places], dtype=torch.int32, device=self.device),
@@ -249,15 +251,15 @@ def test_an_errored_token_in_the_history_stays_inside(kernel_device):
 
 def test_logprobs_are_those_of_the_raw_distribution(kernel_device):
     logits = make_logits(5, 3, 700, grid=0.03125).to(torch.bfloat16)
-    workspace = kernels.SamplingWorkspace.allocate(max_batch=3, vocab_size=700, device=kernel_device, chunk=CHUNK)
+    workspace = SamplingWorkspace.allocate(max_batch=3, vocab_size=700, device=kernel_device, chunk=CHUNK)
     token_ids = torch.tensor([5, -1, 699], dtype=torch.int32, device=kernel_device)
     out = torch.empty(2, 3, device=kernel_device)
-    kernels.row_logprobs(logits.to(kernel_device), token_ids, workspace, out[0], out[1])
+    row_logprobs(logits.to(kernel_device), token_ids, workspace, out[0], out[1])
     exact = logits.double().log_softmax(-1)
     torch.testing.assert_close(
         out[0].cpu().double(), torch.tensor([exact[0, 5], 0.0, exact[2, 699]]), rtol=0, atol=1e-5
     )
-    ids, values = kernels.top_logprobs(logits.to(kernel_device), 4, out[1])
+    ids, values = top_logprobs(logits.to(kernel_device), 4, out[1])
     torch.testing.assert_close(values[2].cpu().double(), exact[2].topk(4).values, rtol=0, atol=1e-5)
     assert exact[2, ids[2].cpu()].tolist() == exact[2].topk(4).values.tolist()
 

@@ -16,7 +16,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 @pytest.mark.parametrize("module", sorted(path.stem for path in FOLDER.glob("cases_*.py")))
 def test_kernels_compile(module, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(FOLDER)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(FOLDER), *sys.path))}
     command = [sys.executable, str(FOLDER / "triton_compilation.py"), module]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -23,7 +23,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, StepBatc
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, block_bytes_of, num_blocks_that_fit
+from headway_executor.kv_pool import KvPool, block_bytes_of, num_pool_blocks
 from headway_executor.model_settings import (
     ModelSettings,
     device_of,
@@ -34,11 +34,11 @@ from headway_executor.models.compiled import CompiledModel, library_for, load_co
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
-from headway_executor.models.loading import as_stored, expected_tensors, ignored_tensors
+from headway_executor.models.loading import as_stored, check_tensors
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import SampledTokens, Sampler
-from headway_executor.setting_checks import TORCH, check_pool_size, check_settings, option_of
+from headway_executor.setting_checks import TORCH, check_settings, option_of
 from headway_executor.speculation.draft_model import DraftModel
 from headway_executor.speculation.ngram import PromptLookup
 from headway_executor.speculation.proposer import Asked, Proposer
@@ -65,12 +65,16 @@ class TorchBackend:
         check_settings(config, TORCH)
         _check_threads(config.num_threads)
         directory = Path(config.model)
-        model_config, dtype, max_model_len = settings_of(config, device)
-        draft = draft_settings_of(config, model_config, max_model_len) if config.speculation == "draft" else None
-        block_bytes_beside = 0 if draft is None else block_bytes_of(draft.model_config, config.block_size, dtype)
+        settings = settings_of(config, device)
+        draft: ModelSettings | None = None
+        block_bytes_beside = 0
+        if config.speculation == "draft":
+            draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
+            block_bytes_beside = block_bytes_of(draft.model_config, config.block_size, settings.dtype)
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
-            model_config = _checked(checkpoint, model_config, config)
-            forward = _load(config, model_config, checkpoint, max_model_len, dtype, device, block_bytes_beside)
+            settings = _checked(checkpoint, settings, config)
+            model_config, dtype, max_model_len = settings
+            forward = _load(config, settings, checkpoint, device, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
             constraints = ConstrainedRows(
                 compiler_for(directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
@@ -78,9 +82,8 @@ class TorchBackend:
             sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
             proposer: Proposer | None = PromptLookup() if config.speculation == "ngram" else None
             if draft is not None:
-                proposer = DraftModel(
-                    _load_draft(config, draft, forward.pool, dtype, device), sampler, draft.max_model_len
-                )
+                draft_pass = _load_draft(config, draft._replace(dtype=dtype), forward.pool, device)
+                proposer = DraftModel(draft_pass, sampler, draft.max_model_len)
             self._model = _OpenModel(config, forward, max_model_len, device, sampler, constraints, proposer)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
@@ -294,23 +297,24 @@ def _threads_that_pay(num_parameters: int) -> int:
 
 def _load(
     config: BackendConfig,
-    model_config: ModelConfig,
+    settings: ModelSettings,
     checkpoint: Checkpoint,
-    max_model_len: int,
-    dtype: torch.dtype,
     device: torch.device,
     block_bytes_beside: int = 0,
 ) -> ForwardPass:
-    """Choose the way to run, load, and reserve the pool, beside which others want so many bytes for each block."""
+    """Choose the way to run, load the weights, and reserve the pool.
+
+    Each block leaves ``block_bytes_beside`` bytes free, for the draft model's pool.
+    """
+    model_config, dtype, max_model_len = settings
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
     library = _kernels(config, model_config, dtype, device)
     if library is None:
         torch.set_num_threads(num_threads)
         decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
         block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
-        pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
-        return EagerModel(model_config, decoder, pool)
-    # The kernels have threads of their own; torch's, which spin for a while after each operator, would get in their way.
+        return EagerModel(model_config, decoder, _pool(config, settings, block_shape, device, block_bytes_beside))
+    # The kernels have threads of their own. Torch's threads spin for a while after each operator and would disturb them.
     torch.set_num_threads(1)
     compiled = load_compiled(
         model_config,
@@ -321,25 +325,20 @@ def _load(
         block_size=config.block_size,
         num_threads=num_threads,
     )
-    block_shape = (compiled.block_floats,)
-    pool = _pool(config, model_config, max_model_len, block_shape, dtype, device, block_bytes_beside)
-    return CompiledModel(compiled, pool)
+    return CompiledModel(compiled, _pool(config, settings, (compiled.block_floats,), device, block_bytes_beside))
 
 
-def _load_draft(
-    config: BackendConfig, draft: ModelSettings, pool: KvPool, dtype: torch.dtype, device: torch.device
-) -> ForwardPass:
+def _load_draft(config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device) -> ForwardPass:
     """The draft model, with a pool of as many blocks as ``pool`` and none on the host."""
     own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
     with Checkpoint(Path(config.draft_model)) as checkpoint:
-        model_config = _checked(checkpoint, draft.model_config, own)
-        return _load(own, model_config, checkpoint, draft.max_model_len, dtype, device)
+        return _load(own, _checked(checkpoint, draft, own), checkpoint, device)
 
 
-def _checked(checkpoint: Checkpoint, model_config: ModelConfig, config: BackendConfig) -> ModelConfig:
-    """Check that the tensors are those of ``model_config``; returns it as they have it."""
-    checkpoint.check(expected_tensors(model_config, checkpoint), ignored_tensors(model_config))
-    return as_stored(model_config, checkpoint, config.warn)
+def _checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
+    """``settings`` with the model as the checkpoint has it, once its tensors have passed the check."""
+    check_tensors(settings.model_config, checkpoint)
+    return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
 
 
 def _kernels(
@@ -358,26 +357,15 @@ def _kernels(
 
 def _pool(
     config: BackendConfig,
-    model_config: ModelConfig,
-    max_model_len: int,
+    settings: ModelSettings,
     block_shape: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
     block_bytes_beside: int,
 ) -> KvPool:
+    model_config, dtype, max_model_len = settings
     block_bytes = model_config.num_layers * math.prod(block_shape) * dtype.itemsize
-    num_blocks = config.num_kv_blocks
-    if num_blocks == 0:
-        num_blocks = num_blocks_that_fit(
-            block_bytes=block_bytes + block_bytes_beside,
-            useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
-            device=device,
-        )
-    check_pool_size(
-        num_blocks=num_blocks,
-        given=config.num_kv_blocks != 0,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
+    num_blocks = num_pool_blocks(
+        config, max_model_len=max_model_len, block_bytes=block_bytes + block_bytes_beside, device=device
     )
     return KvPool(
         num_layers=model_config.num_layers,

@@ -25,11 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headway_executor.backend import (
-    BackendConfig,
-    StepBatch,
-    StepResult,
-)
+from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.block_mover import open_pool
@@ -40,17 +36,18 @@ from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.linear import QuantizationKind
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
-from headway_executor.gpu.runtime import Mark, Runtime, UploadRing, runtime_for
-from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
+from headway_executor.gpu.runtime import Mark, Runtime, runtime_for
+from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
-from headway_executor.kv_pool import num_blocks_that_fit
-from headway_executor.model_settings import device_of, settings_of
+from headway_executor.gpu.step_upload import StepUpload
+from headway_executor.kv_pool import num_pool_blocks
+from headway_executor.model_settings import ModelSettings, device_of, settings_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.loading import TensorSource, as_stored, expected_tensors, ignored_tensors
+from headway_executor.models.loading import TensorSource, as_stored, check_tensors, expected_tensors
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.refusals import Refusals, with_refusals
-from headway_executor.setting_checks import TRITON, check_pool_size, check_settings, option_of
+from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_executor.weights import Checkpoint
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.step import BackendInfo, RowPromptLogprobs
@@ -80,7 +77,8 @@ class TritonBackend:
         check_settings(config, TRITON)
         graphs = option_of(config, TRITON, "graphs") != "off"
         runtime = runtime_for(device)
-        model_config, dtype, max_model_len = settings_of(config, device)
+        settings = settings_of(config, device)
+        model_config, dtype, max_model_len = settings
         # Sums of products in bfloat16 would save little and lose much.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
@@ -89,8 +87,8 @@ class TritonBackend:
                     Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
                 )
             )
-            model_config = as_stored(model_config, weights, config.warn)
-            self._model = _OpenModel(config, model_config, weights, runtime, dtype, max_model_len, constraints)
+            settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
+            self._model = _OpenModel(config, settings, weights, runtime, constraints)
             fingerprint = weights.fingerprint()
             self._model.prepare(record_graphs=graphs and runtime.is_cuda)
             swap_us_per_block = self._model.mover.measure_swap_us()
@@ -145,13 +143,12 @@ class _OpenModel:
     def __init__(
         self,
         config: BackendConfig,
-        model_config: ModelConfig,
+        settings: ModelSettings,
         checkpoint: TensorSource,
         runtime: Runtime,
-        dtype: torch.dtype,
-        max_model_len: int,
         constraints: ConstrainedRows,
     ) -> None:
+        model_config, dtype, max_model_len = settings
         self.runtime = runtime
         self._constraints = constraints
         self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
@@ -159,43 +156,27 @@ class _OpenModel:
         self._model_config = model_config
         self._dtype = dtype
         self._max_model_len = max_model_len
-        device = runtime.device
-        self._columns = StepColumns(config.max_num_seqs)
-        self._column_uploads = UploadRing(runtime, self._columns.size)
-        self._columns_here = torch.zeros(self._columns.size, dtype=torch.int32, device=device)
-        self._views = self._columns.views(self._columns_here)
+        max_num_rows = config.max_num_seqs
+        self._upload = StepUpload(runtime, max_num_rows)
         self._rows = DeviceRows(
-            runtime,
-            max_num_rows=config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=config.block_size,
+            runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
         )
-        self._sampler = DeviceSampler(
-            runtime,
-            vocab_size=model_config.vocab_size,
-            max_num_rows=config.max_num_seqs,
-        )
+        self._sampler = DeviceSampler(runtime, vocab_size=model_config.vocab_size, max_num_rows=max_num_rows)
         self._refusals = Refusals(model_config.vocab_size)
         self._prompts = PromptReports()
-        self._prompt_reader = PromptReader(
-            runtime, vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs
-        )
+        self._prompt_reader = PromptReader(runtime, vocab_size=model_config.vocab_size, max_num_rows=max_num_rows)
         weights = load_decoder(
             model_config,
             checkpoint,
             max_model_len=max_model_len,
             dtype=dtype,
-            device=device,
+            device=runtime.device,
             quantization=_QUANTIZATIONS[config.quantization],
             progress=lambda done, total: config.progress("loading layers", done, total),
         )
+        max_num_tokens = config.max_num_batched_tokens
         self._decoder = Decoder(
-            model_config,
-            weights,
-            self._rows,
-            self._views,
-            max_num_tokens=config.max_num_batched_tokens,
-            dtype=dtype,
+            model_config, weights, self._rows, self._upload.views, max_num_tokens=max_num_tokens, dtype=dtype
         )
         self._readback = Readback() if runtime.is_cuda else None
         self._last_ended: Mark | None = None
@@ -215,9 +196,16 @@ class _OpenModel:
         if self.runtime.is_cuda:
             config.progress("trying the largest step", 0, 1)
             self.try_largest_step()
-        self._open_pool(self._num_blocks(), swap_space_mib=config.swap_space_mib)
+        num_blocks = num_pool_blocks(
+            config,
+            max_model_len=self._max_model_len,
+            block_bytes=self._pool.nbytes,
+            device=self.runtime.device,
+            device_share=_POOL_SHARE,
+        )
+        self._open_pool(num_blocks, swap_space_mib=config.swap_space_mib)
         if record_graphs:
-            self._columns_here.zero_()  # a step without tokens, which the recording may run
+            self._upload.clear()  # The recording may run the step.
             self._sizes = self._step_sizes(recorded=True)
             self._graphs.record(
                 self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
@@ -248,20 +236,8 @@ class _OpenModel:
     def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
         """Launch what ``batch`` asks for; what is returned builds the result once that is over."""
         if len(batch.finished_rows):
-            self._refusals.forget(batch.finished_rows)
-            self._sampler.forget(batch.finished_rows)
-            self._constraints.forget(batch.finished_rows)
-        new_rows = batch.new_rows
-        if new_rows:
-            new_rows = tuple(
-                [
-                    msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids))
-                    for new in new_rows
-                ]
-            )
-            self._refusals.add(self._sampler.add_rows(new_rows))
-            for new in new_rows:
-                self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
+            self._forget(batch.finished_rows)
+        new_rows = self._admit(batch.new_rows) if batch.new_rows else ()
         self._rows.apply(new_rows, batch.new_blocks)
         self._prompts.begin_step(batch)
         shape = shape_of(batch)
@@ -273,17 +249,16 @@ class _OpenModel:
             return _nothing_drawn
         self._launch(batch, shape)
         chunks = self._prompts.chunks(batch)
-        prompts = (
-            self._prompt_reader.launch(self._decoder, self._rows.token_store, chunks, batch.num_scheduled_tokens)
-            if chunks
-            else _no_prompts
-        )
+        prompts = _no_prompts
+        if chunks:
+            counts = batch.num_scheduled_tokens
+            prompts = self._prompt_reader.launch(self._decoder, self._rows.token_store, chunks, counts)
         if not shape.num_sampled:
             return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
         sampled_rows = batch.rows[batch.samples != 0]
         logits = self._decoder.logits(shape.num_sampled)
         masks = self._masks(sampled_rows)
-        drawn = self._sampler.sample(logits, sampled_rows, self._views, self._rows.token_store, masks)
+        drawn = self._sampler.sample(logits, sampled_rows, self._upload.views, self._rows.token_store, masks)
         if len(masks):
             self._unread.append((self.runtime.mark(), masks, drawn))
         refused = self._refusals.among(sampled_rows)
@@ -294,6 +269,21 @@ class _OpenModel:
             return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors, prompt_logprobs=prompts())
 
         return build
+
+    def _forget(self, rows: Int32Array) -> None:
+        self._refusals.forget(rows)
+        self._sampler.forget(rows)
+        self._constraints.forget(rows)
+
+    def _admit(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
+        """Set the rows' parameters; return the rows with token ids that the model can look up."""
+        admitted = tuple(
+            [msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids)) for new in new_rows]
+        )
+        self._refusals.add(self._sampler.add_rows(admitted))
+        for new in admitted:
+            self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
+        return admitted
 
     def _masks(self, sampled_rows: Int32Array) -> StepMasks:
         """What constrained rows may draw; where there are some, this waits for what steps before have drawn for them.
@@ -319,8 +309,7 @@ class _OpenModel:
 
     def _launch(self, batch: StepBatch, shape: StepShape) -> None:
         size = self._sizes.of(shape)
-        self._columns.fill(self._column_uploads.next_slot(), batch, shape, size.num_rows)
-        self._column_uploads.send(self._columns_here, self._columns.size)
+        self._upload.send(batch, shape, size.num_rows)
         self._graphs.launch(size)
 
     def _step_sizes(self, *, recorded: bool) -> StepSizes:
@@ -367,27 +356,10 @@ class _OpenModel:
         shape = shape_of(batch)
         self._launch(batch, shape)
         self._prompt_reader.try_largest(self._decoder, self._rows.token_store, shape.num_tokens)
-        self._sampler.try_largest(self._decoder.logits(shape.num_sampled), rows, self._views, self._rows.token_store)
-        self.runtime.mark().wait()
-
-    def _num_blocks(self) -> int:
-        """As many blocks as were asked for, or as the free memory holds."""
-        config = self._config
-        num_blocks = config.num_kv_blocks
-        if num_blocks == 0:
-            num_blocks = num_blocks_that_fit(
-                block_bytes=self._pool.nbytes,
-                useful_blocks=config.max_num_seqs * -(-self._max_model_len // config.block_size),
-                device=self.runtime.device,
-                device_share=_POOL_SHARE,
-            )
-        check_pool_size(
-            num_blocks=num_blocks,
-            given=config.num_kv_blocks != 0,
-            block_size=config.block_size,
-            max_model_len=self._max_model_len,
+        self._sampler.try_largest(
+            self._decoder.logits(shape.num_sampled), rows, self._upload.views, self._rows.token_store
         )
-        return num_blocks
+        self.runtime.mark().wait()
 
 
 def _nothing_drawn() -> StepResult:
@@ -414,5 +386,5 @@ def _open_weights(
     if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))
-    checkpoint.check(expected_tensors(model_config, checkpoint), ignored_tensors(model_config))
+    check_tensors(model_config, checkpoint)
     return checkpoint

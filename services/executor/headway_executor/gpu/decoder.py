@@ -22,13 +22,8 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import ModelTensors, TensorSource
 from headway_executor.models.rope import rotations
 from headway_kernels.gpu.activation import silu_and_multiply
-from headway_kernels.gpu.attention import (
-    AttentionRows,
-    AttentionWorkspace,
-    paged_attention,
-    plan_attention,
-    tokens_per_tile,
-)
+from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention_tuning import tokens_per_tile
 from headway_kernels.gpu.norm import add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows

@@ -22,6 +22,9 @@ from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesEr
 from headway_kernels.gpu import sampling
 from headway_kernels.gpu.masks import exclude
 from headway_kernels.gpu.rows import store_sampled
+from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
+from headway_kernels.gpu.sampling_memory import SamplingColumns as DeviceColumns
+from headway_kernels.gpu.sampling_memory import SamplingWorkspace
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
 from headway_proto.step import RowError, RowLogprobs
@@ -81,12 +84,8 @@ class DeviceSampler:
         entry_capacity = max_num_rows * (MAX_LOGIT_BIAS_ENTRIES + _STOP_IDS_PER_ROW)
         device = runtime.device
         self._host = SamplingColumns(vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=entry_capacity)
-        self._columns = sampling.SamplingColumns.allocate(
-            num_rows=max_num_rows + 1, entry_capacity=entry_capacity, device=device
-        )
-        self._workspace = sampling.SamplingWorkspace.allocate(
-            max_batch=max_num_rows, vocab_size=vocab_size, device=device
-        )
+        self._columns = DeviceColumns.allocate(num_rows=max_num_rows + 1, entry_capacity=entry_capacity, device=device)
+        self._workspace = SamplingWorkspace.allocate(max_batch=max_num_rows, vocab_size=vocab_size, device=device)
         self._drawn = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._own_logprobs = torch.zeros((2, max_num_rows), dtype=torch.float32, device=device)
 
@@ -168,13 +167,13 @@ class DeviceSampler:
         self, logits: Tensor, token_ids: Tensor, top_places: np.ndarray
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         own, normalisers = self._own_logprobs[:, : len(token_ids)]
-        sampling.row_logprobs(logits, token_ids, self._workspace, own, normalisers)
+        row_logprobs(logits, token_ids, self._workspace, own, normalisers)
         if not len(top_places):
             return self._fetched(own), None
         # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
         width = min(MAX_LOGPROBS, self._vocab_size)
         where = self._sent(top_places)
-        ids, values = sampling.top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))
+        ids, values = top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))
         return self._fetched(own), (self._fetched(ids), self._fetched(values))
 
     def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:

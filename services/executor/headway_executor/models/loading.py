@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.models.config import ModelConfig
+from headway_executor.weights import Checkpoint
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -92,6 +93,15 @@ def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], N
         "as transformers does"
     )
     return msgspec.structs.replace(config, tie_word_embeddings=False)
+
+
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Check that the checkpoint has the tensors of ``config``.
+
+    Raises:
+        ModelFilesError: a tensor is missing, has another shape or an unknown name.
+    """
+    checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config))
 
 
 class ModelTensors:

@@ -1,0 +1,301 @@
+"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of a decode's splits.
+
+Owns: how a grid goes through the rows of a batch. Must not know: how the kernels are launched or tuned.
+"""
+
+import triton
+import triton.language as tl
+
+from headway_kernels.gpu.attention_tiles import MAX_SPLITS, attend_tile, cut_decode, find_row, load_blocks
+
+_LEAST = tl.constexpr(-1.0e30)
+"""Where a running maximum starts: finite, so that a tile that a query sees nothing of leaves no NaN (-inf - -inf)."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def plan_kernel(
+    query_start,
+    kv_length,
+    split_ends,
+    tile_ends,
+    num_rows,
+    TOKENS_PER_TILE: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+):
+    """Count the splits and the query tiles of all rows: one program."""
+    row = tl.arange(0, PADDED_ROWS)
+    real = row < num_rows
+    start = tl.load(query_start + row, mask=real, other=0)
+    num_tokens = tl.load(query_start + row + 1, mask=real, other=0) - start
+    length = tl.load(kv_length + row, mask=real, other=0)
+    _, _, num_splits = cut_decode(length, 0, False)
+    splits = tl.where(num_tokens == 1, num_splits, 0)
+    tiles = tl.where(num_tokens > 1, tl.cdiv(num_tokens, TOKENS_PER_TILE), 0)
+    tl.store(split_ends + row, tl.cumsum(splits, 0), mask=real)
+    tl.store(tile_ends + row, tl.cumsum(tiles, 0), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows", "window"])
+def chunk_kernel(
+    query,
+    pool,
+    out,
+    rows,
+    query_start,
+    kv_length,
+    block_tables,
+    tile_ends,
+    num_rows,
+    query_stride,
+    out_stride,
+    table_stride,
+    window,
+    factor,
+    cap,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """Chunks: one item is a query tile of a row and a key-value head, with all query heads of its group.
+
+    The tile's vectors are token after token, so that its tokens, and with them the diagonal, stay close together.
+    """
+    num_items = tl.load(tile_ends + num_rows - 1) * NUM_KV_HEADS
+    vector = tl.arange(0, QUERY_TILE)
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    in_head = component < HEAD_DIM
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        ordinal = item // NUM_KV_HEADS
+        row, _, after = find_row(tile_ends, ordinal, num_rows, PADDED_ROWS)
+        # The last tile of a row sees most: from the back, so that no program is left with a long one at the end.
+        first_token = (after - 1 - ordinal) * TOKENS
+        start = tl.load(query_start + row)
+        num_tokens = tl.load(query_start + row + 1) - start
+        past = tl.load(kv_length + row) - num_tokens
+        table = block_tables + tl.load(rows + row).to(tl.int64) * table_stride
+        token = first_token + vector // GROUP
+        real = (token < num_tokens) & (vector < TOKENS * GROUP)
+        column = (kv_head * GROUP + vector % GROUP) * HEAD_DIM
+        line = (start + token).to(tl.int64)
+        pointers = query + (line * query_stride + column)[:, None] + component[None, :]
+        queries = tl.load(pointers, mask=real[:, None] & in_head[None, :], other=0.0)
+
+        # Tiles [low, full_low) and [full_high, high) are seen in part: the window's edge and the diagonal.
+        lowest = past + first_token
+        end = past + tl.minimum(first_token + TOKENS, num_tokens)
+        # A vector that is not real attends as the last token does, and is not stored: so that each sees something.
+        query_position = tl.minimum(past + token, end - 1)
+        begin = start * 0
+        full_low = start * 0
+        if HAS_WINDOW:
+            begin = tl.maximum(0, lowest + 1 - window)
+            full_low = tl.cdiv(tl.maximum(0, end - window), KEY_TILE)
+        low = begin // KEY_TILE
+        full_high = tl.maximum(full_low, (lowest + 1) // KEY_TILE)
+        num_masked = full_low - low + tl.cdiv(end, KEY_TILE) - full_high
+
+        weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
+        maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
+        total = tl.zeros([QUERY_TILE], dtype=tl.float32)
+        keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
+        block = load_blocks(table, full_low, begin, end, BLOCK_SIZE, KEY_TILE)
+        for tile in range(full_low, full_high):
+            following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
+            weighted, maximum, total = attend_tile(
+                queries,
+                query_position,
+                weighted,
+                maximum,
+                total,
+                keys,
+                block,
+                tile,
+                begin,
+                end,
+                window,
+                factor,
+                cap,
+                False,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                PADDED_HEAD_DIM,
+                KEY_TILE,
+                HAS_WINDOW,
+                HAS_SOFT_CAP,
+            )
+            block = following
+        tile = tl.where(low < full_low, low, full_high)
+        block = load_blocks(table, tile, begin, end, BLOCK_SIZE, KEY_TILE)
+        for _ in range(num_masked):
+            next_tile = tl.where(tile + 1 == full_low, full_high, tile + 1)
+            following = load_blocks(table, next_tile, begin, end, BLOCK_SIZE, KEY_TILE)
+            weighted, maximum, total = attend_tile(
+                queries,
+                query_position,
+                weighted,
+                maximum,
+                total,
+                keys,
+                block,
+                tile,
+                begin,
+                end,
+                window,
+                factor,
+                cap,
+                True,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                PADDED_HEAD_DIM,
+                KEY_TILE,
+                HAS_WINDOW,
+                HAS_SOFT_CAP,
+            )
+            tile = next_tile
+            block = following
+        pointers = out + (line * out_stride + column)[:, None] + component[None, :]
+        result = (weighted / total[:, None]).to(out.dtype.element_ty)
+        tl.store(pointers, result, mask=real[:, None] & in_head[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "window"])
+def decode_kernel(
+    query,
+    pool,
+    out,
+    partial,
+    log_sum_exp,
+    rows,
+    query_start,
+    kv_length,
+    block_tables,
+    split_ends,
+    num_rows,
+    query_stride,
+    out_stride,
+    table_stride,
+    window,
+    factor,
+    cap,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """Decodes: one item is a split of a row and a key-value head, with all query heads of its group.
+
+    The group's keys and values are read once. A row with one split gets its result here, others leave a part each.
+    """
+    num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
+    member = tl.arange(0, QUERY_TILE)
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    real = (member < GROUP)[:, None] & (component < HEAD_DIM)[None, :]
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item % NUM_KV_HEADS
+        ordinal = item // NUM_KV_HEADS
+        row, first_ordinal, _ = find_row(split_ends, ordinal, num_rows, PADDED_ROWS)
+        split = ordinal - first_ordinal
+        length = tl.load(kv_length + row)
+        first, size, num_splits = cut_decode(length, window, HAS_WINDOW)
+        begin = first + split * size
+        end = tl.minimum(begin + size, length)
+        if begin < end:
+            if HAS_WINDOW:
+                begin = tl.maximum(begin, length - window)
+            token = tl.load(query_start + row).to(tl.int64)
+            table = block_tables + tl.load(rows + row).to(tl.int64) * table_stride
+            head = kv_head * GROUP + member
+            columns = head[:, None] * HEAD_DIM + component[None, :]
+            queries = tl.load(query + token * query_stride + columns, mask=real, other=0.0)
+            query_position = member * 0 + length - 1
+            weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
+            maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
+            total = tl.zeros([QUERY_TILE], dtype=tl.float32)
+            keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
+            # Always masked: the memory does not notice.
+            low = begin // KEY_TILE
+            block = load_blocks(table, low, begin, end, BLOCK_SIZE, KEY_TILE)
+            for tile in range(low, tl.cdiv(end, KEY_TILE)):
+                following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
+                weighted, maximum, total = attend_tile(
+                    queries,
+                    query_position,
+                    weighted,
+                    maximum,
+                    total,
+                    keys,
+                    block,
+                    tile,
+                    begin,
+                    end,
+                    window,
+                    factor,
+                    cap,
+                    True,
+                    NUM_KV_HEADS,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                    PADDED_HEAD_DIM,
+                    KEY_TILE,
+                    HAS_WINDOW,
+                    HAS_SOFT_CAP,
+                )
+                block = following
+            weighted /= total[:, None]
+            if num_splits == 1:
+                tl.store(out + token * out_stride + columns, weighted.to(out.dtype.element_ty), mask=real)
+            else:
+                place = (row.to(tl.int64) * MAX_SPLITS + split) * (NUM_KV_HEADS * GROUP)
+                tl.store(partial + place * HEAD_DIM + columns, weighted, mask=real)
+                tl.store(log_sum_exp + place + head, maximum + tl.log2(total), mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["window"])
+def reduce_kernel(
+    out,
+    partial,
+    log_sum_exp,
+    query_start,
+    kv_length,
+    out_stride,
+    window,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Put the splits of one decode and head together, weighed by their sums of exponentials."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(query_start + row)
+    if tl.load(query_start + row + 1) - token == 1:
+        _, _, num_splits = cut_decode(tl.load(kv_length + row), window, HAS_WINDOW)
+        if num_splits > 1:
+            split = tl.arange(0, MAX_SPLITS)
+            component = tl.arange(0, PADDED_HEAD_DIM)
+            in_head = component < HEAD_DIM
+            place = (row.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
+            sums = tl.load(log_sum_exp + place, mask=split < num_splits, other=float("-inf"))
+            pointers = partial + place[:, None] * HEAD_DIM + component[None, :]
+            parts = tl.load(pointers, mask=(split < num_splits)[:, None] & in_head[None, :], other=0.0)
+            weight = tl.exp2(sums - tl.max(sums, 0))
+            result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+            pointers = out + token.to(tl.int64) * out_stride + head * HEAD_DIM + component
+            tl.store(pointers, result.to(out.dtype.element_ty), mask=in_head)

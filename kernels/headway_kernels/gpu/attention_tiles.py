@@ -1,0 +1,180 @@
+"""The device functions of the attention kernels: how a row is cut, how a tile is read, and how queries attend to it.
+
+Owns: the cuts of a decode, and the arithmetic of one key tile. Must not know: how a grid goes through a batch.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+MIN_SPLIT = tl.constexpr(256)
+"""Positions that a split of a decode has at least: fewer would not pay for putting them together."""
+MAX_SPLITS = tl.constexpr(16)
+"""Splits that a decode has at most: 16 of each key-value head occupy a large GPU with a single sequence."""
+SPLIT_MULTIPLE = tl.constexpr(128)
+"""Splits start at multiples of this many positions; every key tile of the decode kernel divides it."""
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+NEVER = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
+    """How a decode's positions are cut: where the first split starts, positions of a split, and splits in use.
+
+    As many splits as the plan counted from ``kv_length`` alone share what the window leaves; rounding may leave the
+    last of them nothing.
+    """
+    size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
+    first = kv_length * 0
+    if HAS_WINDOW:
+        planned = tl.cdiv(kv_length, size)
+        first = tl.maximum(0, kv_length - window) // SPLIT_MULTIPLE * SPLIT_MULTIPLE
+        size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length - first, planned)))
+    return first, size, tl.cdiv(kv_length - first, size)
+
+
+@triton.jit
+def _round_up(positions):
+    return tl.cdiv(positions, SPLIT_MULTIPLE) * SPLIT_MULTIPLE
+
+
+_INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
+
+
+@triton.jit
+def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
+    """The row that item ``ordinal`` belongs to, the ordinal of that row's first item, and of the first one after it.
+
+    By counting the rows that end before it: all of ``ends`` in one read, where a binary search would wait for as many
+    reads, one after another, as the number of rows has digits.
+    """
+    row = tl.arange(0, PADDED_ROWS)
+    end = tl.load(ends + row, mask=row < num_rows, other=NEVER)
+    before = end <= ordinal
+    found = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, end, 0), 0)
+    after = tl.min(tl.where(before, NEVER, end), 0)
+    return found, first, after
+
+
+@triton.jit
+def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
+    """The ids of the blocks that hold a key tile's positions: one for each position, or one where a block holds them
+    all.
+
+    0, which every pool has, for what is not from ``begin`` to ``end``. Loops ask for a tile's ids one turn ahead and
+    carry them in registers: were they read in the turn that uses them, Triton's pipeliner would have to spend its
+    stages on the chain from id to vector, and keep fewer vectors on their way.
+    """
+    start = tile * KEY_TILE
+    if BLOCK_SIZE % KEY_TILE == 0:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        position = start + tl.arange(0, KEY_TILE)
+        block = tl.load(table + position // BLOCK_SIZE, mask=(position >= begin) & (position < end), other=0)
+    return block
+
+
+@triton.jit
+def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of vectors, one per row of ``pointers``: zeros where not ``wanted`` (if SOME) and past the head (if
+    PADDED).
+
+    What is not wanted is not read: a zero weight would not hide a NaN there.
+    """
+    if SOME:
+        vectors = tl.load(pointers, mask=wanted[:, None] & in_head[None, :], other=0.0)
+    elif PADDED:
+        vectors = tl.load(pointers, mask=in_head[None, :], other=0.0)
+    else:
+        vectors = tl.load(pointers)
+    return vectors
+
+
+@triton.jit
+def _dot(left, right, added):
+    """``left @ right + added`` in float32; float32 operands keep their precision."""
+    if _INTERPRETED:
+        # The interpreter takes a bfloat16's bits for an integer here; products of 16-bit floats are exact in float32.
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, added, input_precision="ieee")
+
+
+@triton.jit
+def _capped(logit, cap):
+    """``cap * tanh(logit)``, with a series where 1 - exp(-2x) would lose what a float32 holds of x."""
+    size = tl.abs(logit)
+    decay = tl.exp2(size * (-2.0 * LOG2_E))
+    large = (1.0 - decay) / (1.0 + decay)
+    square = logit * logit
+    series = 62.0 / 2835.0 * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = series * square - 1.0 / 3.0
+    small = logit + logit * square * series
+    return cap * tl.where(size < 0.25, small, tl.where(logit < 0, -large, large))
+
+
+@triton.jit
+def attend_tile(
+    query,
+    query_position,
+    weighted,
+    maximum,
+    total,
+    keys,
+    block,
+    tile,
+    begin,
+    end,
+    window,
+    factor,
+    cap,
+    MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+):
+    """Let each query attend to key tile ``tile``: positions from ``tile * KEY_TILE``, of these ``begin`` up to ``end``.
+
+    ``keys`` points to the key head in block 0. The state is FlashAttention's: weighted values, and of the logits to
+    base 2 the maximum and the sum of exponentials. Not MASKED: all queries see the whole tile. Keys and values are
+    read first, by addresses that need no other turn's result, so that Triton's pipeliner keeps ``num_stages`` - 1
+    tiles on their way.
+    """
+    position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
+    wanted = (position >= begin) & (position < end)
+    # int64: pools have more elements than an int32 counts.
+    place = block.to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + position % BLOCK_SIZE * HEAD_DIM
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    in_head = component < HEAD_DIM
+    pointers = keys + place[:, None] + component[None, :]
+    key = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+    pointers += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    value = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+
+    logit = _dot(query, tl.trans(key), tl.zeros([query.shape[0], KEY_TILE], dtype=tl.float32))
+    if HAS_SOFT_CAP:
+        logit = _capped(logit * factor, cap)
+    if MASKED:
+        seen = wanted[None, :] & (position[None, :] <= query_position[:, None])
+        if HAS_WINDOW:
+            seen &= position[None, :] > query_position[:, None] - window
+        logit = tl.where(seen, logit, float("-inf"))
+    # Without a cap the factor meets the logit in the same instruction as the maximum.
+    if HAS_SOFT_CAP:
+        highest = tl.maximum(maximum, tl.max(logit, 1))
+        weight = tl.exp2(logit - highest[:, None])
+    else:
+        highest = tl.maximum(maximum, tl.max(logit, 1) * factor)
+        weight = tl.exp2(logit * factor - highest[:, None])
+    decay = tl.exp2(maximum - highest)
+    total = total * decay + tl.sum(weight, 1)
+    weighted = _dot(weight.to(value.dtype), value, weighted * decay[:, None])
+    return weighted, highest, total

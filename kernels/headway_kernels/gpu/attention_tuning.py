@@ -1,0 +1,89 @@
+"""How the attention kernels are cut on each device: tile sizes, warps and pipeline stages.
+
+Owns: the table of tunings. Must not know: what a kernel computes, beyond what bounds its speed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KernelTuning:
+    """How one kernel is cut: nothing of it changes results by more than rounding.
+
+    ``query_tile``: query vectors (tokens times heads of one group) of a program, a power of two, 16 at least; the
+    decode kernel takes a whole group and more only as padding. ``key_tile``: positions of one turn, a power of two
+    from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the pipeline, that of this turn included.
+    ``programs_per_multiprocessor``: how many the grid holds for each, at best as many as fit by shared memory and
+    registers.
+    """
+
+    query_tile: int
+    key_tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+
+
+@dataclass(frozen=True)
+class AttentionTuning:
+    """How the decode and the chunk kernel are cut for one device, head size and dtype."""
+
+    decode: KernelTuning
+    chunk: KernelTuning
+
+
+# (compute capability's first number, padded head size, bytes of an element) -> tuning. Decodes are bound by memory:
+# tiles that keep some 64 KiB on their way in each multiprocessor. Chunks are bound by the tensor cores: accumulators
+# as large as registers hold (128 query vectors by 128 components for 8 warps). float32 has no tensor cores that keep
+# its precision: small tiles, since each thread holds its operands in registers.
+_TUNING: dict[tuple[int, int, int], AttentionTuning] = {
+    (8, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
+    (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),
+    (8, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(64, 32, 8, 3, 1)),
+    (8, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(32, 16, 4, 3, 1)),
+    (9, 64, 2): AttentionTuning(KernelTuning(16, 128, 4, 3, 3), KernelTuning(128, 128, 8, 3, 1)),
+    (9, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 3), KernelTuning(128, 64, 8, 3, 1)),
+    (9, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(128, 32, 8, 3, 1)),
+    (9, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(64, 16, 8, 2, 1)),
+    (8, 64, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 3), KernelTuning(32, 32, 4, 3, 2)),
+    (8, 128, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(32, 32, 8, 3, 1)),
+    (8, 256, 4): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(16, 16, 8, 3, 1)),
+    (8, 512, 4): AttentionTuning(KernelTuning(16, 16, 8, 2, 1), KernelTuning(16, 16, 8, 2, 1)),
+}
+_ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1, 1, 2))
+
+
+def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
+    """The table's entry for ``device``, heads of ``head_dim`` components of ``dtype``: the one place to tune."""
+    if device.type != "cuda":
+        return _ON_CPU
+    return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)
+
+
+def tuning_for(major: int, head_dim: int, element_bytes: int) -> AttentionTuning:
+    """The nearest entry: that of the newest generation not after ``major``, of the next padded head size."""
+    padded = min(512, max(64, power_of_two(head_dim)))
+    known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded, element_bytes)]
+    if not known:
+        raise ValueError(f"no attention kernel for elements of {element_bytes} bytes on compute capability {major}.x")
+    return _TUNING[max(known)]
+
+
+def tokens_per_tile(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tuning: AttentionTuning | None = None,
+) -> int:
+    """Tokens of a chunk that one program attends with: what the query tile holds with all heads of a group."""
+    tuning = tuning or attention_tuning(device, head_dim, dtype)
+    return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,125 @@
+"""The memory of the sampling kernels on the device: the parameters of every row, and scratch memory.
+
+Owns: the tensors and their shapes. Must not know: what a kernel computes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway_kernels.gpu.sampling_layout import ROW_LAYOUT, ROW_WORDS
+
+DONE = tl.constexpr(0)
+DRAWS = tl.constexpr(1)
+DRAWS_RANKED = tl.constexpr(2)
+"""What is left to do for a row after ``merge``."""
+
+SURVEYED = tl.constexpr(8)
+
+CHUNK_WARPS = 8
+
+
+@dataclass(frozen=True)
+class SamplingColumns:
+    """The sampling parameters of every row, on the device; each tensor is a view of ``words``, but for the entries.
+
+    ``words`` int32, shape ``[rows, ROW_WORDS]``, laid out as ``ROW_LAYOUT`` says. ``entry_token_ids`` int32 and
+    ``entry_biases`` float32, shape ``[capacity]``: what to add to which logit; no token twice in a row. A token id is
+    stored as its complement (``~id``) where the token is also excluded while the row is shorter than ``min_tokens``.
+    """
+
+    words: Tensor
+    entry_token_ids: Tensor
+    entry_biases: Tensor
+
+    @classmethod
+    def allocate(cls, *, num_rows: int, entry_capacity: int, device: torch.device) -> "SamplingColumns":
+        """Columns of ``num_rows`` rows that all are greedy."""
+        return cls(
+            torch.zeros((num_rows, ROW_WORDS), dtype=torch.int32, device=device),
+            torch.zeros(entry_capacity, dtype=torch.int32, device=device),
+            torch.zeros(entry_capacity, dtype=torch.float32, device=device),
+        )
+
+    def column(self, name: str) -> Tensor:
+        """The named parameter of every row, shape ``[rows]``, strided; a seed as the int64 of the same bits."""
+        kind, offset = ROW_LAYOUT.fields[name][:2]  # type: ignore[index]
+        dtype = {"u8": torch.int64, "f8": torch.float64, "f4": torch.float32, "i4": torch.int32}[kind.str[1:]]
+        return self.words.view(dtype)[:, offset // kind.itemsize]
+
+    def write_rows(self, rows: Tensor, words: Tensor) -> None:
+        """Set ``rows`` (int64, shape ``[k]``) to ``words`` (int32, shape ``[k, ROW_WORDS]``), both on the device."""
+        self.words.index_copy_(0, rows, words)
+
+    def write_entries(self, first: int, token_ids: Tensor, biases: Tensor) -> None:
+        """Set the entries from ``first`` on; both tensors of shape ``[k]``, on the device or in pinned memory."""
+        end = first + len(token_ids)
+        self.entry_token_ids[first:end].copy_(token_ids, non_blocking=True)
+        self.entry_biases[first:end].copy_(biases, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class SamplingWorkspace:
+    """Scratch memory for batches of up to ``max_batch`` rows; holds nothing between two calls.
+
+    ``adjusted`` and ``words`` have one number per logit; the others are small. ``chunk`` is the number of logits that a
+    program looks at, a power of two. Sums are rounded once for each chunk, so all batches must share it.
+    """
+
+    chunk: int
+    vocab_size: int
+    adjusted: Tensor
+    words: Tensor
+    chunk_max: Tensor
+    chunk_place: Tensor
+    chunk_sum: Tensor
+    chunk_survey: Tensor
+    chunk_weight: Tensor
+    chunk_ties: Tensor
+    remaining: Tensor
+    row_max: Tensor
+    row_scale: Tensor
+    row_share: Tensor
+    cutoff: Tensor
+    threshold: Tensor
+    ties_kept: Tensor
+    list_length: Tensor
+
+    @classmethod
+    def allocate(
+        cls, *, max_batch: int, vocab_size: int, device: torch.device, chunk: int = 4096
+    ) -> "SamplingWorkspace":
+        """Reserve ``8 * max_batch * vocab_size`` bytes and a little more."""
+        num_chunks = triton.cdiv(vocab_size, chunk)
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((max_batch, *shape), dtype=dtype, device=device)
+
+        return cls(
+            chunk=chunk,
+            vocab_size=vocab_size,
+            adjusted=empty(torch.float32, vocab_size),
+            words=empty(torch.int32, vocab_size),
+            chunk_max=empty(torch.float32, num_chunks),
+            chunk_place=empty(torch.int32, num_chunks),
+            chunk_sum=empty(torch.int64, num_chunks),
+            chunk_survey=empty(torch.float32, num_chunks, SURVEYED.value),
+            chunk_weight=empty(torch.int64, num_chunks),
+            chunk_ties=empty(torch.int32, num_chunks),
+            remaining=empty(torch.int32),
+            row_max=empty(torch.float32),
+            row_scale=empty(torch.float32),
+            row_share=empty(torch.float32),
+            cutoff=empty(torch.int32),
+            threshold=empty(torch.int32),
+            ties_kept=empty(torch.int32),
+            list_length=empty(torch.int32),
+        )
+
+
+def chunk_grid(rows: Tensor, workspace: SamplingWorkspace) -> tuple[int, int]:
+    """One program per chunk of the vocabulary and row."""
+    return workspace.chunk_max.shape[1], len(rows)
