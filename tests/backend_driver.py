@@ -14,6 +14,7 @@ import numpy as np
 from headway_executor.backend import ExecutorBackend, NewRow, StepBatch, StepResult
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs
+from step_columns import NO_PAIRS, pair_columns
 
 
 @dataclass
@@ -113,7 +114,7 @@ class BackendDriver:
             step=self._step,
             finished_rows=np.array(self._finished_rows, dtype=np.int32),
             new_rows=tuple(self._new_row(request) for request in arrivals),
-            new_blocks=np.array(new_blocks, dtype=np.int32).reshape(-1, 2).T,
+            new_blocks=pair_columns(new_blocks),
             rows=columns[:, 0].astype(np.int32),
             num_scheduled_tokens=columns[:, 1].astype(np.int32),
             num_computed_tokens=columns[:, 2].astype(np.int32),
@@ -133,8 +134,8 @@ class BackendDriver:
         return [request for request in running if not request.done]
 
     def _move_blocks(self) -> None:
-        out, back = (np.array(pairs, dtype=np.int32).reshape(-1, 2).T for pairs in (self._swap_out, self._swap_in))
-        self._backend.move_blocks(copies=np.empty((2, 0), dtype=np.int32), swap_out=out, swap_in=back)
+        out, back = (pair_columns(pairs) for pairs in (self._swap_out, self._swap_in))
+        self._backend.move_blocks(copies=NO_PAIRS, swap_out=out, swap_in=back)
         # Only now: a step swaps out before it swaps in.
         self._free_host_blocks += [host_block for host_block, _ in self._swap_in]
         self._swap_out, self._swap_in = [], []

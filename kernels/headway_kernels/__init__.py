@@ -1,5 +1,5 @@
-"""Kernels: they know tensors and nothing else of Headway.
+"""Kernels: ``cpu`` is a decoder's forward pass in C, ``gpu`` its parts in Triton and CUDA, ``reference`` those in plain
+torch.
 
-Owns: ``cpu``, a decoder's forward pass in C; ``gpu``, the parts of one in Triton and CUDA; ``reference``, what those parts
-compute, in plain torch. Must not know: rows, requests, protocols, checkpoints.
+Owns: arithmetic on tensors. Must not know: rows, requests, protocols, checkpoints.
 """

@@ -1,6 +1,6 @@
-"""What the kernels of ``gpu`` compute, in plain torch, one function for each: slow, obvious, on any device.
+"""The kernels of ``gpu`` in plain torch, one slow and obvious function each, on any device.
 
-Owns: the oracles. Must not know: how a kernel cuts its work.
+Owns: the oracles. Must not know: how a kernel divides its work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,9 @@ def _rms_normalised(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """``heads`` ``[tokens, heads, head_dim]``, channels i and i + head_dim / 2 a pair; tables ``[tokens, 1, head_dim / 2]``."""
+    """``heads`` ``[tokens, heads, head_dim]``, channels i and i + head_dim / 2 a pair; tables ``[tokens, 1, head_dim /
+    2]``.
+    """
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(heads.dtype)
 
@@ -152,7 +154,7 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor) -> None:
 
 
 def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``gpu.quantized_linear.quantized_linear``; sums in float64, so that they are nobody's order of addition."""
+    """``gpu.quantized_linear.quantized_linear``, with sums in float64."""
     results = x.double() @ codes.double().T * scales.double()
     out.copy_(results if bias is None else results + bias.double())
 
@@ -173,10 +175,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """What ``gpu.attention.paged_attention`` writes to ``out``, for the rows' tokens alone: float64, as are all sums.
-
-    Arguments as there. Returns shape ``[query_start[-1], heads * head_dim]``.
-    """
+    """The ``out`` of ``gpu.attention.paged_attention`` in float64: shape ``[query_start[-1], heads * head_dim]``."""
     _, _, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     starts = query_start.tolist()
@@ -222,10 +221,10 @@ def sample(
     bias: Mapping[int, float] | None = None,
     excluded: Sequence[int] = (),
 ) -> int:
-    """The token of one row with ``logits`` of shape ``[vocab_size]``; -1 where their largest is NaN or infinite.
+    """The token of one row with ``logits`` of shape ``[vocab_size]``; -1 if their largest is NaN or infinite.
 
-    ``gpu.sampling`` says the rule. A ``temperature`` of 0 is greedy and a ``top_k`` of 0 none; ``prompt`` and
-    ``generated`` are what the penalties look at, ``excluded`` what ``min_tokens`` forbids. Ties rank by lower id.
+    ``gpu.sampling`` has the rule. A ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none. The penalties use
+    ``prompt`` and ``generated``; ``min_tokens`` forbids ``excluded``. Ties rank by lower id.
     """
     adjusted = _adjusted(logits, repetition, presence, frequency, prompt, generated)
     for token_id, value in (bias or {}).items():

@@ -123,9 +123,14 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step, as a change of the executor's state.
 
-    Column groups: ``finished_rows`` (row); ``new_blocks`` (row, block id); ``num_scheduled_tokens`` (row, n), exceptions
-    only; ``block_copies`` (source, destination); ``swap_out`` (device block, host block); ``swap_in`` (host block, device
-    block); ``num_speculative_tokens`` (row, k), ascending. ``total_num_scheduled_tokens`` is a check, without speculation.
+    Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
+    ``num_scheduled_tokens`` (row, n), exceptions only; ``swap_out`` (device block, host block); ``swap_in`` (host
+    block, device block), see rules 5 and 6. ``total_num_scheduled_tokens`` is a check. ``num_speculative_tokens``
+    (row, k), rows ascending, see rule 9; the total leaves them out.
+
+    ``block_copies`` (source, destination): the scheduler sends none today. The field stays because recorded flight logs
+    must replay to the byte. A backend must still copy each source block to its destination, all layers, after the step's
+    swaps and before it runs; no block is both a source and a destination in one step.
     """
 
     epoch: int

@@ -9,30 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
+from headway_proto.step import NewRequest, SchedulerOutput, state_digest
+from step_columns import backend_info, encoded_pairs
 
 ROWS, BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB, HOST_BLOCKS = 6, 40, 4, 30, 100, 12
 
-INFO = BackendInfo(
-    backend="test",
-    device="none",
-    dtype="none",
-    model_name="test",
-    model_fingerprint="test",
+INFO = backend_info(
     num_blocks=BLOCKS,
     block_size=BLOCK_SIZE,
     max_model_len=MAX_LEN,
     vocab_size=VOCAB,
-    eos_token_ids=(0,),
     max_num_rows=ROWS,
     num_host_blocks=HOST_BLOCKS,
 )
-
-
-def columns(pairs) -> bytes:
-    return encode_columns(np.array(pairs, dtype=np.int32).reshape(-1, 2).T)
 
 
 def new_request(row: int, num_tokens: int = 5, *, blocks=(1, 2), **changes) -> NewRequest:
@@ -59,7 +50,7 @@ def admit_two() -> BatchState:
             0,
             11,
             scheduled_new_reqs=(new_request(4, 9, blocks=(3, 4, 5)), new_request(1)),
-            num_scheduled_tokens=columns([(1, 5), (4, 6)]),
+            num_scheduled_tokens=encoded_pairs([(1, 5), (4, 6)]),
         )
     )
     return state
@@ -67,7 +58,7 @@ def admit_two() -> BatchState:
 
 def test_a_steady_decode_step_runs_every_row_once():
     state = admit_two()
-    state.apply(step(1, 4, num_scheduled_tokens=columns([(4, 3)])))
+    state.apply(step(1, 4, num_scheduled_tokens=encoded_pairs([(4, 3)])))
     batch, moves = state.apply(step(2, 2))
     assert moves is None
     assert batch.rows.tolist() == [1, 4]
@@ -81,8 +72,8 @@ def test_a_steady_decode_step_runs_every_row_once():
 def test_a_prefill_chunk_samples_only_when_it_catches_up():
     state = BatchState(INFO)
     request = new_request(0, 9, blocks=(7, 8, 9))
-    first = state.apply(step(0, 4, scheduled_new_reqs=(request,), num_scheduled_tokens=columns([(0, 4)]))).batch
-    second = state.apply(step(1, 5, num_scheduled_tokens=columns([(0, 5)]))).batch
+    first = state.apply(step(0, 4, scheduled_new_reqs=(request,), num_scheduled_tokens=encoded_pairs([(0, 4)]))).batch
+    second = state.apply(step(1, 5, num_scheduled_tokens=encoded_pairs([(0, 5)]))).batch
     third = state.apply(step(2, 1)).batch
     assert [batch.samples.tolist() for batch in (first, second, third)] == [[0], [1], [1]]
     assert [batch.num_computed_tokens.tolist() for batch in (first, second, third)] == [[0], [4], [9]]
@@ -91,7 +82,7 @@ def test_a_prefill_chunk_samples_only_when_it_catches_up():
 
 
 def test_rows_that_sit_out_are_not_in_the_batch():
-    batch = admit_two().apply(step(1, 3, num_scheduled_tokens=columns([(4, 3), (1, 0)]))).batch
+    batch = admit_two().apply(step(1, 3, num_scheduled_tokens=encoded_pairs([(4, 3), (1, 0)]))).batch
     assert batch.rows.tolist() == [4]
     assert batch.num_scheduled_tokens.tolist() == [3]
 
@@ -103,8 +94,8 @@ def test_a_row_can_be_finished_and_taken_again_in_one_step():
         6,
         finished_rows=encode_column([1, 4]),
         scheduled_new_reqs=(new_request(4, 7, blocks=(9, 10)),),
-        new_blocks=columns([(4, 11)]),
-        num_scheduled_tokens=columns([(4, 6)]),
+        new_blocks=encoded_pairs([(4, 11)]),
+        num_scheduled_tokens=encoded_pairs([(4, 6)]),
     )
     batch = state.apply(diff).batch
     assert batch.finished_rows.tolist() == [1, 4]
@@ -116,16 +107,16 @@ def test_a_row_can_be_finished_and_taken_again_in_one_step():
 
 def test_several_blocks_for_one_row_keep_their_order():
     state = admit_two()
-    batch = state.apply(step(1, 2, new_blocks=columns([(4, 20), (1, 21), (4, 22), (1, 23), (4, 24)]))).batch
+    batch = state.apply(step(1, 2, new_blocks=encoded_pairs([(4, 20), (1, 21), (4, 22), (1, 23), (4, 24)]))).batch
     assert batch.block_table[4, :6].tolist() == [3, 4, 5, 20, 22, 24]
     assert batch.block_table[1, :4].tolist() == [1, 2, 21, 23]
 
 
 def test_block_moves_are_passed_on():
     fields = {
-        "block_copies": columns([(1, 2), (3, 4)]),
-        "swap_out": columns([(5, 11)]),
-        "swap_in": columns([(11, 6)]),
+        "block_copies": encoded_pairs([(1, 2), (3, 4)]),
+        "swap_out": encoded_pairs([(5, 11)]),
+        "swap_in": encoded_pairs([(11, 6)]),
     }
     moves = admit_two().apply(step(1, 2, **fields)).moves
     assert moves.copies.tolist() == [[1, 3], [2, 4]]
@@ -137,28 +128,28 @@ def test_a_host_block_can_be_written_again_unread_and_read_again():
     state = admit_two()
     for number, fields in enumerate(
         (
-            {"swap_out": columns([(5, 3)])},
-            {"swap_out": columns([(6, 3)])},
-            {"swap_in": columns([(3, 7), (3, 8)])},
-            {"swap_in": columns([(3, 9)]), "swap_out": columns([(9, 4)])},
+            {"swap_out": encoded_pairs([(5, 3)])},
+            {"swap_out": encoded_pairs([(6, 3)])},
+            {"swap_in": encoded_pairs([(3, 7), (3, 8)])},
+            {"swap_in": encoded_pairs([(3, 9)]), "swap_out": encoded_pairs([(9, 4)])},
         ),
         start=1,
     ):
-        quiet = columns([(1, 0), (4, 0)])
+        quiet = encoded_pairs([(1, 0), (4, 0)])
         assert state.apply(step(number, 0, num_scheduled_tokens=quiet, **fields)).moves is not None
 
 
 def test_a_new_epoch_forgets_what_was_swapped_out():
     state = admit_two()
-    state.apply(step(1, 2, swap_out=columns([(5, 3)])))
+    state.apply(step(1, 2, swap_out=encoded_pairs([(5, 3)])))
     state.begin_epoch()
     with pytest.raises(ImpossibleDiff, match="swap_in: host block 3 holds nothing that this epoch swapped out"):
-        state.apply(step(0, 0, swap_in=columns([(3, 5)])))
+        state.apply(step(0, 0, swap_in=encoded_pairs([(3, 5)])))
 
 
 def test_a_row_can_leave_and_its_blocks_and_another_row_take_its_place_in_one_step():
     state = admit_two()
-    state.apply(step(1, 2, swap_out=columns([(3, 0), (4, 1)])))
+    state.apply(step(1, 2, swap_out=encoded_pairs([(3, 0), (4, 1)])))
     back = new_request(0, 9, blocks=(1, 2, 20), num_computed_tokens=8)
     batch, moves = state.apply(
         step(
@@ -166,8 +157,8 @@ def test_a_row_can_leave_and_its_blocks_and_another_row_take_its_place_in_one_st
             2,
             finished_rows=encode_column([1]),
             scheduled_new_reqs=(back,),
-            swap_out=columns([(1, 2), (2, 3)]),
-            swap_in=columns([(0, 1), (1, 2)]),
+            swap_out=encoded_pairs([(1, 2), (2, 3)]),
+            swap_in=encoded_pairs([(0, 1), (1, 2)]),
         )
     )
     assert batch.rows.tolist() == [0, 4]
@@ -181,7 +172,7 @@ def test_a_row_can_leave_and_its_blocks_and_another_row_take_its_place_in_one_st
 def test_an_executor_without_host_blocks_refuses_to_swap(field):
     state = BatchState(msgspec.structs.replace(INFO, num_host_blocks=0))
     with pytest.raises(ImpossibleDiff, match=f"{field}: this executor has no host blocks"):
-        state.apply(step(0, 0, **{field: columns([(0, 0)])}))
+        state.apply(step(0, 0, **{field: encoded_pairs([(0, 0)])}))
 
 
 def test_a_new_epoch_empties_the_rows_and_tells_the_backend_once():
@@ -190,7 +181,7 @@ def test_a_new_epoch_empties_the_rows_and_tells_the_backend_once():
     state.begin_epoch()
     assert state.live_rows.size == 0
     assert state.digest() == BatchState(INFO).digest()
-    diff = step(0, 5, scheduled_new_reqs=(new_request(1),), num_scheduled_tokens=columns([(1, 5)]))
+    diff = step(0, 5, scheduled_new_reqs=(new_request(1),), num_scheduled_tokens=encoded_pairs([(1, 5)]))
     assert state.apply(diff).batch.finished_rows.tolist() == [1, 4]
     assert state.apply(step(1, 1)).batch.finished_rows.size == 0
 
@@ -231,31 +222,34 @@ IMPOSSIBLE = {
     "new row 0 has 0 prompt tokens of 5": {"scheduled_new_reqs": (new_request(0, num_prompt_tokens=0),)},
     "new row 0 has 5 computed of 5 tokens": {"scheduled_new_reqs": (new_request(0, num_computed_tokens=5),)},
     "new row 0 has -1 computed of 5 tokens": {"scheduled_new_reqs": (new_request(0, num_computed_tokens=-1),)},
-    "new_blocks: block 40 is outside 0 to 39": {"new_blocks": columns([(1, 40)])},
+    "new_blocks: block 40 is outside 0 to 39": {"new_blocks": encoded_pairs([(1, 40)])},
     "new_blocks: block -2 is outside 0 to 39": {"scheduled_new_reqs": (new_request(0, blocks=(1, -2)),)},
-    "new_blocks: row 3 is not live": {"new_blocks": columns([(3, 9)])},
-    "new_blocks: row 17 is outside 0 to 5": {"new_blocks": columns([(17, 9)])},
-    "new_blocks: row 4 would exceed 9 blocks": {"new_blocks": columns([(4, block) for block in range(7)])},
+    "new_blocks: row 3 is not live": {"new_blocks": encoded_pairs([(3, 9)])},
+    "new_blocks: row 17 is outside 0 to 5": {"new_blocks": encoded_pairs([(17, 9)])},
+    "new_blocks: row 4 would exceed 9 blocks": {"new_blocks": encoded_pairs([(4, block) for block in range(7)])},
     "new_blocks: 12 bytes are not two columns": {"new_blocks": bytes(12)},
-    "num_scheduled_tokens: row 0 is not live": {"num_scheduled_tokens": columns([(0, 1)])},
-    "num_scheduled_tokens: row 4 is listed twice": {"num_scheduled_tokens": columns([(4, 1), (4, 2)])},
-    "num_scheduled_tokens: count -1 is outside 0 to 30": {"num_scheduled_tokens": columns([(4, -1)])},
-    "row 4 is to run 4 tokens from 6 of 9": {"num_scheduled_tokens": columns([(4, 4)])},
+    "num_scheduled_tokens: row 0 is not live": {"num_scheduled_tokens": encoded_pairs([(0, 1)])},
+    "num_scheduled_tokens: row 4 is listed twice": {"num_scheduled_tokens": encoded_pairs([(4, 1), (4, 2)])},
+    "num_scheduled_tokens: count -1 is outside 0 to 30": {"num_scheduled_tokens": encoded_pairs([(4, -1)])},
+    "row 4 is to run 4 tokens from 6 of 9": {"num_scheduled_tokens": encoded_pairs([(4, 4)])},
     "row 0 is to reach 5 tokens; its 1 blocks and max_model_len 30 allow 4": {
         "scheduled_new_reqs": (new_request(0, blocks=(9,)),),
-        "num_scheduled_tokens": columns([(0, 5)]),
+        "num_scheduled_tokens": encoded_pairs([(0, 5)]),
     },
-    "total_num_scheduled_tokens is 2; the rows add up to 1": {"num_scheduled_tokens": columns([(1, 0)])},
-    "block_copies: block 41 is outside 0 to 39": {"block_copies": columns([(1, 41)])},
-    "swap_out: device block 40 is outside 0 to 39": {"swap_out": columns([(40, 1)])},
-    "swap_in: device block 40 is outside 0 to 39": {"swap_in": columns([(1, 40)])},
-    "swap_in: host block -1 is outside 0 to 11": {"swap_in": columns([(-1, 1)])},
-    "swap_out: host block 12 is outside 0 to 11": {"swap_out": columns([(1, 12)])},
-    "swap_out: host block 3 is listed twice": {"swap_out": columns([(1, 3), (2, 4), (5, 3)])},
-    "swap_in: device block 5 is listed twice": {"swap_out": columns([(1, 3)]), "swap_in": columns([(3, 5), (3, 5)])},
+    "total_num_scheduled_tokens is 2; the rows add up to 1": {"num_scheduled_tokens": encoded_pairs([(1, 0)])},
+    "block_copies: block 41 is outside 0 to 39": {"block_copies": encoded_pairs([(1, 41)])},
+    "swap_out: device block 40 is outside 0 to 39": {"swap_out": encoded_pairs([(40, 1)])},
+    "swap_in: device block 40 is outside 0 to 39": {"swap_in": encoded_pairs([(1, 40)])},
+    "swap_in: host block -1 is outside 0 to 11": {"swap_in": encoded_pairs([(-1, 1)])},
+    "swap_out: host block 12 is outside 0 to 11": {"swap_out": encoded_pairs([(1, 12)])},
+    "swap_out: host block 3 is listed twice": {"swap_out": encoded_pairs([(1, 3), (2, 4), (5, 3)])},
+    "swap_in: device block 5 is listed twice": {
+        "swap_out": encoded_pairs([(1, 3)]),
+        "swap_in": encoded_pairs([(3, 5), (3, 5)]),
+    },
     "swap_in: host block 2 holds nothing that this epoch swapped out": {
-        "swap_out": columns([(1, 3)]),
-        "swap_in": columns([(3, 5), (2, 6)]),
+        "swap_out": encoded_pairs([(1, 3)]),
+        "swap_in": encoded_pairs([(3, 5), (2, 6)]),
     },
 }
 
@@ -270,13 +264,13 @@ def test_impossible_diffs_are_refused_and_end_the_epoch(message):
     with pytest.raises(ImpossibleDiff, match="the epoch was lost before"):
         state.apply(step(1, 2))
     state.begin_epoch()
-    state.apply(step(0, 5, scheduled_new_reqs=(new_request(4),), num_scheduled_tokens=columns([(4, 5)])))
+    state.apply(step(0, 5, scheduled_new_reqs=(new_request(4),), num_scheduled_tokens=encoded_pairs([(4, 5)])))
 
 
 def test_a_row_stops_at_the_context_length():
     state = BatchState(INFO)
     request = new_request(0, MAX_LEN, blocks=range(9))
-    state.apply(step(0, MAX_LEN, scheduled_new_reqs=(request,), num_scheduled_tokens=columns([(0, MAX_LEN)])))
+    state.apply(step(0, MAX_LEN, scheduled_new_reqs=(request,), num_scheduled_tokens=encoded_pairs([(0, MAX_LEN)])))
     with pytest.raises(ImpossibleDiff, match="max_model_len 30"):
         state.apply(step(1, 1))
 
@@ -358,8 +352,8 @@ def draw_step(data, reference: Reference, number: int) -> SchedulerOutput:
         total,
         finished_rows=encode_column(finished),
         scheduled_new_reqs=tuple(new_requests),
-        new_blocks=columns(pick(st.permutations(new_blocks))),
-        num_scheduled_tokens=columns(pick(st.permutations(exceptions))),
+        new_blocks=encoded_pairs(pick(st.permutations(new_blocks))),
+        num_scheduled_tokens=encoded_pairs(pick(st.permutations(exceptions))),
     )
 
 

@@ -5,28 +5,16 @@ import numpy as np
 import pytest
 
 from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
+from headway_proto.step import NewRequest, SchedulerOutput, state_digest
+from step_columns import backend_info, encoded_pairs
 
-INFO = BackendInfo(
-    backend="test",
-    device="none",
-    dtype="none",
-    model_name="test",
-    model_fingerprint="test",
-    num_blocks=16,
-    block_size=4,
-    max_model_len=14,
-    vocab_size=100,
-    eos_token_ids=(0,),
-    max_num_rows=4,
-    max_speculative_tokens=3,
-)
+INFO = backend_info(num_blocks=16, max_model_len=14, max_speculative_tokens=3)
 
 
 def pairs(*entries: tuple[int, int]) -> bytes:
-    return encode_columns(np.array(entries, dtype=np.int32).reshape(-1, 2).T)
+    return encoded_pairs(entries)
 
 
 def two_rows() -> BatchState:

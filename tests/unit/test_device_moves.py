@@ -18,9 +18,9 @@ from headway_executor.backend import NewRow, StepBatch
 from headway_executor.device_moves import DeviceMoves
 from headway_executor.move_fences import MoveFences
 from headway_proto.sampling import SamplingParams
+from step_columns import NO_PAIRS, pair_columns
 
 STEPS, SWAPS = 0, 1
-EMPTY = np.empty((2, 0), dtype=np.int32)
 
 
 @dataclass
@@ -136,17 +136,13 @@ def batch_of(step, finished, new_rows, new_blocks):
             )
             for row in new_rows
         ),
-        new_blocks=np.array(new_blocks, dtype=np.int32).reshape(-1, 2).T,
+        new_blocks=pair_columns(new_blocks),
         rows=np.empty(0, dtype=np.int32),
         num_scheduled_tokens=np.empty(0, dtype=np.int32),
         num_computed_tokens=np.empty(0, dtype=np.int32),
         samples=np.empty(0, dtype=np.int32),
         block_table=np.empty((0, 0), dtype=np.int32),
     )
-
-
-def pairs_of(values):
-    return np.array(values, dtype=np.int32).reshape(-1, 2).T
 
 
 class History:
@@ -223,7 +219,7 @@ class History:
         if out or swap_in or copies:
             brought = [block for _, block in swap_in]
             may_wait = bool(out) or queues.unordered(SWAPS, "block", brought, write=True)
-            moves.move(copies=pairs_of(copies), swap_out=pairs_of(out), swap_in=pairs_of(swap_in))
+            moves.move(copies=pair_columns(copies), swap_out=pair_columns(out), swap_in=pair_columns(swap_in))
             assert may_wait or SWAPS not in queues.waits, "an independent swap-in has waited"
         used = sorted({block for blocks in self.rows.values() for block in blocks})
         given = sorted({block for _, block in new_blocks})
@@ -288,13 +284,13 @@ def test_a_step_without_moves_waits_for_nothing_and_takes_no_time():
 def test_times_are_read_when_they_are_there_and_else_are_what_was_measured():
     queues, moves = moves_on(swap_us=70.0)
     assert moves.measure_swap_us() == pytest.approx(2 * 70.0 / (2 * 6))
-    moves.move(copies=EMPTY, swap_out=pairs_of([(0, 0), (1, 1)]), swap_in=pairs_of([(5, 3)]))
+    moves.move(copies=NO_PAIRS, swap_out=pair_columns([(0, 0), (1, 1)]), swap_in=pair_columns([(5, 3)]))
     moves.before_step(batch_of(0, [], [], []))
     number = moves.after_step()
     queues.synchronize()
     assert moves.move_time_us(number) == 140
     assert moves.move_time_us(number) == 0, "asked twice"
-    moves.move(copies=EMPTY, swap_out=pairs_of([(0, 0), (1, 1), (2, 2)]), swap_in=EMPTY)
+    moves.move(copies=NO_PAIRS, swap_out=pair_columns([(0, 0), (1, 1), (2, 2)]), swap_in=NO_PAIRS)
     moves.before_step(batch_of(1, [], [], []))
     assert moves.move_time_us(moves.after_step()) == round(3 * 70.0 / 6)
 
@@ -311,10 +307,10 @@ def test_a_move_that_failed_leaves_nothing_unordered():
     copies = queues.copy
     queues.copy = lambda pairs: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        moves.move(copies=pairs_of([(0, 1)]), swap_out=EMPTY, swap_in=EMPTY)
-    copies(pairs_of([(0, 1)]))
+        moves.move(copies=pair_columns([(0, 1)]), swap_out=NO_PAIRS, swap_in=NO_PAIRS)
+    copies(pair_columns([(0, 1)]))
     queues.copy = copies
-    moves.move(copies=EMPTY, swap_out=EMPTY, swap_in=pairs_of([(0, 1)]))
+    moves.move(copies=NO_PAIRS, swap_out=NO_PAIRS, swap_in=pair_columns([(0, 1)]))
     assert queues.waits == [SWAPS]
     assert not queues.conflicts
 
@@ -327,14 +323,14 @@ def test_a_row_that_is_new_again_holds_only_what_it_gets():
         queues.work(STEPS, [], [("block", [block])])
         moves.after_step()
     queues.waits.clear()
-    moves.move(copies=EMPTY, swap_out=EMPTY, swap_in=pairs_of([(0, 0)]))
+    moves.move(copies=NO_PAIRS, swap_out=NO_PAIRS, swap_in=pair_columns([(0, 0)]))
     assert queues.clocks[SWAPS][STEPS] == 1, "it waited for the step that used the block, not for the next"
 
 
 def test_steps_that_nobody_collects_are_forgotten():
     queues, moves = moves_on()
     for step in range(100):
-        moves.move(copies=EMPTY, swap_out=pairs_of([(0, 0)]), swap_in=EMPTY)
+        moves.move(copies=NO_PAIRS, swap_out=pair_columns([(0, 0)]), swap_in=NO_PAIRS)
         moves.before_step(batch_of(step, [], [], []))
         moves.after_step()
         queues.synchronize()
@@ -361,7 +357,7 @@ def test_moves_on_a_device_bring_blocks_back_beside_steps():
         out = [(block, host) for host, block in enumerate(held)] if step % 3 == 2 else []
         back = [(host, block) for (_, host), block in zip(out, chosen[:4], strict=False)]
         expected = {block: held[out[host][0]] for host, block in back}
-        moves.move(copies=EMPTY, swap_out=pairs_of(out), swap_in=pairs_of(back))
+        moves.move(copies=NO_PAIRS, swap_out=pair_columns(out), swap_in=pair_columns(back))
         fresh = chosen[4:8]
         rows = [(0, block) for block in [*expected, *fresh]]
         moves.before_step(batch_of(step, [0] if step else [], [0], rows))

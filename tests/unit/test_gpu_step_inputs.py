@@ -15,6 +15,7 @@ from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.runtime import InterpretedRuntime, UploadRing
 from headway_executor.gpu.step_columns import StepColumns, StepShape, shape_of
 from headway_proto.sampling import SamplingParams
+from step_columns import NO_PAIRS, pair_columns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 
@@ -29,7 +30,7 @@ def step(rows, counts, computed, samples):
         step=0,
         finished_rows=column([]),
         new_rows=(),
-        new_blocks=np.empty((2, 0), dtype=np.int32),
+        new_blocks=NO_PAIRS,
         rows=column(rows),
         num_scheduled_tokens=column(counts),
         num_computed_tokens=column(computed),
@@ -122,7 +123,7 @@ def test_rows_on_the_device_are_what_the_edits_make_of_them(data):
         ]
         for row, block in added:
             tables[row].append(block)
-        rows.apply(tuple(new_rows), np.array(added, dtype=np.int32).reshape(-1, 2).T)
+        rows.apply(tuple(new_rows), pair_columns(added))
     for row, blocks in tables.items():
         assert rows.block_tables[row, : len(blocks)].tolist() == blocks
         assert rows.token_store[row, : len(tokens[row])].tolist() == tokens[row]
@@ -132,7 +133,7 @@ def test_a_prompt_larger_than_an_upload_slot_arrives_whole():
     rows = DeviceRows(InterpretedRuntime(), max_num_rows=1, max_model_len=70_000, block_size=16)
     token_ids = np.arange(69_000, dtype=np.int32)
     new = NewRow(row=0, token_ids=token_ids, num_prompt_tokens=1, num_computed_tokens=0, sampling=SamplingParams())
-    rows.apply((new,), np.empty((2, 0), dtype=np.int32))
+    rows.apply((new,), NO_PAIRS)
     assert torch.equal(rows.token_store[0, :69_000], torch.from_numpy(token_ids))
 
 

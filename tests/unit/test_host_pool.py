@@ -13,9 +13,9 @@ from headway_executor import host_pool
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
 from headway_executor.host_pool import HostPool, num_host_blocks
 from headway_executor.kv_pool import KvPool
+from step_columns import NO_PAIRS, pair_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NOTHING = np.empty((2, 0), dtype=np.int32)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 7
 
 
@@ -33,16 +33,12 @@ def make_pool(dtype=torch.float32, num_host_blocks=NUM_HOST_BLOCKS, device=CPU) 
     return pool
 
 
-def pairs(values) -> np.ndarray:
-    return np.array(values, dtype=np.int32).reshape(-1, 2).T
-
-
 def check_moves(pool: KvPool, steps) -> None:
     """The pool does what a list of blocks would do; host blocks that were never written hold zeros."""
     blocks = [pool.layers[:, block].cpu().clone() for block in range(NUM_BLOCKS)]
     host = [torch.zeros_like(blocks[0]) for _ in range(NUM_HOST_BLOCKS)]
     for out, back in steps:
-        pool.move(copies=NOTHING, swap_out=pairs(out), swap_in=pairs(back))
+        pool.move(copies=NO_PAIRS, swap_out=pair_columns(out), swap_in=pair_columns(back))
         for block, host_block in out:
             host[host_block] = blocks[block]
         for host_block, block in back:

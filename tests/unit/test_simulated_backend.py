@@ -18,9 +18,10 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.registry import backend_names, create_backend
 from headway_executor.simulated.pool import CacheMismatch
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW, NewRequest, SchedulerOutput
+from step_columns import NO_PAIRS, encoded_pairs
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK_SIZE = 4
@@ -48,9 +49,6 @@ class Driver:
     def run(self, *new, finish=(), scheduled=(), blocks=(), total=None, **columns):
         """One step; ``scheduled`` lists (row, n), every other row runs one token."""
 
-        def pairs(values):
-            return encode_columns(np.array(values, dtype=np.int32).reshape(-1, 2).T)
-
         listed = dict(scheduled)
         live = {*self.state.live_rows.tolist(), *(request.row for request in new)} - set(finish)
         output = SchedulerOutput(
@@ -58,10 +56,10 @@ class Driver:
             step=self.step,
             scheduled_new_reqs=new,
             finished_rows=encode_column(list(finish)),
-            new_blocks=pairs(blocks),
-            num_scheduled_tokens=pairs(list(listed.items())),
+            new_blocks=encoded_pairs(blocks),
+            num_scheduled_tokens=encoded_pairs(list(listed.items())),
             total_num_scheduled_tokens=sum(listed.get(row, 1) for row in live),
-            **{name: pairs(values) for name, values in columns.items()},
+            **{name: encoded_pairs(values) for name, values in columns.items()},
         )
         self.step += 1
         batch, moves = self.state.apply(output)
@@ -262,7 +260,7 @@ def test_copied_and_swapped_blocks_keep_their_contents():
 
 
 def test_swapping_in_what_was_never_out_is_found():
-    nothing, back = np.empty((2, 0), dtype=np.int32), np.array([[5], [1]], dtype=np.int32)
+    nothing, back = NO_PAIRS, np.array([[5], [1]], dtype=np.int32)
     with pytest.raises(CacheMismatch, match="host block 5"):
         Driver().backend.move_blocks(copies=nothing, swap_out=nothing, swap_in=back)
 

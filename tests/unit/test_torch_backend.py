@@ -14,6 +14,7 @@ from headway_executor import kv_pool
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_proto.sampling import SamplingParams
+from step_columns import NO_PAIRS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -183,13 +184,12 @@ def test_blocks_can_be_copied_and_swapped(llama):
     prefix, tail = prompts((32, 5))
     first = run((backend, info), prefix + tail)
     moved = np.array([first.blocks[:4], [150, 151, 152, 153]], dtype=np.int32)
-    nothing = np.empty((2, 0), dtype=np.int32)
-    backend.move_blocks(copies=moved, swap_out=nothing, swap_in=nothing)
+    backend.move_blocks(copies=moved, swap_out=NO_PAIRS, swap_in=NO_PAIRS)
     assert run((backend, info), prefix + tail, shared_blocks=moved[1].tolist()).output == first.output
     out = np.array([[150, 151, 152, 153], [7, 5, 6, 4]], dtype=np.int32)
     back = np.array([[7, 5, 6, 4], [140, 141, 142, 143]], dtype=np.int32)
-    backend.move_blocks(copies=nothing, swap_out=out, swap_in=nothing)
-    backend.move_blocks(copies=nothing, swap_out=nothing, swap_in=back)
+    backend.move_blocks(copies=NO_PAIRS, swap_out=out, swap_in=NO_PAIRS)
+    backend.move_blocks(copies=NO_PAIRS, swap_out=NO_PAIRS, swap_in=back)
     assert run((backend, info), prefix + tail, shared_blocks=back[1].tolist()).output == first.output
 
 
@@ -232,15 +232,14 @@ def test_a_swapped_request_goes_on_with_the_same_bits(llama, kernels, sampling, 
 
 def test_the_time_of_moves_is_reported_with_their_step(llama):
     backend, _ = open_backend(llama[0])
-    nothing = np.empty((2, 0), dtype=np.int32)
     out = np.tile(np.arange(100, dtype=np.int32), (2, 1))
-    backend.move_blocks(copies=nothing, swap_out=out, swap_in=nothing)
+    backend.move_blocks(copies=NO_PAIRS, swap_out=out, swap_in=NO_PAIRS)
     empty = np.empty(0, dtype=np.int32)
     batch = StepBatch(
         step=0,
         finished_rows=empty,
         new_rows=(),
-        new_blocks=nothing,
+        new_blocks=NO_PAIRS,
         rows=empty,
         num_scheduled_tokens=empty,
         num_computed_tokens=empty,

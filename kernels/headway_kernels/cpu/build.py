@@ -1,10 +1,10 @@
-"""Compiles the C sources of this folder into shared libraries, one per instruction set, beside them.
+"""Compiles the C sources of this folder into shared libraries, one per instruction set.
 
-Owns: which instruction sets a platform gets, how the compiler is called, and when a library is up to date.
-Must not know: what the sources compute, which library a process loads, how Python packages are made.
+Owns: the instruction sets of a platform, the compiler's call, and when a library is up to date. Must not know: what the
+sources compute, or which library a process loads.
 
-The compiler is the one in the ``ziglang`` wheel, which only a build needs. The standard library is all that this module
-imports, so that it runs by its path where nothing of Headway is installed:
+The compiler is the one in the ``ziglang`` wheel, which only a build needs. This module imports only the standard
+library, so it also runs by its path:
 
     python -m headway_kernels.cpu.build        # or: make kernels
 """
@@ -59,11 +59,11 @@ class KernelBuildError(Exception):
 
 
 class CompilerMissingError(KernelBuildError):
-    """There is no compiler here."""
+    """There is no compiler."""
 
 
 class CompilationError(KernelBuildError):
-    """The compiler refused the sources; ``output`` is all that it said."""
+    """The compiler refused the sources; ``output`` is all its output."""
 
     def __init__(self, library: str, output: str) -> None:
         self.output = output
@@ -74,7 +74,7 @@ class CompilationError(KernelBuildError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An instruction set that this platform's processors may have, and how to compile for it."""
+    """An instruction set of this platform's processors, and how to compile for it."""
 
     name: str
     library: str
@@ -82,7 +82,7 @@ class Variant:
 
 
 def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
-    """Return the variants of a platform, in the words of the ``platform`` module; none where there are no kernels."""
+    """The variants of a platform, in the words of the ``platform`` module; empty if there are no kernels."""
     architecture = _ARCHITECTURES.get(machine.lower(), "")
     linking: tuple[str, ...] = ()
     if system == "Linux" and libc == "glibc":
@@ -100,18 +100,18 @@ def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
 
 
 def variants_here() -> tuple[Variant, ...]:
-    """Return the variants of the platform that this process runs on."""
+    """The variants of this process's platform."""
     return variants_of(platform.system(), platform.machine(), platform.libc_ver()[0])
 
 
 def read_sources(directory: Path) -> dict[str, bytes]:
-    """Return the C sources and headers of a directory by name, in the order of their names."""
+    """The C sources and headers of a directory, sorted by name."""
     paths = sorted(path for path in directory.iterdir() if path.suffix in {".c", ".h"})
     return {path.name: path.read_bytes() for path in paths}
 
 
 def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str) -> str:
-    """Return what a library of these sources, this variant and this compiler says of itself."""
+    """The stamp in a library of these sources, this variant and this compiler."""
     parts = [compiler_version.encode(), " ".join(variant.options).encode(), Path(__file__).read_bytes()]
     parts += [part for name, content in sources.items() for part in (name.encode(), content)]
     digest = hashlib.sha256()
@@ -121,7 +121,7 @@ def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str)
 
 
 def is_up_to_date(library: Path, stamp: str) -> bool:
-    """Tell whether a library exists and says that it was made of exactly this."""
+    """Whether a library exists and has this stamp."""
     try:
         return stamp.encode() in library.read_bytes()
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def is_up_to_date(library: Path, stamp: str) -> bool:
 
 
 def compiler_version() -> str:
-    """Return the version of the compiler.
+    """The version of the compiler.
 
     Raises:
         CompilerMissingError: it is not installed.
@@ -143,9 +143,9 @@ def compiler_version() -> str:
 def compile_library(
     sources: dict[str, bytes], variant: Variant, stamp: str, destination: Path, workplace: Path
 ) -> None:
-    """Compile one library. Whoever loads it, or builds it at the same time, sees the old one or the new one, whole.
+    """Compile one library and replace the old one at once.
 
-    Works on copies, so that a library is made of what its stamp says even if somebody edits a source meanwhile.
+    It compiles copies, so that the stamp fits the library even if a source changes meanwhile.
 
     Raises:
         CompilationError: the compiler refused.
@@ -180,10 +180,10 @@ def say(line: str) -> None:
 
 
 def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
-    """Compile the libraries of this platform that are missing or not up to date; return the paths of all.
+    """Compile this platform's libraries that are missing or out of date; return the paths of all.
 
-    Returns nothing, and reports why, where there is nothing to build. The compiler keeps what it needs again in a
-    temporary directory, unless ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name others.
+    Returns nothing, and says why, if there is nothing to build. The compiler's caches are temporary, unless
+    ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name directories.
 
     Raises:
         KernelBuildError: no compiler, sources that do not compile, or a directory that cannot be read or written.

@@ -1,9 +1,9 @@
-"""The compiled library as Python sees it.
+"""The compiled library, called from Python.
 
-Owns: choosing the variant for this processor, the C structs, and turning "out of memory" into MemoryError.
-Must not know: checkpoints, or anything of the executor.
+Owns: the variant for this processor, the C structs, and "out of memory" as MemoryError. Must not know: checkpoints, or
+anything of the executor.
 
-Arrays go in as addresses: what an object here was made from, it keeps alive. Every call releases the interpreter's lock.
+The library gets addresses, so every object here keeps its arrays alive. Every call releases the interpreter's lock.
 """
 
 import ctypes
@@ -27,16 +27,16 @@ _FEATURES = {
     "avx2": ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"),
     "neon": (),
 }
-"""What each variant needs of the processor, in torch's names; the best first."""
+"""The processor features of each variant, in torch's names; the best variant first."""
 
 _ARCHITECTURES = {"amx": "x86_64", "avx512": "x86_64", "avx2": "x86_64", "neon": "aarch64"}
 
 _NEED_PERMISSION = frozenset({"amx"})
-"""Variants with registers that a system gives to those processes only that ask: virtual machines may refuse."""
+"""Variants whose registers a process must ask the system for; virtual machines may refuse."""
 
 
 class WeightForm(IntEnum):
-    """How weights are held: float32; bfloat16, for float32 weights that lose nothing by it; 8 bits."""
+    """The form of weights: float32; bfloat16, for float32 weights that it holds exactly; 8 bits."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -96,10 +96,10 @@ class _StepStruct(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Sizes of a model, and what belongs to no layer.
+    """Sizes of a model, and its tensors outside of layers.
 
-    ``head_dim`` is the checkpoint's, even. ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines``
-    ``[context, head_dim // 2]``, ``final_norm`` ``[hidden]``: float32, contiguous, on the CPU.
+    ``head_dim`` is the checkpoint's, even. ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines`` ``[context,
+    head_dim // 2]``, ``final_norm`` ``[hidden]``: float32, contiguous, on the CPU.
     """
 
     hidden_size: int
@@ -121,8 +121,8 @@ class DecoderShape:
 class LayerWeights:
     """One layer; heads padded to ``CpuLibrary.padded_head_dim`` in ``qkv`` (outputs) and ``output`` (inputs).
 
-    Norms float32, contiguous, on the CPU: ``attention_norm`` and ``mlp_norm`` ``[hidden]``, ``qk_norm``
-    ``[heads + kv_heads, head_dim]`` or None. ``window`` is how many positions a token sees, None for all.
+    Norms float32, contiguous, on the CPU: ``attention_norm`` and ``mlp_norm`` ``[hidden]``, ``qk_norm`` ``[heads +
+    kv_heads, head_dim]`` or None. A token sees ``window`` positions; None: all.
     """
 
     qkv: "PackedLinear"
@@ -139,7 +139,7 @@ class CpuLibrary:
     """One loaded variant.
 
     Raises:
-        PermissionError: the system lets no process use what the variant needs.
+        PermissionError: the system does not allow its registers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,7 +183,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
 
 @functools.cache
 def load_library() -> CpuLibrary | None:
-    """The best variant that is installed and runs on this processor, or None."""
+    """The best installed variant for this processor, or None."""
     for path in installed_variants():
         if runs_here(path):
             return CpuLibrary(path)
@@ -197,7 +197,7 @@ def installed_variants() -> list[Path]:
 
 
 def runs_here(path: Path) -> bool:
-    """Whether this processor has what a variant needs, and the system lets a process use it."""
+    """Whether this processor and the system support a variant."""
     variant = _variant(path)
     has = torch.cpu.get_capabilities()
     if has.get("architecture") != _ARCHITECTURES[variant] or not all(has.get(name) for name in _FEATURES[variant]):
@@ -206,7 +206,7 @@ def runs_here(path: Path) -> bool:
 
 
 def _is_permitted(path: Path) -> bool:
-    """Asks for the whole process, the threads it has and those it will have."""
+    """Ask for the whole process, present and future threads."""
     try:
         CpuLibrary(path)
     except PermissionError:
@@ -219,7 +219,7 @@ def _variant(path: Path) -> str:
 
 
 class Team:
-    """``num_threads`` threads, the caller's included."""
+    """``num_threads`` threads, including the caller's."""
 
     def __init__(self, library: CpuLibrary, num_threads: int) -> None:
         self._library = library
@@ -233,8 +233,8 @@ class Team:
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
-    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are all gates, then
-    all ups, and the product gives ``silu(gate) * up``.
+    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are all gates,
+    then all ups, and the product gives ``silu(gate) * up``.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class PackedLinear:
             self._library.functions.headway_linear_free(self.handle)
 
     def __call__(self, team: Team, inputs: Tensor, norm: Tensor | None = None, norm_eps: float = 0.0) -> Tensor:
-        """Multiply, alone: for tests and measurements. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
+        """Multiply alone, for tests and measurements. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
         panel = 2 * self._library.lanes
         stride = -(-self.outputs // panel) * panel
         out = torch.zeros(len(inputs), stride)
@@ -313,14 +313,15 @@ class Decoder:
         sampled: NDArray[np.int64],
         pool: Tensor,
     ) -> Tensor:
-        """Logits of the tokens ``sampled`` (ascending places in ``token_ids``): float32, ``[len(sampled), vocab]``.
+        """Store keys and values of all tokens; return the logits of the ``sampled`` ones: float32, ``[len(sampled),
+        vocab]``.
 
-        ``token_ids`` holds the rows' tokens, row after row; row i has ``num_tokens[i]`` of them, at positions from
-        ``first_positions[i]`` on, and the block table ``tables[i]``. ``pool`` float32, ``[layers, num_blocks,
-        block_floats]``: keys and values of all tokens are stored there on the way. All arrays contiguous.
+        ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
+        block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
+        num_blocks, block_floats]``. All arrays contiguous.
 
         Raises:
-            MemoryError: there is no room for a step of so many tokens; nothing has changed.
+            MemoryError: there is no room for so large a step; nothing has changed.
         """
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)

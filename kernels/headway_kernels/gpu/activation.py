@@ -1,9 +1,6 @@
-"""The gated activation between a decoder's two MLP products.
+"""The gated activation between a decoder's two MLP products (SwiGLU, Shazeer 2020, arXiv 2002.05202).
 
-Owns: silu of one half of a row times the other half.
-Must not know: the products around it.
-
-Source: SwiGLU, Shazeer 2020 (arXiv 2002.05202).
+Owns: silu of one half of a row times the other half. Must not know: the products around it.
 """
 
 import triton
@@ -11,16 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements per program: eight per thread, so that each half is read in 16-byte pieces where the dtype has 2 bytes."""
+"""Elements per program: eight per thread, read in 16-byte pieces if the dtype has 2 bytes."""
 NUM_WARPS = 4
 
 
 def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     """``out = silu(gate) * up``.
 
-    ``gate_up`` ``[T, 2 I]``, gate before up, any stride between rows; ``out`` ``[T, I]``, likewise; one floating dtype.
-    ``silu(gate)`` is computed in float32 and rounded to the dtype before it is multiplied, as two operators would.
-    Moves ``3 T I`` elements; about ``5 T I`` FLOPs.
+    ``gate_up`` ``[T, 2 I]``, gate before up, and ``out`` ``[T, I]``, any row stride; one floating dtype. ``silu(gate)``
+    is computed in float32 and rounded to the dtype before the product. Moves ``3 T I`` elements; about ``5 T I`` FLOPs.
     """
     num_tokens, width = out.shape
     if num_tokens == 0:

@@ -3,19 +3,18 @@
 Owns: the rows and the scratch memory of a step, and the launches. Must not know: layers, projections, rotations,
 requests, or who wrote the pool.
 
-Words: a *row* is the new tokens of one sequence in the batch. A row of one token is a *decode*, one of several tokens a
-*chunk*, one of none *padding*. A *key tile* is what one turn of a kernel's inner loop reads. A *query tile* is the tokens
-of one chunk that one program attends with. A *split* is the positions of one decode that one program reads.
+Words: a *row* is the new tokens of one sequence. A row of one token is a *decode*, one of several a *chunk*, one of
+none *padding*. One turn of a kernel's inner loop reads a *key tile*. One program attends with a *query tile* of a
+chunk, or reads a *split* of a decode's positions.
 
 Sources: tiles with a running softmax, Dao et al. 2022 (FlashAttention, arXiv 2205.14135), its running maximum Milakov &
 Gimelshein 2018 (arXiv 1805.02867); one rescaling at the end, and masks on edge tiles only, Dao 2023 (FlashAttention-2,
-arXiv 2307.08691); decodes cut along the positions and joined by their log-sum-exps, Dao, Haziza, Massa & Sizov 2023
-(Flash-Decoding); blocks found through a table, Kwon et al., SOSP 2023 (PagedAttention, arXiv 2309.06180).
+arXiv 2307.08691); decodes cut along the positions, Dao, Haziza, Massa & Sizov 2023 (Flash-Decoding); blocks found
+through a table, Kwon et al., SOSP 2023 (PagedAttention, arXiv 2309.06180).
 
-The result of a row depends only on its own tokens, on its number of tokens and on its ``kv_length``: cuts follow from the
-row's own lengths, and sums run in the order of positions. Neither the rest of the batch nor the number of programs changes
-a bit. The host fixes the grids and the device reads how much there is to do, so a CUDA graph can capture a launch and
-replay it over other lengths.
+A row's result depends only on its own tokens, their number and its ``kv_length``: the cuts follow from these, and sums
+run in the order of positions. The host fixes the grids and the device reads how much there is to do, so a captured
+launch serves other lengths.
 """
 
 from dataclasses import dataclass
@@ -30,21 +29,21 @@ from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, SPLIT_MULTIP
 from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
 
 _DOT_ROWS = 16
-"""What ``tl.dot`` asks of every dimension at least."""
+"""The least size of a dimension of ``tl.dot``."""
 
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of one step, on the device; all int32 and contiguous but for ``block_tables``' row stride.
+    """The rows of one step, on the device; all int32 and contiguous but for the row stride of ``block_tables``.
 
-    - ``rows`` ``[R]``: which row of ``block_tables`` each batch row uses.
-    - ``query_start`` ``[R + 1]``: the tokens of batch row i are ``query_start[i]`` up to ``query_start[i + 1]``; none
-      is a padding row, of which nothing else is read.
-    - ``kv_length`` ``[R]``: the positions of the row's sequence after this step, of which its tokens are the last.
-    - ``block_tables`` ``[max_rows, max_blocks]``: ids of blocks; those past ``kv_length`` are not read.
-    - ``split_ends``, ``tile_ends`` ``[R]``: what ``plan_attention`` writes: how many splits (of decodes) and query
-      tiles (of chunks) there are up to and with each row.
-    - ``tokens_per_tile``: as the function of that name says, the same for plan and kernels.
+    - ``rows`` ``[R]``: the row of ``block_tables`` for each batch row.
+    - ``query_start`` ``[R + 1]``: batch row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has
+      none.
+    - ``kv_length`` ``[R]``: the positions of the row's sequence after this step.
+    - ``block_tables`` ``[max_rows, max_blocks]``: block ids; those past ``kv_length`` are not read.
+    - ``split_ends``, ``tile_ends`` ``[R]``: written by ``plan_attention``; the splits and query tiles up to and with
+      each row.
+    - ``tokens_per_tile``: see the function of that name.
     """
 
     rows: Tensor
@@ -58,9 +57,8 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class AttentionWorkspace:
-    """What the splits of decodes leave for one another, in float32: ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``
-    and ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2), for as many rows as a step can have. All layers share
-    it.
+    """Partial results of splits, float32, shared by all layers: ``partial`` ``[R, MAX_SPLITS, heads, head_dim]`` and
+    ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2).
     """
 
     partial: Tensor
@@ -68,7 +66,7 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> "AttentionWorkspace":
-        """``64 * max_rows * num_heads * (head_dim + 1)`` bytes: 268 MB for 1024 rows of 32 heads of 128."""
+        """Takes ``64 * max_rows * num_heads * (head_dim + 1)`` bytes: 268 MB for 1024 rows of 32 heads of 128."""
         shape = (max_rows, MAX_SPLITS.value, num_heads)
         return cls(
             partial=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
@@ -77,10 +75,9 @@ class AttentionWorkspace:
 
 
 def plan_attention(rows: AttentionRows) -> None:
-    """Count splits and query tiles into ``rows.split_ends`` and ``rows.tile_ends``: once per step, before any layer.
+    """Count splits and query tiles into ``rows.split_ends`` and ``rows.tile_ends``; once per step, before any layer.
 
-    One program; moves 20 bytes per row. Splits are counted from ``kv_length`` alone; layers with a window make them
-    shorter and may leave the last ones empty.
+    A window makes splits shorter and may leave the last ones empty.
     """
     (num_rows,) = rows.rows.shape
     plan_kernel[(1,)](
@@ -112,25 +109,20 @@ def paged_attention(
 ) -> None:
     """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
 
-    ``query``: shape ``[tokens, heads * head_dim]``, any row stride (the leading columns of the fused projection),
-    rotated. ``pool_layer``: shape ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads
-    before value heads, block_size a power of two; positions that no row has may hold anything, NaN included. ``out``:
-    shape ``[tokens, heads * head_dim]``, any row stride; tokens past the last row's are left alone. All of one dtype:
-    float32, bfloat16 or float16; head_dim a multiple of 8. Query head h belongs to key-value head ``h // group``,
-    where group is heads / num_kv_heads.
+    ``query`` ``[tokens, heads * head_dim]``, any row stride, rotated. ``pool_layer`` ``[num_blocks, 2 * num_kv_heads,
+    block_size, head_dim]``, contiguous, key heads first, block_size a power of two; unused positions may hold NaN.
+    ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. One dtype: float32, bfloat16 or
+    float16; head_dim a multiple of 8. Query head h uses key-value head ``h // group``, with group = heads /
+    num_kv_heads. ``rows`` must be planned.
 
-    A token at position p sees positions up to p, of these the last ``window`` if that is given. Logits are ``scale``
-    (more than 0) times the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products,
-    softmax and sums are in float32; weights are rounded to the dtype before they meet the values.
+    A token at position p sees the last ``window`` positions up to p, or all. Logits are ``scale`` (more than 0) times
+    the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products, softmax and sums are in
+    float32; weights are rounded to the dtype before they meet the values. ``has_decodes`` and ``has_chunks``: a kernel
+    without rows is not launched.
 
-    ``has_decodes`` and ``has_chunks`` tell whether the step may have rows of one token and of several: a kernel that
-    has nothing to do is not launched, and rows of a kind that was denied get no result. ``rows`` must have been
-    planned.
-
-    Moves, per decode of n visible positions: ``2 * n * num_kv_heads * head_dim`` elements of the pool, once, for
-    ``4 * n * heads * head_dim`` FLOPs, so that memory sets the pace; each of several splits also writes and reads
-    ``8 * heads * (head_dim + 1)`` bytes of the workspace in all. Per chunk: as many FLOPs for each token, and the
-    pool's elements once for each query tile, mostly from the L2 cache.
+    A decode of n visible positions reads ``2 * n * num_kv_heads * head_dim`` elements of the pool for ``4 * n * heads *
+    head_dim`` FLOPs, so memory bounds it; several splits also move ``8 * heads * (head_dim + 1)`` bytes each. A chunk
+    has as many FLOPs per token, and reads the pool once per query tile, mostly from the L2 cache.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
@@ -156,7 +148,7 @@ def paged_attention(
 def _check(
     query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
 ) -> tuple[int, int]:
-    """Assert what the kernels rely on; query heads and head size."""
+    """Assert what the kernels rely on; return query heads and head size."""
     _, pool_heads, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
@@ -252,7 +244,7 @@ def _attend_decodes(
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Rows as tiles hold them; small batches share one variant, which costs a thread's one element."""
+    """A tile of rows; small batches share one variant."""
     return max(128, power_of_two(num_rows))
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from headway_kernels.gpu.attention_tiles import MAX_SPLITS, attend_tile, cut_decode, find_row, load_blocks
 
 _LEAST = tl.constexpr(-1.0e30)
-"""Where a running maximum starts: finite, so that a tile that a query sees nothing of leaves no NaN (-inf - -inf)."""
+"""The start of a running maximum: finite, so that a tile that a query does not see leaves no NaN (-inf - -inf)."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,9 +64,9 @@ def chunk_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Chunks: one item is a query tile of a row and a key-value head, with all query heads of its group.
+    """Chunks: an item is a query tile of a row and a key-value head, with all query heads of its group.
 
-    The tile's vectors are token after token, so that its tokens, and with them the diagonal, stay close together.
+    The tile is token after token, so that its tokens and the diagonal stay close together.
     """
     num_items = tl.load(tile_ends + num_rows - 1) * NUM_KV_HEADS
     vector = tl.arange(0, QUERY_TILE)
@@ -199,9 +199,10 @@ def decode_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Decodes: one item is a split of a row and a key-value head, with all query heads of its group.
+    """Decodes: an item is a split of a row and a key-value head, with all query heads of its group.
 
-    The group's keys and values are read once. A row with one split gets its result here, others leave a part each.
+    The group's keys and values are read once. A row with one split gets its result here; other rows leave one part per
+    split.
     """
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)
@@ -281,7 +282,7 @@ def reduce_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Put the splits of one decode and head together, weighed by their sums of exponentials."""
+    """Join the splits of one decode and head, weighed by their sums of exponentials."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start + row)

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = tl.constexpr(256)
-"""Positions that a split of a decode has at least: fewer would not pay for putting them together."""
+"""The fewest positions of a split; joining fewer would cost more than it saves."""
 MAX_SPLITS = tl.constexpr(16)
-"""Splits that a decode has at most: 16 of each key-value head occupy a large GPU with a single sequence."""
+"""The most splits of a decode: 16 per key-value head occupy a large GPU with a single sequence."""
 SPLIT_MULTIPLE = tl.constexpr(128)
-"""Splits start at multiples of this many positions; every key tile of the decode kernel divides it."""
+"""Splits start at multiples of this; every key tile of the decode kernel divides it."""
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 NEVER = tl.constexpr(2**31 - 1)
@@ -21,10 +21,9 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
-    """How a decode's positions are cut: where the first split starts, positions of a split, and splits in use.
+    """Where a decode's first split starts, the positions of a split, and the number of splits.
 
-    As many splits as the plan counted from ``kv_length`` alone share what the window leaves; rounding may leave the
-    last of them nothing.
+    The splits that the plan counted share the positions in the window; rounding may leave the last ones empty.
     """
     size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
     first = kv_length * 0
@@ -45,10 +44,9 @@ _INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
 
 @triton.jit
 def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
-    """The row that item ``ordinal`` belongs to, the ordinal of that row's first item, and of the first one after it.
+    """The row of item ``ordinal``, the ordinal of the row's first item, and of the next row's first item.
 
-    By counting the rows that end before it: all of ``ends`` in one read, where a binary search would wait for as many
-    reads, one after another, as the number of rows has digits.
+    It counts the rows that end before, in one read; a binary search would wait for several reads in turn.
     """
     row = tl.arange(0, PADDED_ROWS)
     end = tl.load(ends + row, mask=row < num_rows, other=NEVER)
@@ -61,12 +59,10 @@ def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
 
 @triton.jit
 def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
-    """The ids of the blocks that hold a key tile's positions: one for each position, or one where a block holds them
-    all.
+    """The block ids of a key tile's positions: one each, or one for all if they share a block.
 
-    0, which every pool has, for what is not from ``begin`` to ``end``. Loops ask for a tile's ids one turn ahead and
-    carry them in registers: were they read in the turn that uses them, Triton's pipeliner would have to spend its
-    stages on the chain from id to vector, and keep fewer vectors on their way.
+    Positions outside ``begin`` to ``end`` get block 0, which every pool has. Loops load ids one turn ahead: otherwise
+    Triton's pipeliner spends its stages on the chain from id to vector.
     """
     start = tile * KEY_TILE
     if BLOCK_SIZE % KEY_TILE == 0:
@@ -79,10 +75,10 @@ def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.
 
 @triton.jit
 def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.constexpr):
-    """A tile of vectors, one per row of ``pointers``: zeros where not ``wanted`` (if SOME) and past the head (if
+    """A tile of vectors, one per row of ``pointers``; zeros if not ``wanted`` (with SOME) and past the head (with
     PADDED).
 
-    What is not wanted is not read: a zero weight would not hide a NaN there.
+    Unwanted vectors are not read: a zero weight would not hide a NaN.
     """
     if SOME:
         vectors = tl.load(pointers, mask=wanted[:, None] & in_head[None, :], other=0.0)
@@ -105,7 +101,7 @@ def _dot(left, right, added):
 
 @triton.jit
 def _capped(logit, cap):
-    """``cap * tanh(logit)``, with a series where 1 - exp(-2x) would lose what a float32 holds of x."""
+    """``cap * tanh(logit)``, with a series where 1 - exp(-2x) would lose precision."""
     size = tl.abs(logit)
     decay = tl.exp2(size * (-2.0 * LOG2_E))
     large = (1.0 - decay) / (1.0 + decay)
@@ -141,11 +137,11 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    """Let each query attend to key tile ``tile``: positions from ``tile * KEY_TILE``, of these ``begin`` up to ``end``.
+    """Let each query attend to key tile ``tile``: positions from ``tile * KEY_TILE``, limited to ``begin`` up to
+    ``end``.
 
-    ``keys`` points to the key head in block 0. The state is FlashAttention's: weighted values, and of the logits to
-    base 2 the maximum and the sum of exponentials. Not MASKED: all queries see the whole tile. Keys and values are
-    read first, by addresses that need no other turn's result, so that Triton's pipeliner keeps ``num_stages`` - 1
+    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Without MASKED all
+    queries see the whole tile. Keys and values are read first, so that Triton's pipeliner keeps ``num_stages`` - 1
     tiles on their way.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)

@@ -10,13 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """How one kernel is cut: nothing of it changes results by more than rounding.
+    """How one kernel is cut; it changes results by rounding at most.
 
-    ``query_tile``: query vectors (tokens times heads of one group) of a program, a power of two, 16 at least; the
-    decode kernel takes a whole group and more only as padding. ``key_tile``: positions of one turn, a power of two
-    from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the pipeline, that of this turn included.
-    ``programs_per_multiprocessor``: how many the grid holds for each, at best as many as fit by shared memory and
-    registers.
+    ``query_tile``: query vectors of a program (tokens times heads of one group), a power of two from 16. ``key_tile``:
+    positions of one turn, a power of two from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the
+    pipeline. ``programs_per_multiprocessor``: best as many as shared memory and registers allow.
     """
 
     query_tile: int
@@ -28,7 +26,7 @@ class KernelTuning:
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """How the decode and the chunk kernel are cut for one device, head size and dtype."""
+    """The tuning of both kernels for one device, head size and dtype."""
 
     decode: KernelTuning
     chunk: KernelTuning
@@ -56,14 +54,14 @@ _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1,
 
 
 def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
-    """The table's entry for ``device``, heads of ``head_dim`` components of ``dtype``: the one place to tune."""
+    """The table's entry for this device, head size and dtype: the one place to tune."""
     if device.type != "cuda":
         return _ON_CPU
     return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)
 
 
 def tuning_for(major: int, head_dim: int, element_bytes: int) -> AttentionTuning:
-    """The nearest entry: that of the newest generation not after ``major``, of the next padded head size."""
+    """The nearest entry: of the newest generation up to ``major``, of the next padded head size."""
     padded = min(512, max(64, power_of_two(head_dim)))
     known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded, element_bytes)]
     if not known:
@@ -79,11 +77,11 @@ def tokens_per_tile(
     device: torch.device,
     tuning: AttentionTuning | None = None,
 ) -> int:
-    """Tokens of a chunk that one program attends with: what the query tile holds with all heads of a group."""
+    """Tokens of a chunk per program: a query tile with all heads of a group."""
     tuning = tuning or attention_tuning(device, head_dim, dtype)
     return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below ``number``."""
+    """The least power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,19 +1,16 @@
 """Moves of whole KV blocks, all layers of all pairs in one launch: inside the pool, out to main memory and back.
 
-Owns: the CUDA source, how a move is cut into work for threads, and the launch through CuPy.
-Must not know: why a block moves, when its contents may be read or overwritten, or what a block looks like inside.
+Owns: the CUDA source, the division of a move, and the launch through CuPy. Must not know: why a block moves, or when
+its contents may be read or overwritten.
 
-``layers`` is the pool of the device, ``[num_layers, num_blocks, *block]``; ``host`` the one in main memory,
-``[num_host_blocks, num_layers, *block]``, pinned, which the device reads and writes by itself through its mapped address.
-Both contiguous and of one dtype. ``pairs`` are the columns (source, destination): int32, ``[2, n]``, contiguous, on the
-device. Nothing checks that the numbers lie inside the pools: whoever sends them has.
+``layers`` is the device's pool, ``[num_layers, num_blocks, *block]``; ``host`` is the pinned one in main memory,
+``[num_host_blocks, num_layers, *block]``, which the device reads and writes through its mapped address. Both
+contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2, n]``, contiguous, on the device, unchecked.
 
-Which thread moves what is undefined, so no destination may be listed twice, and a copy's destination may not be another's
-source: a step never copies into a block that it also copies from.
+The order of the moves is undefined: no destination may be listed twice or be a source of the same copy.
 
-A link to main memory is saturated by a fraction of the device: a few dozen blocks of threads, each of which keeps several
-vectors per thread under way, so that a step that computes meanwhile loses little. Copies inside the device, which a step
-waits for, take as much of it as they can use.
+A few dozen thread blocks saturate the link to main memory, so a step that computes meanwhile loses little. Copies
+inside the device, for which a step waits, use as much of it as they can.
 """
 
 import functools
@@ -30,7 +27,7 @@ _LINK_THREAD_BLOCKS = 32
 _COPY_THREAD_BLOCKS = 1024
 
 PIECE_TYPES = {16: "uint4", 4: "unsigned int", 1: "unsigned char"}
-"""What a thread moves at once, by its bytes: the widest that divides a block of one layer."""
+"""The type that a thread moves at once, by its bytes: the widest that divides a block of one layer."""
 
 SOURCE = r"""
 // Compiled once per PIECE, a type of 16, 4 or 1 bytes. Sizes and strides count pieces. PIECES_PER_THREAD is how many
@@ -115,12 +112,12 @@ KERNEL(swap_in, true, false)
 
 
 def compile_options(piece_bytes: int) -> tuple[str, ...]:
-    """What the compiler is told for pieces of that size."""
+    """The compiler's options for pieces of that size."""
     return ("-std=c++17", f"-DPIECE={PIECE_TYPES[piece_bytes]}", f"-DPIECES_PER_THREAD={PIECES_PER_THREAD}")
 
 
 class PoolView(NamedTuple):
-    """Where the blocks of a pool lie, in bytes."""
+    """The blocks of a pool in memory, in bytes."""
 
     address: int
     block_stride: int
@@ -128,7 +125,7 @@ class PoolView(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel, compiled for pieces of ``piece_bytes``, and its arguments but for the pairs, in pieces."""
+    """One launch: the kernel, compiled for pieces of ``piece_bytes``, and its other arguments in pieces."""
 
     kernel: str
     piece_bytes: int
@@ -141,13 +138,13 @@ class Launch(NamedTuple):
 
 
 def copy_blocks(layers: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks of the pool to others. Launched on ``stream``, or the current one."""
+    """Copy blocks of the pool to others, on ``stream`` or the current one."""
     pool = device_view(layers)
     _launch(plan("copy_blocks", pool, pool, layers, pairs.shape[1]), pairs, stream)
 
 
 def swap_out(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks of the pool to main memory. Launched on ``stream``, or the current one.
+    """Copy blocks of the pool to main memory, on ``stream`` or the current one.
 
     Raises:
         ValueError: the device cannot reach ``host``.
@@ -157,7 +154,7 @@ def swap_out(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.
 
 
 def swap_in(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks in main memory to the pool. Launched on ``stream``, or the current one.
+    """Copy blocks in main memory to the pool, on ``stream`` or the current one.
 
     Raises:
         ValueError: the device cannot reach ``host``.
@@ -167,21 +164,21 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.S
 
 
 def device_view(layers: Tensor) -> PoolView:
-    """Where blocks lie in ``[num_layers, num_blocks, *block]``."""
+    """The blocks of ``[num_layers, num_blocks, *block]``."""
     assert layers.is_contiguous()
     itemsize = layers.element_size()
     return PoolView(layers.data_ptr(), layers.stride(1) * itemsize, layers.stride(0) * itemsize)
 
 
 def host_view(host: Tensor, address: int) -> PoolView:
-    """Where blocks lie in ``[num_host_blocks, num_layers, *block]`` that the device sees at ``address``."""
+    """The blocks of ``[num_host_blocks, num_layers, *block]``, which the device sees at ``address``."""
     assert host.is_contiguous()
     itemsize = host.element_size()
     return PoolView(address, host.stride(0) * itemsize, host.stride(1) * itemsize)
 
 
 def plan(kernel: str, source: PoolView, target: PoolView, layers: Tensor, num_pairs: int) -> Launch:
-    """Choose the pieces and the number of thread blocks for ``num_pairs`` blocks of the pool ``layers``."""
+    """Choose the pieces and the thread blocks for ``num_pairs`` blocks of the pool ``layers``."""
     num_layers = layers.shape[0]
     block_bytes = math.prod(layers.shape[2:]) * layers.element_size()
     piece_bytes = _piece_bytes(block_bytes, source.address, target.address)
@@ -201,7 +198,7 @@ def plan(kernel: str, source: PoolView, target: PoolView, layers: Tensor, num_pa
 
 
 def _piece_bytes(*aligned: int) -> int:
-    """The widest piece that divides the size of a block and the addresses of both pools."""
+    """The widest piece that divides a block and both addresses."""
     return next(width for width in PIECE_TYPES if all(value % width == 0 for value in aligned))
 
 
@@ -223,7 +220,6 @@ def _launch(launch: Launch, pairs: Tensor, stream: torch.cuda.Stream | None) -> 
 
 
 def _arguments(launch: Launch, pairs: Tensor) -> tuple[np.generic, ...]:
-    """In the widths that the kernel declares."""
     return (
         *map(np.int64, launch.source),
         *map(np.int64, launch.target),
@@ -239,14 +235,14 @@ def _kernel(name: str, piece_bytes: int) -> Any:
 
 @functools.cache
 def _module(piece_bytes: int) -> Any:
-    """The kernels for pieces of that size. CuPy compiles for the device that is current, and keeps one for each."""
+    """The kernels for pieces of that size; CuPy compiles one per device."""
     import cupy
 
     return cupy.RawModule(code=SOURCE, options=compile_options(piece_bytes))
 
 
 class _StreamOfTorch:
-    """A stream of torch as CuPy 14 asks for it; torch's own class says so itself in newer versions only."""
+    """A torch stream in the form that CuPy 14 wants; newer torch classes have it themselves."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -264,7 +260,7 @@ def _cupy_stream(stream: torch.cuda.Stream) -> Any:
 
 
 def _mapped_address(host: Tensor) -> int:
-    """Where the device finds pinned memory: usually where the host does, but the driver has the last word."""
+    """The device's address of pinned memory."""
     import cupy
 
     address = cupy.cuda.runtime.pointerGetAttributes(host.data_ptr()).devicePointer

@@ -1,4 +1,4 @@
-"""Excluding tokens by a bit mask, in Triton: what a row under a constraint must not draw gets a logit of minus infinity.
+"""Exclude tokens by a bit mask: a forbidden token of a constrained row gets a logit of minus infinity.
 
 Owns: the kernel. Must not know: what a mask stands for, or how a token is drawn.
 """
@@ -14,9 +14,8 @@ _NUM_WARPS = 4
 def exclude(logits: Tensor, places: Tensor, words: Tensor) -> None:
     """Set to minus infinity the logits of rows ``places`` whose tokens are not in their masks.
 
-    ``logits`` floating, ``[n, vocab]``, contiguous along the vocabulary, changed in place; ``places`` int64, ``[c]``, no
-    row twice; ``words`` int32, ``[c, ceil(vocab / 32)]``, contiguous: bit ``i % 32`` of word ``i // 32`` is token i.
-    Reads a bit and may write an element per token of a masked row.
+    ``logits`` floating, ``[n, vocab]``, contiguous along the vocabulary, changed in place; ``places`` int64, ``[c]``,
+    no row twice; ``words`` int32, ``[c, ceil(vocab / 32)]``, contiguous: bit ``i % 32`` of word ``i // 32`` is token i.
     """
     num_masked, vocab_size = len(places), logits.shape[1]
     if not num_masked:

@@ -1,9 +1,7 @@
-"""Root mean square normalisation, with the addition that precedes it in a decoder.
+"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), with the addition before it.
 
-Owns: adding a sublayer's output to the residual stream and normalising the sum, in one pass over memory.
-Must not know: which sublayer, or what reads the result.
-
-Source: Zhang & Sennrich 2019 (arXiv 1910.07467).
+Owns: adding a sublayer's output to the residual stream and normalising the sum, in one pass over memory. Must not know:
+which sublayer, or what reads the result.
 """
 
 import triton
@@ -11,19 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS_PER_THREAD = 16
-"""A row's elements that one thread holds, as float32 in registers, up to ``MOST_WARPS``."""
+"""Elements of a row per thread, as float32 in registers, up to ``MOST_WARPS``."""
 MOST_WARPS = 16
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, *, eps: float) -> None:
     """``hidden += delta`` in place, then ``out = hidden / rms(hidden) * weight``.
 
-    ``hidden`` ``[T, C]``, any stride between rows; ``delta`` the same, or None for no addition (``hidden`` is then only
-    read); ``weight`` ``[C]``; ``out`` ``[T, C]``, which may be ``delta`` or, without one, ``hidden``. One floating dtype.
-    ``C`` up to 65536, a row being held in registers (16384 without spilling).
+    ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``; one floating dtype.
+    ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row (16384 without
+    spilling).
 
-    The sum is rounded to the dtype before it is normalised, in float32, and the normalised row before it is multiplied
-    by the weight, as three operators would. Moves ``4 T C`` elements (2 without ``delta``); about ``5 T C`` FLOPs.
+    The sum is rounded to the dtype before it is normalised in float32, and the normalised row before the product, as in
+    three operators. Moves ``4 T C`` elements (2 without ``delta``); about ``5 T C`` FLOPs.
     """
     num_tokens, width = hidden.shape
     if num_tokens == 0:
@@ -46,7 +44,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
 
 
 def warps_for(block: int) -> int:
-    """How many warps share a row of ``block`` (a power of two) elements."""
+    """Warps per row of ``block`` (a power of two) elements."""
     return min(max(block // (32 * ELEMENTS_PER_THREAD), 1), MOST_WARPS)
 
 

@@ -1,17 +1,15 @@
-"""Linear layers whose weights are stored as 8-bit codes, and multiplied in the dtype of their inputs.
+"""Linear layers with weights as 8-bit codes, multiplied in the dtype of their inputs.
 
-Owns: turning a weight into codes and scales, and the product with them. Must not know: what a layer is for, where its
-weight came from, or which of its tokens are padding.
+Owns: turning a weight into codes and scales, and the product with them. Must not know: what a layer is for, or which
+tokens are padding.
 
 Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1712.05877), fp8 is E4M3 of Micikevicius
-et al. 2022 (arXiv 2209.05433). Inputs are not quantised. A code becomes a number of the inputs' dtype in registers, on its
-way to the product, which loses nothing: all codes of both kinds are numbers of bfloat16 and of float16. Scales, one per
-output, multiply the float32 sum.
+et al. 2022 (arXiv 2209.05433). Inputs are not quantised. In registers a code becomes a number of the inputs' dtype,
+exactly: bfloat16 and float16 have all codes of both kinds. Scales multiply the float32 sum.
 
-With few tokens a product takes as long as reading the codes, half of what 16-bit weights take; every processor must then
-be reading, so narrow layers cut their inputs into *splits*, whose sums are added in a fixed order by a second kernel. The
-cut depends on the weight's shape and the tiling alone: a token's result does not depend on its company, other than on
-which tiling the number of tokens selects.
+With few tokens a product takes as long as reading the codes, and every processor must read. So narrow layers cut their
+inputs into *splits*, whose sums a second kernel adds in a fixed order. The cut depends on the weight's shape and the
+tiling alone; the number of tokens only selects the tiling.
 """
 
 from dataclasses import dataclass
@@ -25,11 +23,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut.
+    """How a product of up to ``max_tokens`` tokens (None: any) is cut.
 
-    Used for up to ``max_tokens`` tokens (None: any). A program computes ``tokens`` x ``outputs`` results and takes
-    ``inputs`` of each dot product at a time. ``programs`` is how many a narrow layer's inputs are split to give; 0 for no
-    splits. A tiling that splits has ``tokens >= max_tokens``.
+    A program computes ``tokens`` x ``outputs`` results and takes ``inputs`` of each dot product at a time.
+    ``programs``: the number to reach by splitting a narrow layer's inputs; 0 for no splits. A tiling that splits has
+    ``tokens >= max_tokens``.
     """
 
     max_tokens: int | None
@@ -47,34 +45,34 @@ TILINGS = (
     Tiling(max_tokens=256, tokens=64, outputs=128, inputs=64, programs=0, num_warps=4, num_stages=4),
     Tiling(max_tokens=None, tokens=128, outputs=128, inputs=64, programs=0, num_warps=8, num_stages=4),
 )
-"""For 2-byte inputs. 528 programs are four for each of an H100's or H200's 132 processors."""
+"""For 2-byte inputs. 528 programs are four per processor of an H100 or H200."""
 FLOAT32_TILINGS = (
     Tiling(max_tokens=16, tokens=16, outputs=32, inputs=32, programs=528, num_warps=4, num_stages=3),
     Tiling(max_tokens=None, tokens=32, outputs=64, inputs=32, programs=0, num_warps=4, num_stages=3),
 )
-"""Without tensor cores, for the sake of exactness: whole operand tiles lie in registers."""
+"""Without tensor cores, to be exact: registers hold whole operand tiles."""
 BLOCKS_PER_SPLIT = 4
-"""At least so many steps of ``Tiling.inputs``: fewer would not fill the pipeline of loads."""
+"""The fewest steps of ``Tiling.inputs`` per split: fewer would not fill the pipeline of loads."""
 MOST_SPLITS = 16
 OUTPUT_TILES_PER_BAND = 8
-"""Tiles of outputs whose programs are neighbours, so that they find each other's inputs and codes in the cache."""
+"""Output tiles whose programs are neighbours and share inputs and codes in the cache."""
 SUMS_PER_PROGRAM = 512
 SUM_WARPS = 4
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WIDE_ELEMENTS = 2**22
-"""How much of a weight is float32 at a time while it is quantised: 16 MiB."""
+"""Elements of a weight that are float32 at a time while it is quantised: 16 MiB."""
 FP8_SCALE = tl.constexpr(256.0)
-"""The exponent of an E4M3 code, read as one of float16, is 15 - 7 = 8 too small."""
+"""An E4M3 code read as float16 has an exponent that is 15 - 7 = 8 too small."""
 
 
 def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight: ``weight[n, k]`` is about ``codes[n, k] * scales[n]``.
 
-    ``weight`` ``[N, K]``, any floating dtype and device. Returns codes ``[N, K]``, int8 or float8_e4m3fn, and scales
-    float32 ``[N]``, positive, both new and on the weight's device. The largest magnitude of each row is the largest code.
-    Reads the weight twice and writes ``N K`` bytes; some rows are float32 at a time, never all.
+    ``weight`` ``[N, K]``, any floating dtype. Returns codes ``[N, K]``, int8 or float8_e4m3fn, and positive float32
+    scales ``[N]``, new, on the weight's device. The largest magnitude of a row is the largest code. Few rows are
+    float32 at a time.
     """
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(num_outputs, num_inputs, dtype=CODE_DTYPE[kind], device=weight.device)
@@ -91,9 +89,9 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
 
 
 def workspace_elements(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """How long a workspace ``quantized_linear`` needs for a weight ``[num_outputs, num_inputs]``, inputs in ``dtype``.
+    """The float32 elements of a workspace for a weight ``[num_outputs, num_inputs]`` and inputs in ``dtype``.
 
-    In float32 elements, for any number of tokens. Layers that run one after the other can share one.
+    For any number of tokens. Layers that run one after the other can share one.
     """
     sizes = [0]
     for tiling in _tilings(dtype):
@@ -108,13 +106,13 @@ def quantized_linear(
 ) -> None:
     """``out = x @ (codes * scales[:, None]).T + bias``.
 
-    ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any stride between rows; ``codes`` and ``scales`` as from
-    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous, at least
-    ``workspace_elements`` long, whose contents mean nothing before and after.
+    ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``codes`` and ``scales`` from
+    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous, of
+    ``workspace_elements``.
 
-    Sums, scales and bias are float32; one rounding to the dtype. ``2 T N K`` FLOPs. Moves ``N K + 4 N`` bytes of codes and
-    scales (again for every ``Tiling.tokens`` tokens, mostly from the cache), ``T (K + N)`` elements of ``x`` and ``out``
-    (``x`` again for every ``Tiling.outputs``, from the cache), and where there are splits ``8 T N`` bytes of workspace for each.
+    Sums, scales and bias are float32, rounded once. ``2 T N K`` FLOPs. Moves ``N K + 4 N`` bytes of codes and scales,
+    ``T (K + N)`` elements of ``x`` and ``out``, and ``8 T N`` bytes of workspace per split; repeated reads mostly come
+    from the cache.
     """
     num_tokens, num_inputs = x.shape
     num_outputs = codes.shape[0]
@@ -162,14 +160,14 @@ def quantized_linear(
 
 
 def choose_tiling(num_tokens: int, dtype: torch.dtype) -> Tiling:
-    """The first that takes so many tokens."""
+    """The first tiling for so many tokens."""
     return next(tiling for tiling in _tilings(dtype) if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
 
 
 def product_constants(
     num_outputs: int, num_inputs: int, tiling: Tiling, *, is_fp8: bool, has_bias: bool
 ) -> dict[str, int | bool]:
-    """What the product's kernel is compiled for, other than dtypes."""
+    """The constants of the product's kernel, without dtypes."""
     splits, split_inputs = _split(num_outputs, num_inputs, tiling)
     return {
         "OUTPUTS": num_outputs,
@@ -190,7 +188,7 @@ def _tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
 
 
 def _split(num_outputs: int, num_inputs: int, tiling: Tiling) -> tuple[int, int]:
-    """How many splits, none of them empty, and how many inputs each has (the last may have fewer)."""
+    """The number of splits, none of them empty, and the inputs of each (the last may have fewer)."""
     blocks = max(triton.cdiv(num_inputs, tiling.inputs), 1)
     wanted = tiling.programs // triton.cdiv(num_outputs, tiling.outputs)
     splits = max(min(wanted, blocks // BLOCKS_PER_SPLIT, MOST_SPLITS), 1)
@@ -223,8 +221,7 @@ def _product(
 ):
     """One program per tile of tokens and outputs, and split of the inputs.
 
-    The weight is the left operand, which tensor cores take from registers, where codes become numbers; and outputs, not
-    tokens, then lie along the side that has to be long.
+    The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs.
     """
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
@@ -289,10 +286,8 @@ def _add_splits(
 
 @triton.jit
 def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BAND: tl.constexpr):
-    """The tiles of tokens and outputs that are a program's.
-
-    Bands of ``BAND`` tiles of outputs, one after the other; within a band, all its outputs for the first tile of tokens,
-    then for the second, and so on.
+    """A program's tiles of tokens and outputs: bands of ``BAND`` output tiles; within a band, token tile after token
+    tile.
     """
     output_tiles = tl.cdiv(OUTPUTS, BLOCK_OUTPUTS)
     band = program // (BAND * token_tiles)
@@ -305,8 +300,8 @@ def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.cons
 def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     """Codes as numbers of ``dtype``, exactly; those of fp8 too small by ``FP8_SCALE``.
 
-    E4M3 is decoded by hand, since processors before sm_89 cannot: moved to where float16 has its exponent and mantissa, a
-    code is a float16, subnormal codes too. Only NaN is not kept; ``quantize`` makes none of finite weights.
+    E4M3 is decoded by hand, since processors before sm_89 cannot: its bits are moved to float16's exponent and
+    mantissa, which also fits subnormal codes. NaN is lost; ``quantize`` makes none of finite weights.
     """
     if IS_FP8:
         bits = codes.to(tl.uint16)
@@ -317,7 +312,6 @@ def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _scaled(sums, scales, bias, outputs, OUTPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Results in float32; ``outputs`` has the shape of a row of ``sums``."""
     within = outputs < OUTPUTS
     scale = tl.load(scales + outputs, mask=within, other=0.0)
     if IS_FP8:

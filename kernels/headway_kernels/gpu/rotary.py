@@ -1,10 +1,10 @@
-"""What happens to queries, keys and values between their product and attention.
+"""Queries, keys and values between their product and attention.
 
-Owns: normalising query and key heads where the family does, rotating them, and storing keys and values in the pool.
-Must not know: how the rotations' table came about, which request a token belongs to, or who reads the pool.
+Owns: normalising query and key heads, rotating them, and storing keys and values in the pool. Must not know: the source
+of the rotations, requests, or the pool's readers.
 
-Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), of
-queries and keys per head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
+Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), per
+head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS_PER_PROGRAM = 512
-"""Rotated pairs of one token that a program takes, as whole heads; 8 heads of 128 channels."""
+"""Rotated pairs of one token per program, as whole heads; 8 heads of 128 channels."""
 NUM_WARPS = 4
 
 
@@ -31,21 +31,18 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate queries in place; store rotated keys, and values, in the pool. Keys and values in ``qkv`` stay as they are.
+    """Rotate queries in place; store rotated keys, and values, in the pool. ``qkv`` keeps its keys and values.
 
-    ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any stride between rows: query heads, key heads, value
-    heads, in the model's dtype; channels i and i + head_dim / 2 are a pair; ``head_dim`` is even.
-    ``positions`` int32 ``[T]``, rows of the tables; ``slots`` int32 ``[T]``, where the token's key and value go: block
-    times block size plus offset, or -1 to store nothing. Slots other than -1 are distinct.
-    ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous, times any factor that scales a rotation.
-    ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size, head_dim]``, contiguous, the dtype of ``qkv``: key heads
-    before value heads.
-    ``q_norm``, ``k_norm`` ``[head_dim]`` in the model's dtype: weights of an RMSNorm of each query and key head before
-    rotation; both or neither. ``eps`` is theirs.
+    ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any row stride, in the model's dtype: query heads, key
+    heads, value heads; channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables.
+    ``slots`` int32 ``[T]``, distinct: block times block size plus offset, or -1 to store nothing. ``cosines``,
+    ``sines`` float32 ``[context, head_dim / 2]``, contiguous. ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size,
+    head_dim]``, contiguous, key heads first. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head with
+    ``eps``, both or neither.
 
-    Normalised heads are rounded to the dtype before and after they are multiplied by the weight, then rotated in
-    float32. Moves ``(2 num_heads + 4 num_kv_heads) head_dim`` elements per token and ``4 head_dim`` bytes of table (once
-    more from a cache for every group of heads); 3 FLOPs per rotated channel, 4 more if normalised.
+    Normalised heads are rounded to the dtype before and after the product with the weight, then rotated in float32.
+    Moves ``(2 num_heads + 4 num_kv_heads) head_dim`` elements and ``4 head_dim`` bytes of table per token; 3 FLOPs per
+    rotated channel, 4 more if normalised.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:
@@ -95,7 +92,7 @@ def _rotate_and_store(
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """One program per token and ``BLOCK_HEADS`` heads, which may be of different kinds."""
+    """One program per token and ``BLOCK_HEADS`` heads of any kind."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pairs = tl.arange(0, BLOCK_PAIRS)
@@ -134,7 +131,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _times_weight(normalised, q_norm, k_norm, pairs, PAIRS: tl.constexpr, is_query):
-    """Half-heads ``[heads, pairs]`` in the model's dtype times their kind's weight, rounded to that dtype; float32."""
+    """Half-heads ``[heads, pairs]`` times their kind's weight, rounded to the model's dtype; float32."""
     of_queries = tl.load(q_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float32)[None, :]
     scaled = normalised.to(tl.float32) * tl.where(is_query, of_queries, of_keys)

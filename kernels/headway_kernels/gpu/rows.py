@@ -1,12 +1,11 @@
-"""Columns of rows: from what a step says of its rows to what a model reads for its tokens, and back.
+"""Columns of rows: from a step's rows to the model's input per token, and back.
 
-Owns: the lookups, gathers and scatters between a step's columns, the token store, the block tables and a model's flat
-tensors. Must not know: what a token means, how a row was chosen, or any layer of a model.
+Owns: lookups, gathers and scatters between a step's columns, the token store, the block tables and flat tensors. Must
+not know: what a token means, how a row was chosen, or the model.
 
 The *token store* is int32 ``[max_rows, width]``: the tokens of each row by position. *Block tables* are int32
-``[max_rows, max_blocks]``: the pool's blocks of each row in order. Both stay on the device; a step brings only what
-changed. A *slot* is block times block size plus offset. Everywhere -1 as a row or index means "none": columns are padded
-to the size that a launch was captured with.
+``[max_rows, max_blocks]``. Both stay on the device; a step brings only changes. A *slot* is block times block size plus
+offset. A row or index of -1 is padding.
 """
 
 import triton
@@ -14,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 CHANNELS_PER_PROGRAM = 1024
-"""Of a gathered row; 16 bytes per thread where elements have 2 bytes."""
+"""Channels of a gathered row; 16 bytes per thread if elements have 2 bytes."""
 ENTRIES_PER_PROGRAM = 128
-"""Of a column: one per thread, since each is a chain of dependent loads."""
+"""Entries of a column: one per thread, since each is a chain of dependent loads."""
 NUM_WARPS = 4
 
 
@@ -53,16 +52,14 @@ def expand_rows(
     *,
     block_size: int,
 ) -> None:
-    """What a model reads for each of a step's tokens.
+    """Compute the model's input for each token of a step.
 
-    ``rows`` int32 ``[R]``, rows of the stores; ``query_start`` int32 ``[R + 1]``, from 0, never falling: entry r of the
-    step has tokens ``query_start[r]`` up to ``query_start[r + 1]``; ``first_position`` int32 ``[R]``, the position of
-    its first. Padding entries have no tokens; nothing else of them is read. ``token_store`` and ``block_tables`` as in
-    the module's docstring, any stride between rows.
-    ``token_ids``, ``positions`` and ``slots`` int32 ``[T]`` are written; tokens from ``query_start[R]`` on are padding and
-    get 0, 0 and -1.
+    ``rows`` int32 ``[R]``: rows of the stores. ``query_start`` int32 ``[R + 1]``, ascending from 0: entry r has tokens
+    ``query_start[r]`` up to ``query_start[r + 1]``; padding has none. ``first_position`` int32 ``[R]``. ``token_store``
+    and ``block_tables``: any row stride. Writes ``token_ids``, ``positions`` and ``slots``, int32 ``[T]``; padding
+    tokens get 0, 0 and -1.
 
-    For each token: a binary search, of ``log2 R`` dependent loads, then five; 12 bytes written.
+    A token costs a binary search of ``log2 R`` dependent loads, then five, and 12 bytes written.
     """
     num_tokens, num_rows = token_ids.shape[0], rows.shape[0]
     if num_tokens == 0:
@@ -98,12 +95,11 @@ def apply_edits(
     token_starts: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Bring the stores up to date: ``block_tables[row, place] = block``, and the tokens of new rows from position 0.
+    """Update the stores: ``block_tables[row, place] = block``, and the tokens of new rows from position 0.
 
-    ``edit_rows``, ``edit_places``, ``edit_blocks`` int32 ``[n]``; row -1 is padding; a place of a row occurs once.
-    ``token_rows`` int32 ``[m]``; ``token_starts`` int32 ``[m + 1]``, from 0, never falling, indices into ``tokens`` int32
-    (any length from ``token_starts[m]`` on); row -1 is padding. Stores as for ``expand_rows``. Launches nothing for columns
-    without entries: not meant to be captured.
+    ``edit_rows``, ``edit_places``, ``edit_blocks`` int32 ``[n]``, no place twice. ``token_rows`` int32 ``[m]``;
+    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Row -1 is padding. Empty
+    columns launch nothing: do not capture this.
 
     Moves 16 bytes per edit, and 8 per token after a binary search over ``token_starts``.
     """
@@ -135,10 +131,10 @@ def apply_edits(
 
 
 def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store: Tensor) -> None:
-    """``token_store[rows[i], positions[i]] = max(sampled[i], 0)``, so that the next step finds its input.
+    """``token_store[rows[i], positions[i]] = max(sampled[i], 0)``, the next step's input.
 
-    ``sampled``, ``rows``, ``positions`` int32 ``[n]``; row -1 is padding. A negative sample stands for a failure that the
-    host will see; a model must still be able to look it up. Moves 16 bytes per entry.
+    ``sampled``, ``rows``, ``positions`` int32 ``[n]``; row -1 is padding. A negative sample is a failure that the host
+    will see; the model must still find it in its vocabulary. Moves 16 bytes per entry.
     """
     num_sampled = sampled.shape[0]
     if num_sampled == 0:
@@ -256,10 +252,9 @@ def _store_sampled(sampled, rows, positions, token_store, store_stride, num_samp
 
 @triton.jit
 def _entry_of(places, starts, count, live, search_steps):
-    """The last entry that starts at or before each place, by bisection; entries without places are passed over.
+    """The last entry that starts at or before each place, by bisection; -1 for places that are not ``live``.
 
-    ``starts`` is ascending, ``[count + 1]``; ``search_steps`` is the bit length of ``count``. Nothing is read for places
-    that are not ``live``; those give -1.
+    ``starts`` is ascending, ``[count + 1]``; ``search_steps`` is the bit length of ``count``.
     """
     low = tl.zeros_like(places)
     high = low + count

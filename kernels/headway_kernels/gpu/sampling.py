@@ -1,33 +1,32 @@
 """Draw the next token of each row, in Triton: penalties, bias, temperature, top-k, top-p and min-p, without a sort.
 
-Owns: the order of the stages and the choice among their variants. Must not know: requests, steps, or how parameters get
-here.
+Owns: the order of the stages and the choice among their variants. Must not know: requests, steps, or the source of
+parameters.
 
-The rule, which ``headway_kernels.reference.sample`` writes out: ``p`` is the float32 softmax of the adjusted logits
-divided by the temperature. The weight of a token is ``floor(p * 2^52)``. Tokens rank by ``p``, equal ones by lower id.
-Top-k, top-p and min-p each keep a beginning of the ranking. The draw takes the cumulative weights of the kept tokens in
-the order of their ids and inverts them at the row's Philox uniform. Weights are integers, so their sums are exact: neither
-the order in which programs add nor the rest of the batch can change a token.
+The rule, also in ``headway_kernels.reference.sample``: ``p`` is the float32 softmax of the adjusted logits divided by
+the temperature, and ``floor(p * 2^52)`` a token's weight. Tokens rank by ``p``, equal ones by lower id. Top-k, top-p
+and min-p each keep a beginning of the ranking. The draw inverts the cumulative weights of the kept tokens, in the order
+of their ids, at the row's Philox uniform. Sums of integer weights are exact, so neither the order of additions nor the
+rest of the batch can change a token.
 
-Two numbers say which tokens are kept: a **threshold**, the bits of a float32 (bits order as non-negative floats do), and
-how many of the tokens exactly at the threshold are kept, lowest ids first. A row goes through
+Two numbers describe the kept tokens: a **threshold** (the bits of a float32; bits order as non-negative floats do), and
+how many of the tokens exactly at the threshold are kept, lowest ids first. The stages:
 
 1. ``statistics``, per chunk of the vocabulary: largest logit, its first place, sum of exponentials;
 2. ``merge``, per row: the scale of the distribution; greedy rows end here;
-3. ``survey``, per chunk, and from here to 5 only for rows with top-k or top-p: how much lies above each of a few fixed
-   probabilities, to choose a cutoff that surely keeps enough;
-4. ``list``, per chunk: the bits of all probabilities from the cutoff upward, in any order;
-5. ``threshold``, per row: the threshold, by a search with several pivots at once over that list;
+3. ``survey``, per chunk, for rows with top-k or top-p as 4 and 5: how much lies above each of a few fixed
+   probabilities;
+4. ``list``, per chunk: a cutoff that surely keeps enough, and the bits of all probabilities above it, in any order;
+5. ``threshold``, per row: a search with several pivots at once over that list;
 6. ``weigh``, per chunk: the weight above the threshold and the number of tokens at it;
 7. ``draw``, per row: the chunk in which the uniform falls, then the token.
 
-Stages 1 and 2 are in ``sampling_distribution``, 3 to 5 in ``sampling_truncation``, 6 and 7 in ``sampling_draw``.
+``sampling_distribution`` has stages 1 and 2, ``sampling_truncation`` 3 to 5, ``sampling_draw`` 6 and 7. Every stage
+computes probabilities by ``sampling_numbers.probability_of``: kernels may compare bits only if all compute the same
+bits.
 
-Every stage turns logits into probabilities by ``sampling_numbers.probability_of``, from the numbers that ``merge`` stored:
-kernels may compare bits only if all of them compute the same bits.
-
-The shapes fix all grids, and the kernels read the rows' parameters on the device, so a captured graph serves any batch
-of its size. The host chooses only the variant: it knows which stages no row of a batch needs.
+The shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size.
+The host chooses only the variant: which stages no row needs.
 """
 
 from typing import Literal
@@ -58,15 +57,15 @@ def sample(
 ) -> None:
     """Draw one token per row of ``logits``.
 
-    ``logits`` bfloat16, float16 or float32, shape ``[n, vocab_size]``, contiguous along the vocabulary, not modified;
-    ``rows`` int32, shape ``[n]``, -1 for padding; ``positions`` int32, shape ``[n]``, at least 1: the index of the token
-    being drawn; ``token_store`` int32, shape ``[rows, width]``, of which positions ``0 .. position - 1`` are read for
-    rows with penalties. Writes ``out_token_ids`` (int32, shape ``[n]``; -1 for padding and for rows without a finite
-    largest logit) and ``out_status`` (int32, shape ``[n]``; 1 for the latter, otherwise 0).
+    ``logits`` bfloat16, float16 or float32, ``[n, vocab_size]``, contiguous along the vocabulary, not modified.
+    ``rows`` int32, ``[n]``, -1 for padding. ``positions`` int32, ``[n]``, at least 1: the index of the drawn token.
+    ``token_store`` int32, ``[rows, width]``: rows with penalties read positions ``0 .. position - 1``. Writes
+    ``out_token_ids`` (int32, ``[n]``; -1 for padding and for rows without a finite largest logit) and ``out_status``
+    (int32, ``[n]``; 1 for the latter, otherwise 0).
 
-    ``variant`` says what some row of the batch asks for: "greedy" nothing, "random" a draw, "truncated" a draw under
-    top-k or top-p; min-p needs no more than "random". ``adjusted``: some row has penalties or entries. A row gets the
-    same token under any that suffices for it.
+    ``variant`` is the most that a row of the batch needs: "greedy", "random" (also min-p), or "truncated" (top-k or
+    top-p). ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices
+    for it.
     """
     if adjusted:
         adjust_logits(logits, rows, positions, columns, token_store, workspace)

@@ -48,7 +48,7 @@ def statistics_kernel(
     WITH_SUM: tl.constexpr,
     RAW: tl.constexpr,
 ):
-    """Largest logit, its first place, and the sum of exponentials beside it; RAW: at temperature 1."""
+    """Largest logit, its first place, and the sum of exponentials relative to it; RAW: at temperature 1."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -89,7 +89,7 @@ def _merge_kernel(
     CHUNKS: tl.constexpr,
     RANDOM: tl.constexpr,
 ):
-    """Put a row's chunks together: the greedy token for all; for others the scale of the distribution, and min-p."""
+    """Merge a row's chunks: the greedy token, the scale of the distribution, and the threshold of min-p."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
     if row < 0:

@@ -1,6 +1,6 @@
-"""How a row's sampling parameters lie in memory, for the host that packs them and the kernels that read them.
+"""The memory layout of a row's sampling parameters, shared by the host and the kernels.
 
-Owns: the 64 bytes of a row and the meaning of its flags. Must not know: where parameters come from, or Triton.
+Owns: the 64 bytes of a row and its flags. Must not know: where parameters come from, or Triton.
 """
 
 import numpy as np
@@ -10,8 +10,9 @@ RANKED = 2
 PENALTIES = 4
 ENTRIES = 8
 LOGPROBS = 16
-"""A row's flags: it draws at random; it has top-k or top-p; it has penalties; it has entries (logit bias or stop ids
-under ``min_tokens``); it reports log probabilities, which the kernels here leave to their caller to ask for."""
+"""A row's flags: it draws at random; it has top-k or top-p; penalties; entries (logit bias or stop ids under
+``min_tokens``); it reports log probabilities, which the caller asks for.
+"""
 
 ROW_LAYOUT = np.dtype(
     [
@@ -30,8 +31,9 @@ ROW_LAYOUT = np.dtype(
         ("end_entry", "<i4"),
     ]
 )
-"""One row. ``top_k`` is 0 for none and below the vocabulary's size otherwise; ``temperature`` counts only where RANDOM
-is set; entries ``first_entry .. end_entry - 1`` of the pool are the row's own. ``top_p`` and ``min_p`` are float64, so
-that a share is the one that the request named, and a comparison comes out here as it does anywhere else."""
+"""One row. ``top_k`` is 0 for none, else below the vocabulary's size; ``temperature`` counts only with RANDOM; the
+row's entries are ``first_entry .. end_entry - 1`` of the pool. ``top_p`` and ``min_p`` are float64, exactly as
+requested.
+"""
 
 ROW_WORDS = ROW_LAYOUT.itemsize // 4

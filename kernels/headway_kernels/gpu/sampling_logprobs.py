@@ -24,7 +24,7 @@ def _logprob_kernel(
     num_chunks,
     CHUNKS: tl.constexpr,
 ):
-    """The raw log probability of each row's token, and what to subtract from its other logits to get theirs."""
+    """The raw log probability of each row's token, and the normaliser to subtract from its other logits."""
     i = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + i)
     if token_id < 0:
@@ -50,10 +50,10 @@ def row_logprobs(
     out_logprobs: Tensor,
     out_normalisers: Tensor,
 ) -> None:
-    """Log probabilities of ``token_ids`` (int32, shape ``[n]``) in the raw distribution of ``logits``.
+    """Log probabilities of ``token_ids`` (int32, ``[n]``) in the raw distribution of ``logits``.
 
-    ``out_logprobs`` and ``out_normalisers`` float32, shape ``[n]``; a logit less its row's normaliser is its log
-    probability. Rows whose token is -1 get zeros. Uses the workspace: to be launched after ``sample``, not before.
+    ``out_logprobs`` and ``out_normalisers`` float32, ``[n]``: a logit less its row's normaliser is its log probability.
+    Rows with token -1 get zeros. Uses the workspace: launch it after ``sample``.
     """
     work = workspace
     # A row without a token is as good as padding.
@@ -85,9 +85,9 @@ def row_logprobs(
 
 
 def top_logprobs(logits: Tensor, k: int, normalisers: Tensor) -> tuple[Tensor, Tensor]:
-    """The ``k`` most likely tokens of each row: ids (int64) and log probabilities (float32), both ``[n, k]``.
+    """The ``k`` likeliest tokens of each row: ids (int64) and log probabilities (float32), both ``[n, k]``.
 
-    ``normalisers`` as ``row_logprobs`` wrote them. Plain torch: allocates, but waits for nothing.
+    ``normalisers`` come from ``row_logprobs``. Plain torch: allocates, but waits for nothing.
     """
     best = logits.topk(k, dim=-1)
     return best.indices, best.values.float() - normalisers[:, None]

@@ -15,7 +15,7 @@ from headway_kernels.gpu.sampling_layout import ROW_LAYOUT, ROW_WORDS
 DONE = tl.constexpr(0)
 DRAWS = tl.constexpr(1)
 DRAWS_RANKED = tl.constexpr(2)
-"""What is left to do for a row after ``merge``."""
+"""A row's remaining work after ``merge``."""
 
 SURVEYED = tl.constexpr(8)
 
@@ -24,11 +24,11 @@ CHUNK_WARPS = 8
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """The sampling parameters of every row, on the device; each tensor is a view of ``words``, but for the entries.
+    """The sampling parameters of every row, on the device; columns are views of ``words``.
 
-    ``words`` int32, shape ``[rows, ROW_WORDS]``, laid out as ``ROW_LAYOUT`` says. ``entry_token_ids`` int32 and
-    ``entry_biases`` float32, shape ``[capacity]``: what to add to which logit; no token twice in a row. A token id is
-    stored as its complement (``~id``) where the token is also excluded while the row is shorter than ``min_tokens``.
+    ``words`` int32, ``[rows, ROW_WORDS]``, laid out as ``ROW_LAYOUT``. ``entry_token_ids`` int32 and ``entry_biases``
+    float32, ``[capacity]``; no token twice in a row. The complement of a token id (``~id``) means that the token is
+    also excluded while the row is shorter than ``min_tokens``.
     """
 
     words: Tensor
@@ -37,7 +37,7 @@ class SamplingColumns:
 
     @classmethod
     def allocate(cls, *, num_rows: int, entry_capacity: int, device: torch.device) -> "SamplingColumns":
-        """Columns of ``num_rows`` rows that all are greedy."""
+        """Columns of ``num_rows`` greedy rows."""
         return cls(
             torch.zeros((num_rows, ROW_WORDS), dtype=torch.int32, device=device),
             torch.zeros(entry_capacity, dtype=torch.int32, device=device),
@@ -45,17 +45,17 @@ class SamplingColumns:
         )
 
     def column(self, name: str) -> Tensor:
-        """The named parameter of every row, shape ``[rows]``, strided; a seed as the int64 of the same bits."""
+        """The named parameter of every row, ``[rows]``, strided; a seed as the int64 of the same bits."""
         kind, offset = ROW_LAYOUT.fields[name][:2]  # type: ignore[index]
         dtype = {"u8": torch.int64, "f8": torch.float64, "f4": torch.float32, "i4": torch.int32}[kind.str[1:]]
         return self.words.view(dtype)[:, offset // kind.itemsize]
 
     def write_rows(self, rows: Tensor, words: Tensor) -> None:
-        """Set ``rows`` (int64, shape ``[k]``) to ``words`` (int32, shape ``[k, ROW_WORDS]``), both on the device."""
+        """Set ``rows`` (int64, ``[k]``) to ``words`` (int32, ``[k, ROW_WORDS]``), both on the device."""
         self.words.index_copy_(0, rows, words)
 
     def write_entries(self, first: int, token_ids: Tensor, biases: Tensor) -> None:
-        """Set the entries from ``first`` on; both tensors of shape ``[k]``, on the device or in pinned memory."""
+        """Set the entries from ``first`` on; both tensors ``[k]``, on the device or in pinned memory."""
         end = first + len(token_ids)
         self.entry_token_ids[first:end].copy_(token_ids, non_blocking=True)
         self.entry_biases[first:end].copy_(biases, non_blocking=True)
@@ -63,10 +63,10 @@ class SamplingColumns:
 
 @dataclass(frozen=True)
 class SamplingWorkspace:
-    """Scratch memory for batches of up to ``max_batch`` rows; holds nothing between two calls.
+    """Scratch memory for batches of up to ``max_batch`` rows; empty between calls.
 
-    ``adjusted`` and ``words`` have one number per logit; the others are small. ``chunk`` is the number of logits that a
-    program looks at, a power of two. Sums are rounded once for each chunk, so all batches must share it.
+    ``adjusted`` and ``words`` have one number per logit; the others are small. A program reads ``chunk`` logits, a
+    power of two. All batches must use the same: sums are rounded once per chunk.
     """
 
     chunk: int

@@ -19,19 +19,19 @@ FIXED_STEP = tl.constexpr(1.0 / (1 << 42))
 LARGEST = tl.constexpr(0x7FFFFFFF)
 
 NEARLY = tl.constexpr(1.001)
-"""A chunk's best probability, computed from its largest logit, bounds all of the chunk's but for rounding."""
+"""A chunk's best probability, from its largest logit, bounds all others up to this rounding."""
 
 
 @triton.jit
 def load_logits(pointer, places, vocab_size):
-    """Float32 logits with NaN as +inf: the largest of a row with either is infinite, which rules the row out."""
+    """Float32 logits with NaN as +inf: an infinite largest logit makes the row fail."""
     logits = tl.load(pointer + places, mask=places < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.where(logits != logits, float("inf"), logits)  # noqa: PLR0124 (what NaN is known by)
 
 
 @triton.jit
 def scale_of(temperature):
-    """What logits are multiplied by before ``exp2``; a greedy row's sums are not used."""
+    """The factor on logits before ``exp2``."""
     return tl.div_rn(tl.full((), LOG2E, tl.float32), tl.where(temperature > 0, temperature, 1.0))
 
 
@@ -43,7 +43,7 @@ def finite_or_zero(value):
 
 @triton.jit
 def probability_of(logits, row_max, row_scale, row_share):
-    """No multiplication here feeds an addition, so no compiler can fuse it in one kernel and not in another."""
+    """No product here feeds an addition, so no compiler can fuse it in one kernel and not in another."""
     return tl.exp2((logits - row_max) * row_scale) * row_share
 
 
@@ -55,19 +55,19 @@ def weight_of(probability):
 
 @triton.jit
 def share_beside(logits, largest, scale):
-    """Exponential beside that of ``largest``; at most 1 even in rows that are ruled out, where ``largest`` means nothing."""
+    """Exponential relative to that of ``largest``; at most 1, even in rows that fail."""
     return tl.minimum(tl.exp2((logits - largest) * scale), 1.0)
 
 
 @triton.jit
 def fixed_point(share):
-    """As an int64: a million of them may be added without overflow."""
+    """As an int64 with room for the sum of a million."""
     return (share * FIXED_ONE).to(tl.int64)
 
 
 @triton.jit
 def total_of(chunk_max, chunk_sums, row_max, scale):
-    """The row's sum of exponentials beside its largest logit, as float32."""
+    """The row's sum of exponentials relative to its largest logit, as float32."""
     shares = share_beside(chunk_max, row_max, scale) * (chunk_sums.to(tl.float32) * FIXED_STEP)
     return tl.sum(fixed_point(shares), 0).to(tl.float32) * FIXED_STEP
 

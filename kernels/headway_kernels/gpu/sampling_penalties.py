@@ -44,7 +44,7 @@ def _count_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Count each token that a row has generated, and mark each that its prompt holds."""
+    """Count each generated token of a row, and mark each token of its prompt."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
@@ -85,7 +85,7 @@ def _adjust_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """Copy logits as float32, under the penalties of rows that have any."""
+    """Copy logits as float32, with the penalties of their rows."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -120,7 +120,6 @@ def _entries_kernel(
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Add each row's logit bias, and exclude its stop ids while it is shorter than ``min_tokens``."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:

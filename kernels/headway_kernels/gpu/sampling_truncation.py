@@ -32,7 +32,7 @@ _OCTAVES = tl.constexpr(3)
 """The survey looks at probabilities 2^-3, 2^-6, ... 2^-24."""
 
 _SURELY = tl.constexpr(1.00001)
-"""The survey adds float32 probabilities, whose sum may be off by 3 in a million; this much is certain to be enough."""
+"""The survey's float32 sums may be off by 3 in a million; this margin is certain to be enough."""
 _SEARCH_TILE = 1024
 _SEARCH_WARPS = 8
 _PIVOTS = 8
@@ -52,7 +52,7 @@ def _survey_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """How many tokens, or how much probability without top-k, lie at or above each surveyed probability."""
+    """How many tokens (with top-k), or how much probability, lie at or above each surveyed probability."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -87,7 +87,7 @@ def _list_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Choose the highest cutoff that surely keeps enough; append the bits of the probabilities from there upward."""
+    """Choose the highest cutoff that surely keeps enough; list the bits of the probabilities from there upward."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -124,10 +124,10 @@ def _list_kernel(
 def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr):
     """Find the highest threshold at and above which the listed tokens suffice for ``need``, a weight or a number.
 
-    They must not suffice at ``high``; if they do at ``low`` either, the threshold is one with all of them above it, or
-    with more needed at it than there are. Returns the threshold, and the weight and number of tokens strictly above it.
-    Each pass divides the range at several pivots and draws it in to what lies in it, so a range that holds
-    one probability, however often, ends the search.
+    They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
+    more are needed at it than there are. Returns the threshold, and the weight and number of tokens strictly above it.
+    Each pass tries several pivots and shrinks the range to the tokens in it, so a range with one probability ends the
+    search.
     """
     steps = tl.arange(0, PIVOTS) + 1
     above_weight = tl.zeros((), tl.int64)
@@ -179,7 +179,7 @@ def _threshold_kernel(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """What top-k keeps, then what top-p keeps of it; then whichever of that and min-p keeps less."""
+    """Apply top-k, then top-p to what is left; then take the stricter of that and min-p."""
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return

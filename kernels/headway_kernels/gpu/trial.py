@@ -1,9 +1,9 @@
-"""A trial of each toolkit that the kernels need: one kernel is compiled, launched, and its result looked at.
+"""A trial of each toolkit: one kernel is compiled, launched and checked.
 
-Owns: the trials. Must not know: what the kernels in earnest compute, or what becomes of a failure.
+Owns: the trials. Must not know: the real kernels, or what happens after a failure.
 
-Both toolkits compile when a kernel is first launched, so an installation may be found broken only then: Triton wants a C
-compiler on the host, CuPy a compiler library that fits the driver.
+Both toolkits compile at the first launch: Triton needs a C compiler on the host, CuPy a compiler library that fits the
+driver.
 """
 
 import torch
@@ -15,7 +15,7 @@ _SIZE = 128
 
 
 class TrialFailed(RuntimeError):  # noqa: N818 (it names the finding)
-    """A kernel ran and did not do what it should."""
+    """A kernel ran and gave a wrong result."""
 
 
 @triton.jit
@@ -26,11 +26,7 @@ def _add_one(values, count, SIZE: tl.constexpr):
 
 
 def try_triton(device: torch.device) -> None:
-    """Run a kernel of Triton.
-
-    Raises:
-        Exception: whatever keeps it from running.
-    """
+    """Run a Triton kernel; raises any error that it meets."""
     values = torch.zeros(_SIZE, device=device)
     _add_one[(1,)](values, _COUNT, _SIZE)
     if values.sum().item() != _COUNT:
@@ -38,11 +34,7 @@ def try_triton(device: torch.device) -> None:
 
 
 def try_cupy(device: torch.device) -> None:
-    """Run a kernel of CuPy: a block goes out to main memory and comes back to another place.
-
-    Raises:
-        Exception: whatever keeps it from running.
-    """
+    """Run a CuPy kernel: a block goes out to main memory and back to another place; raises any error that it meets."""
     from headway_kernels.gpu import block_moves
 
     layers = torch.arange(2 * 2 * _SIZE, device=device).reshape(2, 2, _SIZE)

@@ -90,7 +90,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     a backend that runs ahead keeps its own copy. Position p of a row is in block ``block_table[row, p // block_size]``.
 
     ``num_speculative_tokens`` (shape ``[r]``, or None) is how many proposed tokens the backend may run behind each
-    row's one token (rule 8 of ``headway_proto.step``). Blocks cover the proposals.
+    row's one token (rule 9 of ``headway_proto.step``). Blocks cover the proposals.
     """
 
     step: int

@@ -1,9 +1,10 @@
 """How fast this host moves bytes and multiplies.
 
-Owns: a few measurements of torch's own operators, on the CPU and on a CUDA device.
-Must not know: models, backends, or what follows from a figure.
+Owns: a few measurements of torch's operators, on the CPU and on a CUDA device. Must not know: models, backends, or the
+use of a figure.
 
-Each is the best of several rounds, after one that does not count. A copy counts every byte twice, read and written.
+Each figure is the best of several rounds, after one that does not count. A copy counts every byte twice: read and
+written.
 """
 
 import time
@@ -32,14 +33,14 @@ _untyped_cuda: Any = torch.cuda
 
 
 class HostSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the CPU: bytes per second of a copy, operations per second of a float32 product."""
+    """The CPU: bytes per second of a copy, operations per second of a float32 product."""
 
     copy_bytes_per_s: float
     float32_flops: float
 
 
 class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a CUDA device: bytes per second of a copy inside it, and from and to pinned memory; bfloat16 operations."""
+    """A CUDA device: bytes per second of a copy inside it, from and to pinned memory; bfloat16 operations per second."""
 
     index: int
     copy_bytes_per_s: float
@@ -52,7 +53,7 @@ def measure_host(say: Say) -> HostSpeed:
     """Measure the CPU, with as many threads as torch takes.
 
     Raises:
-        RuntimeError: there is no memory for it.
+        RuntimeError: there is too little memory.
     """
     say("copying in main memory")
     size = min(_COPIED_BYTES, int(_MOST_SHARE * free_host_bytes()))
@@ -69,7 +70,7 @@ def measure_device(index: int, say: Say) -> DeviceSpeed:
     """Measure a CUDA device.
 
     Raises:
-        RuntimeError: there is no memory for it, or the device fails.
+        RuntimeError: there is too little memory, or the device fails.
     """
     device = torch.device("cuda", index)
     with torch.cuda.device(device):

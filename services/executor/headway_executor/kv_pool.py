@@ -1,7 +1,7 @@
 """The paged store of keys and values.
 
-Owns: its memory, its size, moving whole blocks, and how long one takes between here and main memory.
-Must not know: rows, attention, what a block looks like inside, or which request it belongs to.
+Owns: its memory, its size, moving whole blocks, and the time of a swap. Must not know: rows, attention, or what a block
+contains.
 """
 
 import time
@@ -27,11 +27,11 @@ _TIMED_ROUNDS = 2
 class KvPool:
     """``num_blocks`` blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
-    ``layers`` holds them: shape ``[num_layers, num_blocks, *block_shape]``. The memory starts as zeros and, on a CPU, is
-    not touched before it is used. ``num_host_blocks`` more wait in main memory for what is swapped out.
+    ``layers`` has shape ``[num_layers, num_blocks, *block_shape]``. It starts as zeros and, on a CPU, is untouched
+    before its first use. ``num_host_blocks`` more in main memory take swapped-out blocks.
 
     Raises:
-        BackendConfigError: the main memory for them cannot be had.
+        BackendConfigError: the main memory cannot be had.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KvPool:
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Move whole blocks, all layers at once: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
 
-        A host block that was never swapped out holds zeros. When this returns, the swapped blocks have arrived.
+        When this returns, the blocks have arrived.
         """
         if swap_out.shape[1]:
             self._host.store(self.layers, *swap_out)
@@ -71,9 +71,9 @@ class KvPool:
             self.layers[:, destinations] = self.layers[:, sources]
 
     def measure_swap_us(self) -> float:
-        """Microseconds that one block takes one way; 0.0 without host blocks. Leaves the blocks of the pool as they are.
+        """Microseconds to swap one block one way; 0.0 without host blocks. Blocks keep their contents.
 
-        The best of a few rounds over a few blocks, after one that has touched the memory.
+        The best of a few rounds, after one that touches the memory.
         """
         blocks = np.arange(min(_TIMED_BLOCKS, self.num_blocks, self.num_host_blocks), dtype=np.int32)
         if not len(blocks):
@@ -102,8 +102,8 @@ def num_pool_blocks(
 ) -> int:
     """How many blocks of ``block_bytes`` the pool gets: as many as the user named, or as many as fit.
 
-    Those that fit take a share of the memory that is free now: half of it on a CPU, which other processes use too, and
-    ``device_share`` of it on a device, where steps need room. They are never more than all rows together could hold.
+    A pool that must fit takes half of the free memory on a CPU, which other processes use too, and ``device_share`` of
+    it on a device, where steps need room; never more than all rows together could fill.
 
     Raises:
         BackendConfigError: one request of ``max_model_len`` tokens does not fit into the pool.
@@ -124,5 +124,5 @@ def num_pool_blocks(
 
 
 def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """What a block takes for keys and values of all layers, without what a way to run may pad them with."""
+    """Bytes of a block's keys and values in all layers, without padding."""
     return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize

@@ -1,7 +1,6 @@
 """Linear layers in plain torch.
 
-Owns: placing weights on a device, in a dtype, and multiplying with them.
-Must not know: what a layer is for, or how tokens are batched.
+Owns: weights on a device, in a dtype, and products with them. Must not know: what a layer is for.
 """
 
 import torch
@@ -17,10 +16,10 @@ class Linear:
         self._bias = None if bias is None else placed(bias, dtype, device)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Multiply: ``[tokens, in] -> [tokens, out]``, same dtype; the result is a new tensor."""
+        """Multiply: ``[tokens, in] -> [tokens, out]``, same dtype, a new tensor."""
         return functional.linear(inputs, self._weight, self._bias)
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of our own, so that the mapped file can go."""
+    """A copy of the tensor, so that the mapped file can be closed."""
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)

@@ -1,11 +1,11 @@
-"""From frames to steps and back: the executor's cycle, and the poll loop that drives it.
+"""The executor's cycle, from frames to steps and back, and the poll loop that drives it.
 
-Owns: giving accepted steps to the backend in order, reporting results in order, and turning every failure of a step
-into a request for a new epoch, or into the end of the process where the device is lost.
-Must not know: how a backend runs a step, how sockets are set up, or signals.
+Owns: running accepted steps in order, reporting results in order, and turning a failed step into a request for a new
+epoch, or into the end of the process if the device is lost. Must not know: how a backend runs a step, sockets, or
+signals.
 
-``StepCycle`` is synchronous and knows neither sockets nor clocks: frames and the time go in, frames come out. ``serve``
-is the loop around it. A step that the backend finishes later (a future) does not hold up the receipt of the next ones.
+``StepCycle`` is synchronous and pure: frames and the time go in, frames come out. ``serve`` is the loop around it.
+While a future is pending, further steps are received.
 """
 
 import time
@@ -32,10 +32,10 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
 
 
 class Channel(Protocol):
-    """What ``serve`` needs of the connection to the scheduler."""
+    """The connection to the scheduler, as ``serve`` needs it."""
 
     def wait(self, timeout: float) -> None:
-        """Return when a frame may have arrived, when ``wake`` was called, or after ``timeout`` seconds."""
+        """Return when a frame may have arrived, after a ``wake``, or after ``timeout`` seconds."""
         ...
 
     def receive(self) -> bytes | None:
@@ -43,12 +43,12 @@ class Channel(Protocol):
         ...
 
     def send(self, frame: bytes) -> None:
-        """Send, or drop when there is nobody to take it: the protocol notices lost frames."""
+        """Send, or drop if there is no peer: the protocol notices lost frames."""
         ...
 
 
 class _Pending(msgspec.Struct, frozen=True):
-    """A step given to the backend; ``future`` yields its result."""
+    """A step that the backend runs; ``future`` gives its result."""
 
     epoch: int
     step: int
@@ -59,10 +59,10 @@ class _Pending(msgspec.Struct, frozen=True):
 
 
 class StepCycle:
-    """One executor: ``link`` and ``state`` are its own, ``backend`` is open.
+    """One executor, with an open ``backend``; ``link`` and ``state`` are its own.
 
-    ``wake`` is called, from any thread, when a future has become ready and ``collect`` should be called. A step that takes
-    longer than ``step_timeout_s`` means that the device is lost.
+    ``wake`` is called from any thread when ``collect`` has a finished future. A step of more than ``step_timeout_s``
+    means that the device is lost.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ def serve(
     pulse: Pulse | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run ``cycle`` over ``channel`` until ``should_stop`` or the device is lost; sleeps whenever nothing is due."""
+    """Run ``cycle`` over ``channel`` until ``should_stop`` or until the device is lost."""
     while not should_stop() and cycle.device_lost is None:
         now = clock()
         if pulse is not None:

@@ -1,6 +1,6 @@
-"""The executor's figures for Prometheus.
+"""The executor's metrics for Prometheus.
 
-Owns: the names. Must not know: how the figures come about, HTTP, or when somebody asks.
+Owns: the names. Must not know: how figures are counted, HTTP, or when they are read.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExecutorSnapshot(NamedTuple):
-    """A copy of everything that is told, to be looked at by another thread."""
+    """A copy of all figures, for another thread."""
 
     info: BackendInfo
     histograms: dict[str, HistogramSnapshot]
@@ -40,7 +40,7 @@ _HISTOGRAMS = {
 
 
 def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> ExecutorSnapshot:
-    """Copy the figures of this moment."""
+    """Copy the current figures."""
     return ExecutorSnapshot(
         info=info,
         histograms={name: getattr(statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
@@ -55,7 +55,7 @@ def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> Executor
 
 
 def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
-    """What Prometheus is told."""
+    """The metric families of a snapshot."""
     from headway_process.metric_families import MetricFamilies
 
     info = snapshot.info

@@ -1,9 +1,9 @@
-"""A backend's settings against the model and the host: what a backend of real models is opened with.
+"""A backend's settings, checked against the model and the host.
 
-Owns: the checks against model and device, and the choices that "auto" and 0 leave to a backend (``setting_checks`` has what
-needs neither). Must not know: any backend, or how a model runs.
+Owns: these checks, and the choices for "auto" and 0; ``setting_checks`` has the checks that need neither. Must not
+know: any backend, or how a model runs.
 
-Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
+Every function raises ``BackendConfigError`` with one line: the setting, its value and what is allowed.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from headway_executor.setting_checks import max_model_len_of
 
 
 class ModelSettings(NamedTuple):
-    """What a backend's settings come to for one model: its configuration, the dtype, and tokens per request at most."""
+    """The checked settings for one model; ``max_model_len`` in tokens."""
 
     model_config: ModelConfig
     dtype: torch.dtype
@@ -29,10 +29,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
-    """Read the model's configuration, and hold the settings against it.
+    """Read the model's configuration, and check the settings against it.
 
     Raises:
-        ModelFilesError: as of ``read_model_config``.
+        ModelFilesError: see ``read_model_config``.
     """
     model_config = read_model_config(Path(config.model))
     dtype = _dtype_of(config, model_config, device)
@@ -49,7 +49,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
 
 
 def device_of(config: BackendConfig) -> torch.device:
-    """The device asked for, which this host has."""
+    """The device of ``config``, which this host must have."""
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -63,10 +63,10 @@ def device_of(config: BackendConfig) -> torch.device:
 
 
 def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_model_len: int) -> ModelSettings:
-    """Read the draft model's configuration, and hold it against the model whose tokens it proposes.
+    """Read the draft model's configuration, and check it against the model.
 
     Raises:
-        ModelFilesError: as of ``read_model_config``.
+        ModelFilesError: see ``read_model_config``.
     """
     draft = read_model_config(Path(config.draft_model))
     if draft.vocab_size != model_config.vocab_size or not _have_same_tokens(config.model, config.draft_model):
@@ -79,7 +79,7 @@ def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_mode
 
 
 def _have_same_tokens(model: str, draft_model: str) -> bool:
-    """Whether two checkpoints have the same tokens, as far as their tokenizer files tell."""
+    """Whether both tokenizer files have the same vocabulary; true if one is missing."""
     files = [Path(directory) / "tokenizer.json" for directory in (model, draft_model)]
     if not all(file.is_file() for file in files):
         return True
@@ -95,7 +95,7 @@ def _vocabulary(file: Path) -> object:
 
 
 def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What "auto" means: on a CPU float32, which it computes best and which holds any checkpoint's values exactly."""
+    """On a CPU, "auto" is float32: it is the fastest there and holds any checkpoint's values exactly."""
     if config.dtype == "auto":
         return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
     if config.dtype not in _DTYPES:
@@ -104,16 +104,10 @@ def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.de
 
 
 def _check_max_num_seqs(max_num_seqs: int) -> None:
-    """Refuse a number of rows that holds no request.
-
-    Raises:
-        BackendConfigError: it is less than 1.
-    """
     if max_num_seqs < 1:
         raise BackendConfigError(f"max_num_seqs {max_num_seqs} is not allowed; allowed: 1 or more")
 
 
 def _check_block_size(block_size: int) -> None:
-    """A block's size must be a power of two."""
     if block_size < 1 or block_size & (block_size - 1):
         raise BackendConfigError(f"block_size {block_size} is not allowed; allowed: a power of two")

@@ -1,21 +1,19 @@
-"""Which of a device's two queues waits for what, so that blocks move beside the steps that compute.
+"""Which of a device's two queues waits for what, so that blocks move beside running steps.
 
-Owns: for every block, who may still use it and which swap still reads it; and the least that each queue must wait for.
-Must not know: streams, events, tensors, or why a block moves.
+Owns: the last use and the last swap of every block, and the least that each queue must wait for. Must not know:
+streams, events, tensors, or why a block moves.
 
-Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue does its work in order. Both kinds
-are numbered from 1, in the order in which they are given; 0 stands for nothing. What is waited for is a number: then all
-work of that queue up to it is over.
+Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue works in order. Both kinds are
+numbered from 1; 0 means nothing. To wait for a number is to wait for all work of that queue up to it.
 
-- A swap-out waits for all work given before: the rows of the last step may have written its blocks.
-- A step or a copy waits for the newest swap-out that still reads a block which it is the first to write. Those are a step's
-  new blocks and a copy's destinations: a row that holds a block already does not write it any more when it is swapped
-  out, since it is full, unless it is that row that has just ended.
-- A swap-in waits for the last work that may use its blocks: the newest, where a row holds one of them (it may end with
-  the coming step, which is not known yet); else the last before their last row ended.
-- A step or a copy waits for every swap-in given before, since its rows may read what came in.
+- A swap-out waits for all earlier work: the rows of the last step may have written its blocks.
+- A step or a copy waits for the newest swap-out that still reads a block of which it is the first writer: a step's new
+  blocks and a copy's destinations. A row writes no other block while it is swapped out: its earlier blocks are full.
+- A swap-in waits for the last work that may use its blocks. If a row holds one of them, that is the newest work (the
+  row may end with the next step, which is not known yet); otherwise the last work before their last row ended.
+- A step or a copy waits for every earlier swap-in, since its rows may read those blocks.
 
-Everything costs as much as what changes: nothing here grows with the rows that run.
+The cost depends on what changes, not on the number of running rows.
 """
 
 from collections.abc import Iterable
@@ -33,7 +31,7 @@ class MoveFences:
     def __init__(self, num_blocks: int) -> None:
         self._num_holders = np.zeros(num_blocks, dtype=np.int32)
         self._last_use = np.zeros(num_blocks, dtype=np.int64)
-        """The last work of the step queue that could use a block, where nobody holds it."""
+        """The last work of the step queue that could use a block that no row holds."""
         self._last_read = np.zeros(num_blocks, dtype=np.int64)
         """The last swap-out of a block."""
         self._num_given = 0
@@ -41,28 +39,28 @@ class MoveFences:
         self._num_swaps = 0
         self._last_swap_in = NOTHING
         self._swaps_follow = NOTHING
-        """The work that is over before any further swap begins: waited for, or seen to have ended."""
+        """The work that has ended before any further swap begins: waited for, or seen to have ended."""
         self._steps_follow = NOTHING
-        """The swap that is over before any further work of the step queue begins."""
+        """The swap that has ended before any further work of the step queue begins."""
 
     @property
     def num_swaps(self) -> int:
-        """The number of the last swap that was given."""
+        """The number of the last queued swap."""
         return self._num_swaps
 
     @property
     def num_given(self) -> int:
-        """The number of the last work that was given to the step queue."""
+        """The number of the last queued work of the step queue."""
         return self._num_given
 
     def swap_out(self, blocks: Int32Array) -> int:
-        """A swap is given that reads ``blocks``; return the work that the swap queue must wait for."""
+        """Count a swap that reads ``blocks``; return the work that it must wait for."""
         self._num_swaps += 1
         self._last_read[blocks] = self._num_swaps
         return self._swap_after(self._num_given)
 
     def swap_in(self, blocks: Int32Array) -> int:
-        """A swap is given that writes ``blocks``; return the work that the swap queue must wait for."""
+        """Count a swap that writes ``blocks``; return the work that it must wait for."""
         self._num_swaps += 1
         self._last_swap_in = self._num_swaps
         if self._num_holders[blocks].any():
@@ -70,7 +68,7 @@ class MoveFences:
         return self._swap_after(int(self._last_use[blocks].max(initial=NOTHING)))
 
     def copy(self, sources: Int32Array, destinations: Int32Array) -> int:
-        """Copies are given to the step queue; return the swap that it must wait for before them."""
+        """Count copies; return the swap that they must wait for."""
         needed = self._swap_needed(destinations)
         self._num_given += 1
         self._last_use[sources] = self._num_given
@@ -78,27 +76,27 @@ class MoveFences:
         return self._step_after(needed)
 
     def step(self, new_blocks: Int32Array) -> int:
-        """A step is about to be given whose rows get ``new_blocks``; return the swap to wait for before it."""
+        """Prepare a step whose rows get ``new_blocks``; return the swap that it must wait for."""
         np.add.at(self._num_holders, new_blocks, 1)
         return self._step_after(self._swap_needed(new_blocks))
 
     def step_given(self) -> int:
-        """The step has been given to its queue; return its number."""
+        """Count the queued step; return its number."""
         self._num_given += 1
         self._last_step = self._num_given
         return self._num_given
 
     def rows_ended(self, blocks: Int32Array) -> None:
-        """The rows that held ``blocks``, each as often as one did, do not run any more after the last step given."""
+        """Rows that held ``blocks`` (one entry per holder) ended with the last queued step."""
         np.subtract.at(self._num_holders, blocks, 1)
         self._last_use[blocks] = np.maximum(self._last_use[blocks], self._last_step)
 
     def work_ended(self, number: int) -> None:
-        """The work of that number was seen to have ended: nobody need wait for it."""
+        """Record that this work has ended, so that no swap waits for it."""
         self._swaps_follow = max(self._swaps_follow, number)
 
     def swap_ended(self, number: int) -> None:
-        """The swap of that number was seen to have ended."""
+        """Record that this swap has ended."""
         self._steps_follow = max(self._steps_follow, number)
 
     def _swap_needed(self, written: Int32Array) -> int:
@@ -118,13 +116,13 @@ class MoveFences:
 
 
 class RowBlocks:
-    """Which blocks each row holds, in no order: a block that two rows share is held twice."""
+    """The blocks of each row, in no order; a block that two rows share is there twice."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[int]] = {}
 
     def append(self, new_blocks: Int32Array) -> None:
-        """Rows get blocks: the columns (row, block), shape ``[2, n]``, as in ``StepBatch.new_blocks``."""
+        """Add the columns (row, block), shape ``[2, n]``, as in ``StepBatch.new_blocks``."""
         rows, blocks = new_blocks
         # A prompt's blocks stand together: one piece for each row, and not one for each block.
         starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
@@ -132,7 +130,7 @@ class RowBlocks:
             self._held.setdefault(int(rows[start]), []).extend(blocks[start:end].tolist())
 
     def release(self, rows: Iterable[int]) -> Int32Array:
-        """Rows end; return the blocks that they held, int32, shape ``[n]``."""
+        """Remove rows; return the blocks that they held, int32, shape ``[n]``."""
         blocks: list[int] = []
         for row in rows:
             blocks += self._held.pop(row, ())

@@ -1,11 +1,10 @@
 """Counter-based random numbers: Philox4x32-10, vectorised over rows with numpy.
 
-Owns: the map from (seed, position) to one uniform number.
-Must not know: what is drawn with it.
+Owns: the map from (seed, position) to one uniform number. Must not know: what is drawn with it.
 
-The algorithm is Philox4x32-10 of J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC 2011, with its published constants. The key is the 64-bit seed; the counter is the position. There is no
-state, so a number depends neither on what was drawn before nor on what is drawn beside it.
+The algorithm and its constants are of J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as
+1, 2, 3", SC 2011. The key is the 64-bit seed, the counter is the position. There is no state: a number does not depend
+on other draws.
 """
 
 import numpy as np
@@ -38,7 +37,7 @@ def philox_4x32(
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One uniform number in ``[0, 1)`` with 53 random bits for each (seed, position).
+    """One uniform number in ``[0, 1)`` with 53 random bits per (seed, position).
 
     ``seeds`` uint64 and ``positions`` int64 (0 or more), both of shape ``[n]``; returns float64, shape ``[n]``.
     """

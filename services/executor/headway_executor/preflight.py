@@ -1,9 +1,9 @@
-"""What is wrong with an executor's configuration, as far as that shows before it is started.
+"""Errors in an executor's configuration that can be found before it starts.
 
-Owns: the checks that take a moment: they neither import PyTorch nor wake a device in this process.
-Must not know: how a backend runs. It checks everything again when it opens.
+Owns: the checks that take a moment: they neither import PyTorch nor wake a device in this process. Must not know: how a
+backend runs. The backend checks everything again when it opens.
 
-Of a backend that others wrote nothing is known but its name: it tells the rest itself.
+Of a third party's backend only the name is checked.
 """
 
 import os
@@ -46,7 +46,7 @@ else:
 
 
 class TorchBuild(NamedTuple):
-    """What the installed PyTorch was built for; both are empty in a build for CPUs."""
+    """The platforms that the installed PyTorch was built for; empty in a build for CPUs."""
 
     version: str
     cuda: str
@@ -54,10 +54,10 @@ class TorchBuild(NamedTuple):
 
 
 def check(config: ExecutorConfig) -> None:
-    """See that the executor could start; ``config`` has passed ``validate``.
+    """Check whether the executor could start; ``config`` has passed ``validate``.
 
     Raises:
-        BackendConfigError: a setting is not for this backend, this model or this host.
+        BackendConfigError: a setting does not fit this backend, this model or this host.
         ModelFilesError: the checkpoint directory lacks a file, or its config.json cannot be served.
     """
     check_installed(config.backend)
@@ -85,7 +85,7 @@ def check(config: ExecutorConfig) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    """The files that are always there. What is in them, and the shards, are looked at when the model is loaded."""
+    """Check the files that every checkpoint has. Loading checks their contents and the shards."""
     lacking = [] if (directory / CONFIG_FILE).exists() else [CONFIG_FILE]
     # Weights of another kind are told of by who refuses them.
     has_others = any(path.suffix in _OTHER_WEIGHTS for path in directory.iterdir())
@@ -99,7 +99,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_int8(config: ExecutorConfig) -> None:
-    """Whether the CPU kernels are here is found out by who loads them; what they never do is known."""
+    """Check what the CPU kernels never do; loading finds out whether they are installed."""
     if config.backend == "torch" and config.quantization == "int8":
         if config.device != "cpu":
             raise BackendConfigError(
@@ -131,7 +131,7 @@ def _check_device(config: ExecutorConfig) -> None:
 
 
 def torch_build() -> TorchBuild | None:
-    """What PyTorch says of itself in the file that its build wrote; None where that says nothing that is understood."""
+    """The build that PyTorch's version file describes; None if it says nothing known."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -147,7 +147,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def num_cuda_devices() -> int | None:
-    """How many devices the driver shows to a process with this environment; None if that cannot be found out."""
+    """How many devices the driver shows to a process with this environment; None if unknown."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES], capture_output=True, timeout=_COUNT_S, check=True

@@ -1,6 +1,6 @@
 """The executor process: configuration, signals and logs around the cycle.
 
-Owns: start, stop and exit codes. Must not know: how steps are run or how the protocol works.
+Owns: start, stop and exit codes. Must not know: how steps run, or the protocol.
 """
 
 import os
@@ -49,9 +49,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served; the latter two
-    with one line on stderr. A device that is lost ends the process with 4, without another call of it: whoever supervises
-    the process starts it again.
+    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served; 2 and 3 with
+    one line on stderr. If the device is lost, the process ends with 4 without another call of it; its supervisor starts
+    it again.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)
@@ -95,7 +95,7 @@ def run(config: ExecutorConfig) -> int:
 
 
 def _create_backend(name: str) -> ExecutorBackend:
-    """The backend, on a thread of its own unless its steps take so little time that they need none."""
+    """The backend, on its own thread unless its steps take very little time."""
     backend = create_backend(name)
     return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
 
@@ -109,7 +109,7 @@ def _serve(
     log: FilteringBoundLogger,
     snapshots: Snapshots[ExecutorSnapshot],
 ) -> DeviceLostError | None:
-    """Serve until told to stop (None) or until the device is lost."""
+    """Serve until a stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
     cycle = StepCycle(
         link=link,
@@ -135,7 +135,7 @@ def _serve(
 
 
 def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
-    """Listens from the start on; who reads before the model is loaded gets status 503."""
+    """The endpoint, listening from the start; before the model is loaded it answers with status 503."""
     if not config.metrics_address:
         return None
     from headway_process.metrics_endpoint import MetricsEndpoint
@@ -144,7 +144,7 @@ def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnaps
 
 
 class _OpeningProgress:
-    """Says in the log how far a long opening has come: what begins, then at most once in ``_PROGRESS_INTERVAL_S``."""
+    """Logs the progress of a long opening, at most once in ``_PROGRESS_INTERVAL_S`` per part."""
 
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log = log
@@ -152,7 +152,6 @@ class _OpeningProgress:
         self._said_at = float("-inf")
 
     def report(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total`` parts of ``what`` are there."""
         now = time.monotonic()
         if what != self._what or now - self._said_at >= _PROGRESS_INTERVAL_S:
             self._what, self._said_at = what, now
@@ -175,7 +174,7 @@ class _StopRequest:
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """End a process that is still loading: nothing needs saving, and a loader cannot be interrupted."""
+    """End a process that is still loading: it has nothing to save, and a loader cannot be interrupted."""
     del signum, frame
     os._exit(EXIT_OK)
 

@@ -1,13 +1,12 @@
-"""Log probabilities of prompts, for backends whose forward pass is a ``ForwardPass``.
+"""Log probabilities of prompts, for backends with a ``ForwardPass``.
 
-Owns: which rows want them, which tokens' logits they follow from, and how many logits there are at a time.
-Must not know: how a forward pass computes, sampling, or where a step comes from.
+Owns: which rows want them, which tokens give them, and how many logits there are at a time. Must not know: how a
+forward pass computes, sampling, or where a step comes from.
 
-The tokens from which they follow run **ahead of the step**, in passes of their own with the logits of every token; what is
-left of the rows (at most the last token of a prompt, and output behind it) stays with the step. So a step costs one pass
-more where somebody wants them, and nothing else of it changes. A pass takes as many tokens as have ``MOST_LOGITS_BYTES`` of
-logits: 128 tokens of a vocabulary of 128k, whatever the step's size. Beside them there is once as much for a moment, their
-exponentials.
+The tokens that give them run **ahead of the step**, in passes of their own with the logits of every token. The rest of
+each row stays in the step: at most the last token of a prompt, and output behind it. A pass takes as many tokens as
+have ``MOST_LOGITS_BYTES`` of logits (128 tokens of a vocabulary of 128k); their exponentials take as much again for a
+moment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,11 +23,11 @@ from headway_proto.sampling import NO_LOGPROBS
 from headway_proto.step import RowPromptLogprobs
 
 MOST_LOGITS_BYTES = 64 << 20
-"""Float32 logits of prompts that a pass gives at most, if one token's are not more."""
+"""The most float32 logits of prompts in one pass; one token may have more."""
 
 
 class WantedPrompt(msgspec.Struct, frozen=True):
-    """A row whose prompt of ``num_prompt_tokens`` tokens is reported, with so many alternatives beside each token."""
+    """A row whose prompt of ``num_prompt_tokens`` tokens is reported, with the number of alternatives per token."""
 
     num_prompt_tokens: int
     num_alternatives: int
@@ -41,7 +40,7 @@ class PromptReports:
         self._wanted: dict[int, WantedPrompt] = {}
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Take in which rows are new and which are gone."""
+        """Record the new and the finished rows."""
         if self._wanted:
             for row in batch.finished_rows.tolist():
                 self._wanted.pop(row, None)
@@ -51,7 +50,7 @@ class PromptReports:
                 self._wanted[new.row] = WantedPrompt(new.num_prompt_tokens, new.sampling.prompt_logprobs)
 
     def chunks(self, batch: StepBatch) -> tuple["PromptChunk", ...]:
-        """The chunks of a step from which log probabilities follow, rows ascending."""
+        """The chunks of a step that give log probabilities, rows ascending."""
         if not self._wanted:
             return ()
         found = []
@@ -67,7 +66,7 @@ class PromptReports:
 
 
 class PromptChunk(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end - 1`` of ``row``, which is at ``place`` in the batch: positions up to ``end`` follow."""
+    """Tokens ``start`` to ``end - 1`` of ``row``, at ``place`` in the batch; they give the positions up to ``end``."""
 
     row: int
     place: int
@@ -84,9 +83,9 @@ def run_ahead(
     *,
     vocab_size: int,
 ) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
-    """Run the tokens of ``chunks``; return what is left of the step, and the reports, rows ascending.
+    """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending.
 
-    ``rows`` are the whole step's, of which no token that is wanted is one of the chunks'. ``token_ids`` as of
+    ``rows`` are the whole step's; the chunks contain none of its wanted tokens. ``token_ids`` as of
     ``ForwardPass.run``.
     """
     parts: dict[int, list[PromptLogprobColumns]] = {}
@@ -100,7 +99,7 @@ def run_ahead(
 
 
 def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[PromptChunk]]:
-    """The chunks in order, cut into pieces of at most ``most_tokens`` tokens in all."""
+    """The chunks in order, cut into pieces of at most ``most_tokens`` tokens."""
     piece: list[PromptChunk] = []
     room = most_tokens
     for chunk in chunks:
@@ -150,7 +149,7 @@ def _run(
 
 
 def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
-    """The step without the first ``num_ahead[i]`` tokens of its row i, and without rows of which nothing is left."""
+    """The step without the first ``num_ahead[i]`` tokens of its row i, and without rows that are then empty."""
     stays = num_ahead < rows.num_new
     starts = np.cumsum(rows.num_new) - rows.num_new
     # A token moves forward by all that went before it, in its own row and in those before that.

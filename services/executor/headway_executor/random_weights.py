@@ -1,6 +1,6 @@
-"""Weights drawn from a seed where a checkpoint has none: to measure a model's speed with nothing but its config.json.
+"""Random weights instead of a checkpoint, to measure a model's speed with only its config.json.
 
-Owns: the distribution, and being read like a checkpoint. Must not know: what a tensor is for, beyond its shape.
+Owns: the distribution, and the interface of a checkpoint. Must not know: what a tensor is for, beyond its shape.
 """
 
 import math
@@ -16,10 +16,11 @@ _NORM_SUFFIX = "norm.weight"
 
 
 class RandomCheckpoint:
-    """Read like ``weights.Checkpoint``: the tensors of ``shapes`` (name to shape), in ``dtype``, made on ``device``.
+    """Has the interface of ``weights.Checkpoint``: the tensors of ``shapes`` (name to shape), in ``dtype``, on
+    ``device``.
 
-    Each is drawn from its name and ``seed``, so that it is the same whenever it is read: normal, with the variance that keeps
-    activations of order one; gains of norms are ones.
+    Each tensor follows from its name and ``seed``: normal, with a variance that keeps activations of order one; norms
+    are ones.
     """
 
     def __init__(
@@ -56,6 +57,6 @@ class RandomCheckpoint:
         return drawn.normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
     def fingerprint(self) -> str:
-        """Names shapes and seed: 16 hex digits."""
+        """16 hex digits over shapes and seed."""
         text = f"{self._seed} {self._dtype} {sorted(self._shapes.items())}".encode()
         return f"{zlib.crc32(text):08x}{zlib.crc32(text[::-1]):08x}"

@@ -1,7 +1,6 @@
-"""Rows that cannot be run, such as those whose tokens the model does not have: they fail, alone.
+"""Rows that cannot run, for example because the model lacks one of their tokens: they fail alone.
 
-Owns: which rows those are, and putting their errors into a step's result.
-Must not know: how a model runs, or how tokens are drawn.
+Owns: these rows, and their errors in a step's result. Must not know: how a model runs, or how tokens are drawn.
 """
 
 from collections.abc import Mapping
@@ -13,16 +12,16 @@ from headway_proto.step import ERRORED_ROW, RowError
 
 
 class Refusals:
-    """The refused rows of one backend whose token ids are below ``vocab_size``."""
+    """The refused rows of one backend, whose token ids must be below ``vocab_size``."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._messages: dict[int, str] = {}
 
     def admit(self, row: int, token_ids: Int32Array) -> Int32Array:
-        """The tokens that ``row`` is to run with: its own, or harmless ones where it is refused.
+        """The tokens that ``row`` runs with: its own, or harmless ones if it is refused.
 
-        The embedding has no place for others; its neighbours run on.
+        The embedding has no entry for others.
         """
         self._messages.pop(row, None)
         outside = (token_ids < 0) | (token_ids >= self._vocab_size)
@@ -33,17 +32,17 @@ class Refusals:
         return np.where(outside, np.int32(0), token_ids)
 
     def add(self, messages: Mapping[int, str]) -> None:
-        """Refuse rows for other reasons than their tokens."""
+        """Refuse rows for other reasons."""
         self._messages |= messages
 
     def forget(self, rows: Int32Array) -> None:
-        """``rows`` are somebody else's from now on."""
+        """Forget ``rows``; other requests get them."""
         if self._messages:
             for row in rows.tolist():
                 self._messages.pop(row, None)
 
     def among(self, rows: Int32Array) -> dict[int, str]:
-        """The refused ones of ``rows`` as they are now, and why."""
+        """The currently refused ones of ``rows``, and why."""
         if not self._messages:
             return {}
         return {row: self._messages[row] for row in rows.tolist() if row in self._messages}
@@ -52,7 +51,7 @@ class Refusals:
 def with_refusals(
     rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...], refused: dict[int, str]
 ) -> tuple[Int32Array, tuple[RowError, ...]]:
-    """What ``rows`` drew and their errors, the ``refused`` ones' among them; rows ascending."""
+    """The tokens and errors of ``rows``, including those of the ``refused``; rows ascending."""
     if not refused:
         return drawn, errors
     messages = {error.row: error.message for error in errors} | refused

@@ -1,7 +1,7 @@
-"""Backends by name, found through the entry point group ``headway.executor_backends``.
+"""Backends by name, from the entry point group ``headway.executor_backends``.
 
-Owns: the look-up, and the advice when a backend is unknown or its Python packages are not installed.
-Must not know: any backend; a third party's is loaded in the same way as a built-in one.
+Owns: the look-up, and the advice when a backend or its packages are missing. Must not know: any backend; a third
+party's is loaded like a built-in one.
 """
 
 import importlib.util
@@ -32,10 +32,10 @@ def create_backend(name: str) -> ExecutorBackend:
 
 
 def check_installed(name: str) -> None:
-    """See that there is a backend called ``name``, with the packages of a built-in one. Imports none of them.
+    """Check that there is a backend called ``name``, with its packages if it is built in. Imports none of them.
 
     Raises:
-        BackendConfigError: as of ``create_backend``.
+        BackendConfigError: see ``create_backend``.
     """
     entry_point = _find(name)
     for package in BUILT_IN[name].packages if name in BUILT_IN else ():

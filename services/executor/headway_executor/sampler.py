@@ -1,27 +1,23 @@
 """Draw the next token of each row: vectorised over rows, one torch implementation for every device.
 
-Owns: the sampling state of the rows, the logits processing, the truncation and the draw.
-Must not know: steps, blocks, the model, or which request a row serves.
+Owns: the rows' sampling state, the processing of logits, the truncation and the draw. Must not know: steps, blocks, the
+model, or requests.
 
-**A row's token depends on its own logits, parameters, seed and position only, bit for bit**, whatever shares its batch.
-Floating-point sums over a vocabulary would break that (their order may change with the shape of the batch), so the
-distribution is turned into integer weights first: ``floor(p * 2^52)`` of the float32 softmax ``p``. Integer sums do not
-depend on their order, and these fit the 53 bits that float64 holds exactly. Softmax itself works row by row. Tokens
-less likely than ``2^-52`` cannot be drawn.
+**A row's token depends only on its own logits, parameters, seed and position, bit for bit**, whatever else is in the
+batch. The order of floating-point sums may change with the shape of the batch. So the distribution first becomes
+integer weights: ``floor(p * 2^52)`` of the float32 softmax ``p``, which works row by row. Integer sums do not depend on
+their order, and these fit the 53 bits that float64 holds exactly. Tokens less likely than ``2^-52`` cannot be drawn.
 
-Tokens rank by ``p``, best first, equals by lower token id. Top-k keeps the first k of the ranking; top-p its shortest
-part whose weight reaches ``top_p`` times the weight of what top-k left (``2^52`` where there is no top-k); min-p those
-with ``p`` of at least ``min_p`` times the best. Each keeps a beginning of the ranking, so what all of them keep is
-everything from some rank upward.
+Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the shortest beginning
+whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps tokens with ``p``
+of at least ``min_p`` times the best. Together they keep a beginning of the ranking.
 
 A draw inverts the cumulative weights of the kept tokens, **in the order of their ids**, at one Philox uniform keyed by
-(seed, position) (see ``philox``): one random number per row, where the Gumbel-max trick would need one per vocabulary
-entry. So a draw needs to know which tokens are kept but not their ranks, and ``headway_kernels.gpu.sampling`` computes
-the same without sorting.
+(seed, position): one random number per row, where the Gumbel-max trick needs one per vocabulary entry. So a draw needs
+the kept tokens but not their ranks; ``headway_kernels.gpu.sampling`` computes the same without sorting.
 
-Order of the steps: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's
-mask; temperature; top-k; top-p over what top-k left; min-p. A row pays only for the steps that its parameters ask for; a batch of plain
-greedy rows is one argmax.
+Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
+temperature; top-k; top-p; min-p. A row pays only for the stages that it asks for; a plain greedy batch is one argmax.
 """
 
 from dataclasses import dataclass
@@ -40,32 +36,31 @@ from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 
 _CONSTRAINED = 1 << 16
-"""Beside the flags of the layout: this row has a mask in this step."""
+"""A flag beside those of the layout: this row has a mask in this step."""
 
 _FORCED = 1 << 17
-"""Beside them too: its mask leaves a single token, whatever its logits are."""
+"""Another: the mask leaves a single token, whatever its logits are."""
 
 _ADJUSTED = PENALTIES | ENTRIES | _CONSTRAINED
 _NOWHERE = np.zeros(0, dtype=np.int64)
 
 _FIRST_WIDTH = 64
 _WIDER = 16
-"""Truncation looks at this many best tokens first, then at 16 times as many, until it has seen enough."""
+"""Truncation examines this many best tokens first, then 16 times as many, until they suffice."""
 
 _SCALE_BITS = 52
-"""The integer weight of probability 1 is 2 to this: then float64 holds every sum of a row exactly."""
+"""The weight of probability 1 is 2 to this power: float64 then holds every sum of a row exactly."""
 
 BAD_LOGITS = "the model's logits for this row are NaN, infinite, or exclude every token"
-"""What a row is told that can draw nothing."""
+"""The error of a row that can draw nothing."""
 
 _HostIndex = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What ``Sampler.sample`` drew.
+    """``token_ids`` int64, shape ``[n]``, in the order of the logits, ``ERRORED_ROW`` where ``errors`` has the row.
 
-    ``token_ids`` int64, shape ``[n]``, in the order of the logits' rows, ``ERRORED_ROW`` where ``errors`` names the row.
     ``logprobs`` and ``errors`` in the same order, for the rows that have them.
     """
 
@@ -77,7 +72,7 @@ class SampledTokens:
 class Sampler:
     """Sampling state of up to ``max_num_rows`` rows over logits of width ``vocab_size`` on ``device``.
 
-    Per-row parameters are numpy columns, so that what a step needs is decided by a few array operations.
+    The parameters are numpy columns, so a few array operations decide what a step needs.
     """
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
@@ -96,10 +91,7 @@ class Sampler:
         return self._vocab_size
 
     def add_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Give ``row`` to a request; what the row held before is forgotten.
-
-        The parameters must be valid (``headway_proto.sampling.violations``).
-        """
+        """Give ``row`` to a request, with valid parameters (``headway_proto.sampling.violations``)."""
         entries = self._columns.set_row(row, sampling, num_prompt_tokens)
         self._entries.pop(row, None)
         if entries is not None:
@@ -110,11 +102,11 @@ class Sampler:
     ) -> SampledTokens:
         """Draw one token per row of ``logits``.
 
-        ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified; ``rows`` int64, shape ``[n]``;
-        ``positions`` int64, shape ``[n]``, the index of the token being drawn; ``token_ids`` integer, shape
-        ``[max rows, max length]``, of which positions ``0..position - 1`` of each row are read. A row may occur several
-        times, at different positions. ``masks`` are those of constrained rows, at their places among ``rows``.
-        A row whose logits are NaN or infinite gets ``ERRORED_ROW`` and an error; the others are unaffected.
+        ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified. ``rows`` int64, shape ``[n]``.
+        ``positions`` int64, shape ``[n]``: the index of the drawn token. ``token_ids`` integer, shape ``[max rows, max
+        length]``; positions ``0..position - 1`` of each row are read. A row may occur several times at different
+        positions. ``masks`` are those of constrained rows, at their places among ``rows``. A row with NaN or infinite
+        logits gets ``ERRORED_ROW`` and an error.
         """
         host_rows: _HostIndex = rows.cpu().numpy()
         flags = self._columns["flags"][host_rows]
@@ -137,7 +129,7 @@ class Sampler:
         token_ids: Tensor,
         masks: StepMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        """Split the batch into plain argmax rows, rows with a single token to draw, and those whose logits are processed."""
+        """Split the batch: plain argmax rows, rows with a single allowed token, and rows whose logits are processed."""
         forced = _NOWHERE
         if masks is not None and len(masks):
             forced = masks.places[masks.only >= 0]
@@ -172,7 +164,7 @@ class Sampler:
     def _draw_processed(
         self, working: Tensor, flags: NDArray[np.int32], rows: _HostIndex, positions: _HostIndex
     ) -> tuple[Tensor, Tensor]:
-        """Draw from adjusted float32 logits: argmax for greedy rows, the inverse distribution for the others."""
+        """Draw from adjusted float32 logits."""
         random = np.flatnonzero(flags & RANDOM)
         if not len(random):
             return _argmax(working)
@@ -203,7 +195,7 @@ class Sampler:
             self._apply_entries(working, having, rows[having], positions[having])
 
     def _mask(self, working: Tensor, places: _HostIndex, words: Int32Array) -> None:
-        """Exclude from the rows of ``working`` at ``places`` what their masks, ``[len(places), words]``, do not allow."""
+        """Exclude the tokens that the masks, ``[len(places), words]``, do not allow."""
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         excluded = self._to_device(bits == 0)
         if len(places) == len(working):
@@ -213,7 +205,7 @@ class Sampler:
             working[place].masked_fill_(excluded[number], -torch.inf)
 
     def _apply_entries(self, working: Tensor, places: _HostIndex, rows: _HostIndex, positions: _HostIndex) -> None:
-        """Apply logit bias and the ``min_tokens`` mask to ``working``, whose rows at ``places`` are ``rows``."""
+        """Apply logit bias and the ``min_tokens`` mask to the rows of ``working`` at ``places``."""
         entries = [self._entries[row] for row in rows.tolist()]
         num_entries = [len(entry.token_ids) for entry in entries]
         stored = np.concatenate([entry.token_ids for entry in entries])
@@ -226,7 +218,6 @@ class Sampler:
         working[index, token_ids] = biased.masked_fill_(self._to_device(excluded), -torch.inf)
 
     def _penalise(self, working: Tensor, rows: _HostIndex, positions: _HostIndex, token_ids: Tensor) -> Tensor:
-        """Return ``working`` after the repetition, presence and frequency penalties of ``rows``."""
         longest = max(1, int(positions.max()))
         history = token_ids[:, :longest].index_select(0, self._to_device(rows)).long()
         place = torch.arange(longest, device=working.device)
@@ -245,7 +236,7 @@ class Sampler:
         return working - frequency * counts - presence * (counts > 0)
 
     def _draw_random(self, working: Tensor, rows: _HostIndex, positions: _HostIndex) -> tuple[Tensor, Tensor]:
-        """Draw from temperature-scaled, truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
+        """Draw from the truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
         probabilities, usable = _probabilities(working, self._column("temperature", rows))
         uniform = self._to_device(uniforms(self._columns["seed"][rows], positions))[:, None]
         is_ranked = (self._columns["top_k"][rows] > 0) | (self._columns["top_p"][rows] < 1.0)
@@ -263,17 +254,17 @@ class Sampler:
         return drawn, usable
 
     def _draw_unranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Draw from all tokens, or from those that min-p keeps, in the order of their ids."""
+        """Draw from all tokens, or from those that min-p keeps."""
         if self._columns["min_p"][rows].any():
             least = self._column("min_p", rows) * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
         return _invert(_integer_weights(probabilities), uniform)
 
     def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Draw under top-k and top-p, which need the tokens best first.
+        """Draw under top-k and top-p.
 
-        Sorting a whole vocabulary is slow and almost never needed: the best few tokens settle a row as soon as they
-        hold all that it keeps. Until then, look at more.
+        Sorting a whole vocabulary is slow and rarely needed: a row is settled once the examined best tokens hold all
+        that it keeps.
         """
         drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))
@@ -293,7 +284,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Pick among each row's best tokens, both of shape ``[m, width]``, in any order.
 
-        Returns ``(settled, picked)``, both of shape ``[m]``; a pick counts only where the width sufficed.
+        Returns ``(settled, picked)``, both of shape ``[m]``; a pick counts only if it is settled.
         """
         width = token_ids.shape[1]
         top_k, top_p = self._column("top_k", rows), self._column("top_p", rows)
@@ -324,7 +315,7 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, flags: NDArray[np.int32], rows: _HostIndex, drawn: Tensor, usable: Tensor
     ) -> tuple[RowLogprobs, ...]:
-        """Report the raw distribution at the rows that asked for it and drew a token."""
+        """Report the raw distribution of the rows that asked for it and drew a token."""
         asking = np.flatnonzero((flags & LOGPROBS != 0) & usable.cpu().numpy())
         if not len(asking):
             return ()
@@ -349,14 +340,13 @@ class Sampler:
         return torch.from_numpy(values).to(self._device)
 
     def _column(self, name: str, rows: _HostIndex) -> Tensor:
-        """The named parameter of each of ``rows`` as a tensor of shape ``[m, 1]``."""
         return self._to_device(self._columns[name][rows])[:, None]
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first of the largest logits per row, and whether it is finite. A NaN counts as largest.
 
-    On the host, numpy's float32 argmax is some thirty times as fast as torch's of any dtype.
+    On the host, numpy's float32 argmax is some thirty times as fast as torch's.
     """
     if logits.device.type == "cpu":
         values = logits.detach().float().numpy()
@@ -367,7 +357,7 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """``softmax(logits / temperature)``, and whether each row has a distribution (where not, it gets a flat one)."""
+    """``softmax(logits / temperature)``, and whether each row has a distribution (otherwise it gets a flat one)."""
     # Shifting before dividing keeps the largest logit at exactly 0: tiny temperatures cannot overflow it.
     probabilities = logits.sub(logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     usable = probabilities[:, 0].isfinite()
@@ -377,7 +367,7 @@ def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _rank(token_ids: Tensor, probabilities: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Both arguments, shape ``[m, width]``, with each row's tokens in the order of their rank."""
+    """Both arguments, shape ``[m, width]``, sorted by rank."""
     # Keys order by probability, then by lower token id, and are distinct. The bits of floats that are not negative
     # order as the floats do; there are 31, beside which an id fits into an int64.
     id_bits = (vocab_size - 1).bit_length()
@@ -388,7 +378,6 @@ def _rank(token_ids: Tensor, probabilities: Tensor, vocab_size: int) -> tuple[Te
 
 
 def _integer_weights(probabilities: Tensor) -> Tensor:
-    """``floor(probabilities * 2^52)`` as int64; the product is exact."""
     return probabilities.mul(2.0**_SCALE_BITS).long()
 
 

@@ -1,6 +1,6 @@
-"""The sampling parameters of every row, on the host: what a step needs is decided here, and uploads are packed here.
+"""The sampling parameters of every row, on the host.
 
-Owns: one array with a record per row, the place of each row's entries in the device's pool, and the choice of a variant.
+Owns: one record per row, each row's place in the pool of entries, the packing of uploads, and the choice of a variant.
 Must not know: devices, tensors, or what a kernel does with a record.
 """
 
@@ -21,19 +21,19 @@ from headway_kernels.gpu.sampling_layout import (
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them tells nothing but the largest logit apart."""
+"""Lower temperatures are greedy: dividing by them leaves only the largest logit."""
 
 _MAX_INT32 = (1 << 31) - 1
 
 
 class SamplingEntriesError(ValueError):
-    """No place is left for a row's logit bias and stop ids; the message says how many there is place for."""
+    """The pool has no room for a row's logit bias and stop ids; the message says how much room there is."""
 
 
 class SamplingEntries(NamedTuple):
     """Entries of the pool to upload, from ``first`` on; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
 
-    A token id stands as its complement where the token is also excluded while its row is shorter than ``min_tokens``.
+    The complement of a token id means that the token is also excluded while its row is shorter than ``min_tokens``.
     """
 
     first: int
@@ -42,9 +42,9 @@ class SamplingEntries(NamedTuple):
 
 
 class SamplingNeeds(NamedTuple):
-    """What some row of a batch asks for: the arguments that choose among ``headway_kernels.gpu.sampling``'s variants.
+    """The arguments that choose among the variants of ``headway_kernels.gpu.sampling``.
 
-    ``top_logprobs`` is the largest number of alternatives that a row reports, -1 where none reports log probabilities.
+    ``top_logprobs`` is the largest number of alternatives that a row reports, -1 if no row reports any.
     """
 
     variant: Literal["greedy", "random", "truncated"]
@@ -55,7 +55,7 @@ class SamplingNeeds(NamedTuple):
 class SamplingColumns:
     """Records of ``max_num_rows`` rows over a vocabulary of ``vocab_size``, and a pool of ``entry_capacity`` entries.
 
-    The last record, number ``max_num_rows``, belongs to no request and stays greedy: it is for rows that pad a batch.
+    One more record, number ``max_num_rows``, stays greedy: rows that pad a batch use it.
     """
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, entry_capacity: int) -> None:
@@ -68,14 +68,14 @@ class SamplingColumns:
         self._spans: dict[int, tuple[int, int]] = {}
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """The parameter that ``ROW_LAYOUT`` calls ``name``, of every row."""
+        """The parameter ``name`` of ``ROW_LAYOUT``, of every row."""
         return self._records[name]
 
     def set_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingEntries | None:
-        """Give ``row`` to a request and return the entries to upload, if it has any.
+        """Give ``row`` to a request; return the entries to upload, if any.
 
-        The parameters must be valid (``headway_proto.sampling.violations``). The entries' place may have been that of a
-        row that was cleared: upload them in the order of the steps.
+        The parameters must be valid (``headway_proto.sampling.violations``). Upload in the order of the steps: the
+        entries may take the place of a cleared row's.
 
         Raises:
             SamplingEntriesError: the pool has no room; the row is left cleared.
@@ -100,23 +100,23 @@ class SamplingColumns:
         return SamplingEntries(first, token_ids, biases) if len(token_ids) else None
 
     def clear_row(self, row: int) -> None:
-        """Take ``row`` from its request: its entries' place is free again, and it is greedy."""
+        """Make ``row`` greedy and free the place of its entries."""
         self._spans.pop(row, None)
         self._records[row] = self._records[-1]
         self._num_logprobs[row] = NO_LOGPROBS
 
     def pack(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
-        """The records of ``rows``, shape ``[k]``, as 32-bit words, shape ``[k, ROW_WORDS]``, to upload as they are."""
+        """The records of ``rows``, shape ``[k]``, as 32-bit words, shape ``[k, ROW_WORDS]``."""
         words: NDArray[np.int32] = self._records[rows].view(np.int32)
         return words.reshape(len(rows), ROW_WORDS)
 
     def num_logprobs(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
-        """The number of alternatives that each of ``rows`` reports; ``NO_LOGPROBS`` where it reports nothing."""
+        """The number of alternatives per row of ``rows``; ``NO_LOGPROBS`` if it reports none."""
         counts: NDArray[np.int32] = self._num_logprobs[rows]
         return counts
 
     def needs(self, rows: NDArray[np.integer]) -> SamplingNeeds:
-        """What a step that samples ``rows`` needs."""
+        """The needs of a step that samples ``rows``."""
         flags = int(np.bitwise_or.reduce(self._flags[rows], initial=0))
         variant: Literal["greedy", "random", "truncated"] = "greedy"
         if flags & RANDOM:
@@ -125,7 +125,7 @@ class SamplingColumns:
         return SamplingNeeds(variant, bool(flags & (PENALTIES | ENTRIES)), top_logprobs)
 
     def _place(self, row: int, count: int) -> int:
-        """Reserve the first gap in the pool that holds ``count`` entries."""
+        """Reserve the first gap that holds ``count`` entries."""
         if not count:
             return 0
         first = 0
@@ -156,7 +156,7 @@ def _flags(sampling: SamplingParams, *, ranked: bool) -> int:
 
 
 def _entries(sampling: SamplingParams) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The row's entries, no token twice: biases of the same token add up, and a stop id is one even without a bias."""
+    """The row's entries, no token twice: biases of one token add up."""
     biases: dict[int, np.float32] = {}
     for token_id, bias in sampling.logit_bias:
         biases[token_id] = biases.get(token_id, np.float32(0)) + np.float32(bias)

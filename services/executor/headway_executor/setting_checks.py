@@ -1,10 +1,9 @@
-"""What the built-in backends take of the settings, and the checks that need neither PyTorch nor a device.
+"""The settings of the built-in backends, and the checks that need neither PyTorch nor a device.
 
-Owns: those backends' packages, quantizations and options, and one line for a setting that they do not take. So a mistake is
-told in a moment, by whoever asks before PyTorch is imported, and by the backend itself in the same words.
-Must not know: how a backend runs, or what a host has.
+Owns: each backend's packages, quantizations and options. Must not know: how a backend runs, or what a host has.
 
-Every function raises ``BackendConfigError`` with one line that names the setting, its value and what is allowed.
+The preflight checks and the backends share these functions, so both report a mistake in the same words. Every function
+raises ``BackendConfigError`` with one line: the setting, its value and what is allowed.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +17,9 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """What a built-in backend takes. ``options`` maps each to its values, the default first; to none, if it takes any text."""
+    """The settings of a built-in backend. ``options`` maps each to its values, the default first; an empty tuple allows
+    any text.
+    """
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
@@ -43,7 +44,7 @@ BUILT_IN: Mapping[str, Takes] = MappingProxyType({"torch": TORCH, "triton": TRIT
 
 
 def check_settings(config: BackendConfig, takes: Takes) -> None:
-    """The settings must be among those that the backend takes."""
+    """Check that the backend takes the settings."""
     if config.quantization not in takes.quantizations:
         raise BackendConfigError(
             f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
@@ -58,7 +59,7 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
 
 
 def check_interpreted(environment: Mapping[str, str]) -> None:
-    """Triton runs on a CPU only where it was told to interpret its kernels."""
+    """Triton runs on a CPU only if it interprets its kernels."""
     if environment.get("TRITON_INTERPRET") != "1":
         raise BackendConfigError(
             "device 'cpu' is not allowed for backend 'triton'; allowed: cuda, cuda:N, or cpu where the environment has "
@@ -67,12 +68,12 @@ def check_interpreted(environment: Mapping[str, str]) -> None:
 
 
 def option_of(config: BackendConfig, takes: Takes, name: str) -> str:
-    """The value of an option, as it was given or its default."""
+    """The value of an option, or its default."""
     return config.options.get(name, takes.options[name][0])
 
 
 def max_model_len_of(max_model_len: int, context: int) -> int:
-    """Tokens per request at most: what was asked for, within the model's context, or all of it."""
+    """The most tokens of one request: ``max_model_len`` within the model's context, or all of it for 0."""
     if not 0 <= max_model_len <= context:
         raise BackendConfigError(
             f"max_model_len {max_model_len} is not allowed; allowed: 1 to the model's context, {context}, or 0 for all of it"
@@ -81,9 +82,8 @@ def max_model_len_of(max_model_len: int, context: int) -> int:
 
 
 def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that one request of ``max_model_len`` tokens could not run in.
-
-    ``given`` tells whether the user named the number or the free memory did.
+    """Refuse a pool that cannot run one request of ``max_model_len`` tokens; ``given`` if the user named the number of
+    blocks.
     """
     needed = -(-max_model_len // block_size)
     if num_blocks >= needed:

@@ -1,6 +1,6 @@
-"""What the executor's steps look like: how many, how large, how long, and how long it waited between them.
+"""Figures of the executor's steps: their number, sizes and times, and the waits between them.
 
-Owns: these figures. Must not know: who reads them, or the clock.
+Owns: these figures. Must not know: their readers, or the clock.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ class ExecutorStatistics:
 
     def __init__(self) -> None:
         self.device_s = Histogram(_STEP_S)
-        """Of each step, as the backend has measured it."""
+        """Of each step, as the backend measured it."""
         self.idle_s = Histogram(_STEP_S)
-        """Between the report of a step and the arrival of the next, where nothing was to be done in between."""
+        """Between the report of a step and the arrival of the next, while nothing else was pending."""
         self.tokens = Histogram(_COUNTS)
         self.rows = Histogram(_COUNTS)
         self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}

@@ -1,29 +1,29 @@
 """The executor's side of the step protocol, without sockets and clocks.
 
-Owns: when the executor says hello, accepts an epoch, accepts a step, reports that it lost the thread, and shows life.
-Must not know: sockets, the wall clock (time comes in as seconds of any monotonic clock), rows, or backends.
+Owns: when the executor says hello, accepts an epoch or a step, asks for a new epoch, and shows life. Must not know:
+sockets, the wall clock (time comes in as seconds of any monotonic clock), rows, or backends.
 
 The rules, which the scheduler's side mirrors:
 
-* **Sequence.** Each side numbers the frames it sends within an epoch from 0. The scheduler's frame 0 of an epoch is
-  ``NewEpoch`` itself; steps and heartbeats follow as 1, 2, ... The executor starts again from 0 when it accepts
-  ``NewEpoch``; its frame 0 is a heartbeat (next step 0), which acknowledges the epoch. What the executor sends before
-  its first epoch carries epoch 0. Leaving an epoch does not change the numbering: later hellos and resync requests
+* **Sequence.** Each side numbers its frames within an epoch from 0. The scheduler's frame 0 is ``NewEpoch``; steps and
+  heartbeats follow. The executor's frame 0 is a heartbeat (next step 0), which acknowledges the epoch. Before the first
+  epoch the executor sends epoch 0. Leaving an epoch does not change the numbering: later hellos and resync requests
   carry the epoch that was left.
-* **HELLO** (from the start). ``ExecutorHello`` every ``hello_interval`` until an epoch is opened. Because a hello and
-  a ``NewEpoch`` may cross, a scheduler may see further hellos of a frame epoch below the one it just opened; it need
-  open another only when they go on.
-* **NewEpoch** is accepted, in any state, when it names this executor's incarnation, is frame 0 of the epoch it opens,
-  and is news: a later epoch of the scheduler we know, or the first of a scheduler we never followed. Epoch numbers
-  are 1 or more and rise within one scheduler incarnation. A new incarnation starts from a random number, so that a
-  late frame of its predecessor does not fit its epoch.
-* **RUNNING.** A frame of this epoch with the expected sequence number is taken; a lower number is a duplicate and is
-  dropped. A higher number, an undecodable frame, or a step that is not the expected one loses the epoch.
+* **HELLO** (from the start). ``ExecutorHello`` every ``hello_interval`` until an epoch is opened. A hello and a
+  ``NewEpoch`` may cross, so a scheduler may see hellos of the epoch below the one that it just opened; it opens another
+  only if they go on.
+* **NewEpoch** is accepted, in any state, if it has this executor's incarnation, is frame 0 of its epoch, and is new: a
+  later epoch of the known scheduler, or the first epoch of an unknown one. Epoch numbers are 1 or more and rise within
+  one scheduler incarnation. A new incarnation starts from a random number, so that late frames of its predecessor do
+  not fit.
+* **RUNNING.** A frame of this epoch with the expected sequence number is taken; one with a lower number is a duplicate
+  and is dropped. A higher number, an undecodable frame, or an unexpected step loses the epoch.
 * **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
-* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of a scheduler other than the epoch's, on a frame of a later
-  epoch (its ``NewEpoch`` never arrived), or when nothing intact arrived for ``silence_timeout``. An executor waits
-  for ever. Frames of earlier epochs are ignored.
-* **Leaving.** A process that must end says so with one ``ResyncRequest`` (``is_leaving``), so that nobody waits for it.
+* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch (its
+  ``NewEpoch`` never arrived), or when nothing intact arrived for ``silence_timeout``. Frames of earlier epochs are
+  ignored.
+* **Leaving.** A process that must end sends one ``ResyncRequest`` (``is_leaving``), so that the scheduler does not
+  wait.
 * **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``. In the other states the repeated message
   is the sign of life.
 """
@@ -62,7 +62,7 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochBegan(NamedTuple):
-    """Every row is to be forgotten; the next step is 0."""
+    """Forget every row; the next step is 0."""
 
     epoch: int
     scheduler_incarnation: int
@@ -85,7 +85,7 @@ LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady
 
 
 class LinkOutcome(NamedTuple):
-    """What to do after the link was fed: frames to send, then events to act on, both in order."""
+    """Frames to send, then events to handle, both in order."""
 
     frames: list[bytes]
     events: list[LinkEvent]
@@ -98,7 +98,7 @@ class _State(enum.Enum):
 
 
 class StepLink:
-    """One executor life: ``incarnation`` is a random integer unique to it, ``info`` what its backend announced."""
+    """One life of an executor: ``incarnation`` is a random integer, ``info`` comes from its backend."""
 
     def __init__(self, *, incarnation: int, info: BackendInfo, timing: LinkTiming | None = None) -> None:
         self._incarnation = incarnation
@@ -121,23 +121,23 @@ class StepLink:
 
     @property
     def epoch(self) -> int:
-        """The epoch entered last; 0 before the first."""
+        """The last epoch; 0 before the first."""
         return self._epoch
 
     @property
     def running(self) -> bool:
-        """Whether steps of the current epoch are being accepted and reported."""
+        """Whether steps of the current epoch are accepted and reported."""
         return self._state is _State.RUNNING
 
     @property
     def next_deadline(self) -> float:
-        """The time at which ``tick`` has something to do, in the clock of ``now``."""
+        """When ``tick`` is due, in the clock of ``now``."""
         if self._state is _State.HELLO:
             return self._next_message_at
         return min(self._next_message_at, self._last_heard + self._timing.silence_timeout)
 
     def receive(self, data: bytes | memoryview, now: float) -> LinkOutcome:
-        """Take one message from the scheduler's address; never raises, whatever the bytes."""
+        """Take one message from the scheduler's address; never raises, whatever the bytes are."""
         outcome = LinkOutcome([], [])
         try:
             frame = self._reader.decode(data)
@@ -156,7 +156,7 @@ class StepLink:
         return outcome
 
     def tick(self, now: float) -> LinkOutcome:
-        """Do what is due at ``now``: hellos, resync requests, heartbeats, and the notice of silence."""
+        """Do what is due at ``now``: hellos, resync requests, heartbeats, and the end of an epoch after silence."""
         outcome = LinkOutcome([], [])
         silent_for = now - self._last_heard
         if self._state is not _State.HELLO and silent_for >= self._timing.silence_timeout:
@@ -165,9 +165,9 @@ class StepLink:
         return outcome
 
     def result(self, *, epoch: int, step: int, result: StepResult, state_digest: int | None) -> list[bytes]:
-        """The frames that report an executed step: none when its epoch is over.
+        """The frames that report an executed step: none if its epoch is over.
 
-        ``state_digest`` is the digest right after the step was applied, for the steps that report one.
+        ``state_digest`` is the digest right after the step was applied, for steps that report one.
         """
         if self._state is not _State.RUNNING or epoch != self._epoch:
             return []
@@ -188,10 +188,10 @@ class StepLink:
     def lose_epoch(
         self, epoch: int, reason: str, now: float, *, failed_step: int = -1, max_num_batched_tokens: int = 0
     ) -> LinkOutcome:
-        """Give up ``epoch`` because a step of it was impossible or failed; nothing happens if it is over already.
+        """Give up ``epoch`` because one of its steps was impossible or failed; does nothing if it is over already.
 
-        ``failed_step`` is the one that the backend could not run, -1 if it was none. ``max_num_batched_tokens`` is the most
-        that the scheduler should put into a step from then on, 0 for as before.
+        ``failed_step`` is the step that the backend could not run, or -1. ``max_num_batched_tokens`` limits the
+        scheduler's later steps; 0 leaves the limit.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
@@ -199,7 +199,7 @@ class StepLink:
         return outcome
 
     def leave(self, reason: str) -> list[bytes]:
-        """The frames that take leave of the scheduler, because this process is about to end; nothing may follow them."""
+        """The last frames of a process that is about to end."""
         body = ResyncRequest(self._incarnation, _one_line(reason), is_leaving=True)
         return [self._writer.encode(body)]
 
@@ -225,7 +225,7 @@ class StepLink:
         outcome.events.append(EpochBegan(body.epoch, body.scheduler_incarnation))
 
     def _scheduler_moved_on(self, frame: Frame) -> bool:
-        """Whether a frame shows that the scheduler no longer is in the epoch that we are in."""
+        """Whether a frame shows that the scheduler has left our epoch."""
         if self._state is _State.HELLO:
             return False
         if isinstance(frame.body, SchedulerHeartbeat):
@@ -284,7 +284,6 @@ class StepLink:
         return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit, self._failed_step)
 
     def _send_due(self, now: float, outcome: LinkOutcome) -> None:
-        """Send the current state's repeated message if its time has come."""
         if now < self._next_message_at:
             return
         body: msgspec.Struct

@@ -1,7 +1,7 @@
-"""A backend on a thread of its own, so that the executor shows life and takes in steps while the model computes.
+"""A backend on its own thread, so that the executor shows life and receives steps while the model computes.
 
-Owns: the thread, the order of the calls, and the copy of what a step reads that later steps change.
-Must not know: sockets, the step protocol, or what the backend is.
+Owns: the thread, the order of the calls, and a copy of what later steps would change. Must not know: sockets, the step
+protocol, or the kind of backend.
 """
 
 import queue
@@ -22,9 +22,10 @@ _CLOSE_SECONDS = 5.0
 
 
 class ThreadedBackend:
-    """``ExecutorBackend`` that makes every call of ``backend`` on one thread, in order; ``execute`` is a future.
+    """An ``ExecutorBackend`` that makes every call of ``backend`` on one thread, in order; ``execute`` returns a
+    future.
 
-    The thread is a daemon: a model that never returns cannot keep the process from ending.
+    The thread is a daemon: a model that hangs cannot keep the process from ending.
     """
 
     def __init__(self, backend: ExecutorBackend) -> None:
@@ -39,7 +40,7 @@ class ThreadedBackend:
         self._thread.start()
 
     def open(self, config: BackendConfig) -> BackendInfo:
-        """See ``ExecutorBackend.open``. Waits for it."""
+        """See ``ExecutorBackend.open``."""
         info = self._submit(lambda: self._backend.open(config)).result()
         self._block_size = info.block_size
         return info
@@ -64,11 +65,11 @@ class ThreadedBackend:
         return future
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """See ``ExecutorBackend.move_blocks``. Done, and its failure and time reported, with the next ``execute``."""
+        """See ``ExecutorBackend.move_blocks``. The next ``execute`` does it and reports its failure and time."""
         self._moves = {"copies": copies, "swap_out": swap_out, "swap_in": swap_in}
 
     def close(self) -> None:
-        """See ``ExecutorBackend.close``. Waits a few seconds for a step that runs."""
+        """See ``ExecutorBackend.close``. Waits a few seconds for a running step."""
         if not self._is_closed:
             self._submit(self._backend.close)
             self._calls.put(None)
@@ -76,7 +77,7 @@ class ThreadedBackend:
             self._thread.join(_CLOSE_SECONDS)
 
     def _with_own_block_table(self, batch: StepBatch) -> StepBatch:
-        """Copy the part of the block table that the step reads: the next step may change it before this one runs."""
+        """Copy the part of the block table that the step reads: the next step may change it first."""
         ends = batch.num_computed_tokens + batch.num_scheduled_tokens
         if batch.num_speculative_tokens is not None:
             ends += batch.num_speculative_tokens
@@ -90,7 +91,7 @@ class ThreadedBackend:
         return future
 
     def _put(self, call: Callable[[], None]) -> None:
-        """Let the thread make a call; refused when it has ended, since nobody would ever answer."""
+        """Queue a call for the thread; refuse it if the thread has ended."""
         if self._is_closed:
             raise RuntimeError("the backend is closed")
         self._calls.put(call)
@@ -101,7 +102,7 @@ class ThreadedBackend:
 
 
 def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]) -> None:
-    """Give a result to ``future``: now, or as soon as the backend has it. This thread has the next step to run."""
+    """Give a result to ``future`` as soon as the backend has it; this thread runs the next step."""
     if isinstance(result, Future):
         result.add_done_callback(lambda done: _settle(future, done.result))
     else:
@@ -109,7 +110,7 @@ def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Make the call and give its outcome to the future; an exception is the waiting side's to handle."""
+    """Make the call and give its result or exception to the future."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)

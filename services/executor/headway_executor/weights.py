@@ -1,9 +1,8 @@
-"""Reading the tensors of a Hugging Face checkpoint directory, safetensors only, through memory mapping.
+"""The tensors of a Hugging Face checkpoint directory: safetensors only, read through memory mapping.
 
-Owns: finding the files, checking that they hold exactly the tensors a model needs, reading them, and the fingerprint.
-Must not know: what a tensor is for.
+Owns: finding and checking the files, reading tensors, and the fingerprint. Must not know: what a tensor is for.
 
-Pickle checkpoints are refused, not converted: unpickling runs code. Nothing here calls ``torch.load``.
+Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ _PAGE_BYTES = 4096
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
-    """What a file says of one tensor: its file's name, dtype (as safetensors writes it) and shape."""
+    """The header of one tensor: its file's name, dtype (in safetensors' form) and shape."""
 
     file: str
     dtype: str
@@ -40,7 +39,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 
 class Checkpoint:
-    """The tensors of one checkpoint directory. A context manager: the mappings live inside the ``with`` block.
+    """The tensors of one checkpoint directory, mapped inside a ``with`` block.
 
     Raises (on construction):
         ModelFilesError: files are missing, damaged, refused, or disagree with their index.
@@ -72,9 +71,8 @@ class Checkpoint:
         return sum(math.prod(header.shape) for header in self.headers.values())
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
-        """Check that the checkpoint holds exactly the ``expected`` tensors (name to shape), in a supported dtype.
-
-        Tensors named in ``ignored`` may be there too.
+        """Check that the checkpoint has the ``expected`` tensors (name to shape) in a supported dtype, and no others
+        but ``ignored``.
 
         Raises:
             ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
@@ -99,14 +97,14 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``, in its own dtype; its storage may be the mapped file, so it must not be written to."""
+        """The tensor ``name``, in its own dtype. Read-only: its storage may be the mapped file."""
         tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
-        """Names model and weights: 16 hex digits over config.json, all headers, file sizes and a sample of the data.
+        """16 hex digits over config.json, all headers, file sizes and a few pages of each file.
 
-        The sample is a few pages spread over each file: cheap at any size, and it tells fine-tunes of one model apart.
+        The sample is cheap at any size and distinguishes fine-tunes of one model.
         """
         digest = hashlib.sha256((self._directory / CONFIG_FILE).read_bytes())
         for name, header in sorted(self.headers.items()):
@@ -132,7 +130,7 @@ class Checkpoint:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """The index's tensor-to-file map, or None for a checkpoint in a single file."""
+    """The index's tensor-to-file map, or None for a single file."""
     if (directory / _SINGLE_FILE).exists():  # It wins over an index, as in transformers.
         return None
     if (directory / _INDEX_FILE).exists():
@@ -152,7 +150,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def _check_file_name(file: object) -> None:
-    """A shard is a plain file of the directory; anything else could point outside it."""
+    """A shard is a plain file of the directory; another path could point outside it."""
     if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
         raise ModelFilesError(f"{_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name")
 

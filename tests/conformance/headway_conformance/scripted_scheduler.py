@@ -24,7 +24,7 @@ from headway_conformance.requests import ScriptedRequest
 from headway_executor.backend import StepResult
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import NO_LOGPROBS
-from headway_proto.step import ERRORED_ROW, NewRequest, RowLogprobs, SchedulerOutput
+from headway_proto.step import ERRORED_ROW, BackendInfo, NewRequest, RowLogprobs, SchedulerOutput
 
 _Pairs = list[tuple[int, int]]
 
@@ -60,6 +60,34 @@ class _Diff:
     ahead: dict[ScriptedRequest, int] = field(default_factory=dict)
 
 
+class _Places:
+    """The free rows, blocks and host blocks of one epoch, shuffled; freed ones are given out again first."""
+
+    def __init__(self, info: BackendInfo, chance: random.Random) -> None:
+        self.rows = list(range(info.max_num_rows))
+        self.blocks = list(range(info.num_blocks))
+        self.host_blocks = list(range(info.num_host_blocks))
+        for numbers in (self.rows, self.blocks, self.host_blocks):
+            chance.shuffle(numbers)
+        self._users: Counter[int] = Counter()
+
+    def reserve(self, count: int) -> list[int]:
+        """Take blocks; a later ``hold`` finds them taken."""
+        return [self.blocks.pop() for _ in range(count)]
+
+    def hold(self, block: int) -> None:
+        """Count one more user of a block."""
+        if not self._users[block] and block in self.blocks:
+            self.blocks.remove(block)
+        self._users[block] += 1
+
+    def release(self, block: int) -> None:
+        """Count one user less; the last one frees the block."""
+        self._users[block] -= 1
+        if not self._users[block]:
+            self.blocks.append(block)
+
+
 class ScriptedScheduler:
     """Drives ``executor``; at most ``depth`` steps are in flight, each of at most ``max_num_batched_tokens`` tokens."""
 
@@ -73,10 +101,6 @@ class ScriptedScheduler:
         self._epoch = 0
         self._step = 0
         self._diff = _Diff()
-        self._users: Counter[int] = Counter()
-        self._free_rows: list[int] = []
-        self._free_blocks: list[int] = []
-        self._free_host_blocks: list[int] = []
         self._flights: deque[_Flight] = deque()
         self._abandoned: list[Future[StepResult]] = []
         self._begin()
@@ -92,11 +116,11 @@ class ScriptedScheduler:
         num_computed: int = 0,
     ) -> None:
         """Give the request a row (None: any). The first ``num_computed`` positions are in the first of ``blocks``."""
-        request.row = self._free_rows.pop() if row is None else row
+        request.row = self._free.rows.pop() if row is None else row
         if row is not None:
-            self._free_rows.remove(row)
+            self._free.rows.remove(row)
         for block in blocks:
-            self._hold(block)
+            self._free.hold(block)
             request.blocks.append(block)
         request.num_computed = num_computed
         request.num_tokens = len(request.history)
@@ -107,10 +131,10 @@ class ScriptedScheduler:
         """Take the request's row and blocks; what is in flight for it still counts."""
         del self.live[request.row]
         self._diff.finished_rows.append(request.row)
-        self._free_rows.append(request.row)
+        self._free.rows.append(request.row)
         request.row = -1
         for block in request.blocks:
-            self._release(block)
+            self._free.release(block)
         request.blocks = []
 
     def preempt(self, request: ScriptedRequest) -> None:
@@ -133,26 +157,26 @@ class ScriptedScheduler:
 
     def drop(self, request: ScriptedRequest) -> None:
         """Give up a swapped request: its host blocks are free, of which the backend hears nothing."""
-        self._free_host_blocks += request.host_blocks
+        self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
     def copy_to_host(self, blocks: Sequence[int]) -> list[int]:
         """Swap blocks out; return where to."""
-        if len(self._free_host_blocks) < len(blocks):
+        if len(self._free.host_blocks) < len(blocks):
             raise NotApplicable("it has no host blocks")
-        host_blocks = [self._free_host_blocks.pop() for _ in blocks]
+        host_blocks = [self._free.host_blocks.pop() for _ in blocks]
         self._diff.swap_out += zip(blocks, host_blocks, strict=True)
         return host_blocks
 
     def copy_from_host(self, host_blocks: Sequence[int]) -> list[int]:
         """Swap host blocks in, which keep what they hold; return where to, for ``admit``."""
-        blocks = self._reserve(len(host_blocks))
+        blocks = self._free.reserve(len(host_blocks))
         self._diff.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
 
     def copy_blocks(self, sources: Sequence[int]) -> list[int]:
         """Copy blocks; return the copies, for ``admit``."""
-        copies = self._reserve(len(sources))
+        copies = self._free.reserve(len(sources))
         self._diff.copies += zip(sources, copies, strict=True)
         return copies
 
@@ -180,7 +204,7 @@ class ScriptedScheduler:
         prompts = tuple(_Drawing(request, request.life) for request in in_order)
         self._flights.append(_Flight(asked, drawings, prompts, self._executor.submit(output)))
         self._step += 1
-        self._free_host_blocks += self._diff.host_blocks_read
+        self._free.host_blocks += self._diff.host_blocks_read
         self._diff = _Diff()
         while len(self._flights) >= self.depth:
             self._collect()
@@ -202,7 +226,7 @@ class ScriptedScheduler:
             for request, count in counts.items()
             if count and request.max_tokens - len(request.output) > 1
         }
-        self._grow_ahead(ahead)
+        self._diff.ahead = ahead
         output, asked, drawings = self._message(counts)
         allowed = sorted((request.row, count) for request, count in ahead.items())
         output = msgspec.structs.replace(output, num_speculative_tokens=_pairs(allowed))
@@ -211,6 +235,10 @@ class ScriptedScheduler:
         result = self._executor.wait(self._executor.submit(output))
         if allowed:
             self._executor.accept(result)
+        return self._take_parts(asked, drawings, result)
+
+    def _take_parts(self, asked: AskedStep, drawings: tuple[_Drawing, ...], result: StepResult) -> int:
+        """Take a speculating step's draws, one per row and part; return how many proposals were accepted."""
         by_row = {drawing.request.row: drawing for drawing in drawings}
         num_accepted = 0
         for place, (part, rows) in enumerate(parts_of(result, asked.sampling_rows)):
@@ -223,10 +251,6 @@ class ScriptedScheduler:
                 entry.request.num_tokens += 1
                 num_accepted += 1
         return num_accepted
-
-    def _grow_ahead(self, ahead: Mapping[ScriptedRequest, int]) -> None:
-        """Let the next step give out the blocks that proposals need as well."""
-        self._diff.ahead = dict(ahead)
 
     def step_whole(self) -> None:
         """Send one step in which every live row runs all that it has."""
@@ -245,7 +269,7 @@ class ScriptedScheduler:
                 if request.ended or request.fully_scheduled:
                     self.finish(request)
             counts, left = self._share(budget or self._budget, chunk)
-            while waiting and left > 0 and self._free_rows and self._has_room(waiting[0]):
+            while waiting and left > 0 and self._free.rows and self._has_room(waiting[0]):
                 request = waiting.popleft()
                 self.admit(request)
                 counts[request] = min(request.remaining, left, chunk or left)
@@ -268,7 +292,7 @@ class ScriptedScheduler:
 
     def other_free_row(self, row: int) -> int:
         """A free row that is not ``row``."""
-        return next(free for free in self._free_rows if free != row)
+        return next(free for free in self._free.rows if free != row)
 
     @property
     def num_host_blocks(self) -> int:
@@ -286,39 +310,16 @@ class ScriptedScheduler:
         return self._epoch, self._step
 
     def _begin(self) -> None:
-        info = self._executor.info
         self._epoch += 1
         self._step = 0
         self.live = {}
         self._diff = _Diff()
-        self._users = Counter()
-        self._free_rows = self._shuffled(info.max_num_rows)
-        self._free_blocks = self._shuffled(info.num_blocks)
-        self._free_host_blocks = self._shuffled(info.num_host_blocks)
-
-    def _shuffled(self, count: int) -> list[int]:
-        numbers = list(range(count))
-        self._random.shuffle(numbers)
-        return numbers
-
-    def _reserve(self, count: int) -> list[int]:
-        """Take blocks that a later ``_hold`` will find taken."""
-        return [self._free_blocks.pop() for _ in range(count)]
-
-    def _hold(self, block: int) -> None:
-        if not self._users[block] and block in self._free_blocks:
-            self._free_blocks.remove(block)
-        self._users[block] += 1
-
-    def _release(self, block: int) -> None:
-        self._users[block] -= 1
-        if not self._users[block]:
-            self._free_blocks.append(block)
+        self._free = _Places(self._executor.info, self._random)
 
     def _has_room(self, request: ScriptedRequest) -> bool:
         """Whether the pool holds all that the request may come to, beside what the live ones may."""
         promised = sum(self._most_blocks(other) - len(other.blocks) for other in self.live.values())
-        return self._most_blocks(request) <= len(self._free_blocks) - promised
+        return self._most_blocks(request) <= len(self._free.blocks) - promised
 
     def _most_blocks(self, request: ScriptedRequest) -> int:
         surplus = 0 if request.foreseen else self.depth
@@ -338,8 +339,8 @@ class ScriptedScheduler:
         total = sum(planned.values())
         assert total <= self._budget, f"the script schedules {total} tokens of {self._budget}"
         new_blocks = self._grow(planned)
-        new_requests = tuple(self._new_request(request) for request in self._diff.admitted)
-        drawing = self._advance(planned)
+        new_requests = tuple(_new_request(request) for request in self._diff.admitted)
+        drawing = _advance(planned)
         output = SchedulerOutput(
             epoch=self._epoch,
             step=self._step,
@@ -367,8 +368,8 @@ class ScriptedScheduler:
         for request in self._in_any_order(planned):
             end = request.num_computed + planned[request] + self._diff.ahead.get(request, 0)
             while len(request.blocks) * self._block_size < end:
-                block = self._free_blocks[-1]
-                self._hold(block)
+                block = self._free.blocks[-1]
+                self._free.hold(block)
                 request.blocks.append(block)
                 if request not in self._diff.admitted:
                     added.append((request.row, block))
@@ -381,28 +382,6 @@ class ScriptedScheduler:
         shuffled = list(requests)
         self._random.shuffle(shuffled)
         return shuffled
-
-    @staticmethod
-    def _advance(planned: Mapping[ScriptedRequest, int]) -> list[ScriptedRequest]:
-        """Rule 3; return the requests that draw a token, rows ascending."""
-        drawing = []
-        for request, count in sorted(planned.items(), key=lambda item: item[0].row):
-            request.num_computed += count
-            if count and not request.remaining:
-                request.num_tokens += 1
-                drawing.append(request)
-        return drawing
-
-    @staticmethod
-    def _new_request(request: ScriptedRequest) -> NewRequest:
-        return NewRequest(
-            row=request.row,
-            token_ids=encode_column(request.history),
-            num_prompt_tokens=len(request.prompt),
-            block_ids=encode_column(request.blocks),
-            num_computed_tokens=request.num_computed,
-            sampling=request.sampling,
-        )
 
     def _collect(self) -> None:
         """Wait for the oldest step, check its form, and note what still counts."""
@@ -421,6 +400,28 @@ class ScriptedScheduler:
         for entry, reported in zip(result.prompt_logprobs, flight.prompts, strict=True):
             if reported.life == reported.request.life:
                 reported.request.note_prompt(entry.values)
+
+
+def _advance(planned: Mapping[ScriptedRequest, int]) -> list[ScriptedRequest]:
+    """Rule 3; return the requests that draw a token, rows ascending."""
+    drawing = []
+    for request, count in sorted(planned.items(), key=lambda item: item[0].row):
+        request.num_computed += count
+        if count and not request.remaining:
+            request.num_tokens += 1
+            drawing.append(request)
+    return drawing
+
+
+def _new_request(request: ScriptedRequest) -> NewRequest:
+    return NewRequest(
+        row=request.row,
+        token_ids=encode_column(request.history),
+        num_prompt_tokens=len(request.prompt),
+        block_ids=encode_column(request.blocks),
+        num_computed_tokens=request.num_computed,
+        sampling=request.sampling,
+    )
 
 
 def _asked_prompt(request: ScriptedRequest, count: int) -> AskedPrompt | None:

@@ -1,1 +1,1 @@
-"""The built-in backends, one module each; ``registry`` imports only the one that is asked for."""
+"""The built-in backends, one module each."""

@@ -1,4 +1,5 @@
-"""The simulated backend: no model and no torch. A hash draws tokens, a formula tells the time, a mirror checks the KV cache.
+"""The simulated backend: no model and no torch. A hash draws tokens, a formula gives the time, a mirror checks the KV
+cache.
 
 Owns: the state of every row, the time of a step, injected failures. Must not know: epochs, frames, or why a row runs.
 """
@@ -32,7 +33,7 @@ _PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class SimulatedBackend:
-    """``ExecutorBackend`` without a model. Its steps take microseconds, so they need no thread of their own."""
+    """``ExecutorBackend`` without a model. A step takes microseconds, so it needs no thread."""
 
     executes_inline: ClassVar[bool] = True
 
@@ -86,14 +87,7 @@ class SimulatedBackend:
         return self._hash
 
     def execute(self, batch: StepBatch) -> StepResult:
-        """See ``ExecutorBackend.execute``.
-
-        Raises:
-            CacheMismatch: a block does not hold what its row's table says.
-            StepOutOfMemoryError: injected by ``oom_over_tokens``.
-            RuntimeError: injected by ``fail_on_token``.
-            DeviceLostError: injected by ``lose_device_on_token``.
-        """
+        """See ``ExecutorBackend.execute``. Raises ``CacheMismatch`` for wrong block contents, and the injected errors."""
         started = time.perf_counter()
         assert self._pool is not None
         move_time_us, self._move_time_us = self._move_time_us, 0
@@ -127,7 +121,7 @@ class SimulatedBackend:
         )
 
     def _inject(self, batch: StepBatch) -> None:
-        """Fail as the options say where the prompt of a row of the step has a token that does it."""
+        """Fail as the options ask if the prompt of a running row has the token for it."""
         options = self._options
         if options.fail_on_token is None and options.kill_on_token is None and options.lose_device_on_token is None:
             return
@@ -185,7 +179,7 @@ class SimulatedBackend:
         return tuple(reports)
 
     def _sample(self, rows: Int32Array, positions: Int32Array) -> StepResult:
-        """Draw the token at ``positions`` for ``rows`` and append it to their histories."""
+        """Draw the tokens at ``positions`` and append them to the histories of ``rows``."""
         prefixes = self._prefixes[rows, positions]
         tokens = self._hash.next_tokens(prefixes, self._salts[rows])
         messages: dict[int, str] = {}
@@ -205,7 +199,7 @@ class SimulatedBackend:
     def _speculate(
         self, batch: StepBatch, num_allowed: Int32Array, reached: Int32Array, first: StepResult
     ) -> StepResult:
-        """Propose as many tokens as the step allows; chance, a function of the history, says how many are right."""
+        """Propose as many tokens as the step allows; a hash of the history decides how many are right."""
         assert self._pool is not None
         asked = num_allowed > 0
         rows, positions, counts = batch.rows[asked], reached[asked], num_allowed[asked]
@@ -240,7 +234,6 @@ class SimulatedBackend:
         )
 
     def _is_right(self, prefixes: Hashes) -> NDArray[np.bool_]:
-        """Whether the proposal that ends each history is the token that was drawn."""
         chances = mix(prefixes ^ np.uint64(_PROPOSAL_SALT)) >> np.uint64(11)
         right: NDArray[np.bool_] = chances.astype(np.float64) * 2.0**-53 < self._options.speculative_acceptance
         return right
@@ -248,7 +241,7 @@ class SimulatedBackend:
     def _write_proposals(
         self, batch: StepBatch, rows: Int32Array, positions: Int32Array, proposed: Int32Array, accepted: Int32Array
     ) -> None:
-        """Put the proposals into the pool: the right ones as what they are, the others as something else."""
+        """Write the proposals into the pool; the wrong ones get another hash."""
         assert self._pool is not None
         for row, start, count, num_right in zip(
             rows.tolist(), positions.tolist(), proposed.tolist(), accepted.tolist(), strict=True
@@ -267,7 +260,7 @@ class SimulatedBackend:
                 tokens[place] = self._hash.next_token_except(prefix, salt, excluded) if is_possible else ERRORED_ROW
 
     def _invent_logprobs(self, rows: Int32Array, tokens: Int32Array, prefixes: Hashes) -> tuple[RowLogprobs, ...]:
-        """Deterministic values in the right form: the sampled token is the likeliest, its successors follow."""
+        """Deterministic values: the sampled token is the likeliest, its successors follow."""
         reported = []
         for row, token, prefix in zip(rows.tolist(), tokens.tolist(), prefixes.tolist(), strict=True):
             count = self._num_logprobs.get(row)
@@ -288,7 +281,7 @@ class SimulatedBackend:
 
 
 def _wait_until(deadline: float) -> None:
-    """Sleep, then spin for the last moment, because a sleep may overshoot by the timer's slack."""
+    """Sleep, then spin: a sleep may overshoot by the timer's slack."""
     remaining = deadline - time.perf_counter()
     if remaining > _SPIN_SECONDS:
         time.sleep(remaining - _SPIN_SECONDS)

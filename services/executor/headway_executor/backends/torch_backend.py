@@ -1,12 +1,10 @@
 """The reference backend: any supported model in torch, on a CPU or a CUDA device.
 
-Owns: opening a model (settings against model against memory), choosing how it runs, the token ids of every row, and
-turning a ``StepBatch`` into a forward pass and its samples into a ``StepResult``.
-Must not know: sockets, frames, epochs, the scheduler's reasons, or how a forward pass computes.
+Owns: opening a model, choosing how it runs, the token ids of every row, and running a ``StepBatch``. Must not know:
+sockets, frames, epochs, or how a forward pass computes.
 
-A model runs eagerly, as torch operators, or on the CPU kernels where they are installed and can run it (float32 or int8 on
-a CPU). The option ``kernels`` asks for one of them: "eager" or "compiled"; "auto", the default, takes the kernels if it
-can.
+The option ``kernels`` chooses between torch operators ("eager") and the CPU kernels ("compiled", float32 or int8 on a
+CPU); "auto", the default, takes the kernels if it can.
 """
 
 import math
@@ -53,7 +51,7 @@ _PARAMETERS_PER_THREAD = 16_000_000
 
 
 class TorchBackend:
-    """An ``ExecutorBackend``; see there for the four calls."""
+    """An ``ExecutorBackend``."""
 
     def __init__(self) -> None:
         self._model: _OpenModel | None = None
@@ -157,7 +155,7 @@ class _OpenModel:
         self._proposer = proposer
 
     def warm_up(self) -> None:
-        """Run the operators once, so that their one-time costs fall before the first request."""
+        """Run the operators once, so that the first request does not pay their one-time costs."""
         num_tokens = min(self.forward.pool.block_size, self._token_ids.shape[1] - 1)
         self._sampler.add_row(0, SamplingParams(temperature=0.0), num_tokens)
         for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
@@ -187,7 +185,7 @@ class _OpenModel:
         return msgspec.structs.replace(result, device_time_us=elapsed_us)
 
     def _run(self, batch: StepBatch) -> StepResult:
-        """Each row draws one token at most."""
+        """Run a step without speculation."""
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
@@ -211,7 +209,7 @@ class _OpenModel:
         return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _speculate(self, batch: StepBatch) -> StepResult:
-        """Rows that may speculate draw a token behind each of their proposals."""
+        """Run a step in which rows also draw a token behind each of their proposals."""
         assert batch.num_speculative_tokens is not None
         assert self._proposer is not None
         asked = asked_of(batch, batch.num_speculative_tokens, frozenset(self._refusals.among(batch.rows)))
@@ -240,7 +238,7 @@ class _OpenModel:
         return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: StepBatch, rows: StepRows) -> tuple[Tensor | None, tuple[RowPromptLogprobs, ...]]:
-        """The logits that ``rows``, those of ``batch``, want, None where no token was left; and the reports of prompts."""
+        """The logits that ``rows`` of ``batch`` want (None if no token is left), and the reports of prompts."""
         reports: tuple[RowPromptLogprobs, ...] = ()
         chunks = self._prompts.chunks(batch)
         if chunks:
@@ -249,9 +247,8 @@ class _OpenModel:
         return (self.forward.run(rows, self._token_ids) if len(rows.numbers) else None), reports
 
     def _draw(self, logits: Tensor, numbers: Int64Array, positions: Int64Array) -> tuple[SampledTokens, Int32Array]:
-        """A token for each of the rows ``numbers``, at ``positions``, and the same on the host.
-
-        A row may be there several times, a constrained one only once.
+        """A token for each of the rows ``numbers``, at ``positions``, also on the host. Only an unconstrained row may
+        occur twice.
         """
         masks = self.constraints.masks(numbers.astype(np.int32))
         self._refusals.add(masks.failures)
@@ -262,7 +259,7 @@ class _OpenModel:
         return sampled, drawn
 
     def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
-        """The proposals of all rows, one after another."""
+        """The proposals of all rows, one row after another."""
         owner = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
         rows, positions = asked.numbers[owner], asked.num_tokens[owner] + places
@@ -286,10 +283,10 @@ def _check_threads(num_threads: int) -> None:
 
 
 def _threads_that_pay(num_parameters: int) -> int:
-    """One thread for each ``_PARAMETERS_PER_THREAD``, at most one per core.
+    """One thread per ``_PARAMETERS_PER_THREAD``, at most one per core.
 
-    Every operator ends with the threads waiting for each other. For a small model that wait is longer than the work it
-    divides, and many times longer when scheduler and gateway want a core as well.
+    After every operator the threads wait for each other. In a small model that takes longer than the divided work, and
+    much longer when scheduler and gateway need a core too.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
@@ -304,7 +301,7 @@ def _load(
 ) -> ForwardPass:
     """Choose the way to run, load the weights, and reserve the pool.
 
-    Each block leaves ``block_bytes_beside`` bytes free, for the draft model's pool.
+    For each block, ``block_bytes_beside`` bytes stay free for the draft model's pool.
     """
     model_config, dtype, max_model_len = settings
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
@@ -329,14 +326,14 @@ def _load(
 
 
 def _load_draft(config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device) -> ForwardPass:
-    """The draft model, with a pool of as many blocks as ``pool`` and none on the host."""
+    """The draft model, with as many blocks as ``pool`` and no host blocks."""
     own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
     with Checkpoint(Path(config.draft_model)) as checkpoint:
         return _load(own, _checked(checkpoint, draft, own), checkpoint, device)
 
 
 def _checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
-    """``settings`` with the model as the checkpoint has it, once its tensors have passed the check."""
+    """Check the tensors; return ``settings`` with the model as the checkpoint stores it."""
     check_tensors(settings.model_config, checkpoint)
     return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
 

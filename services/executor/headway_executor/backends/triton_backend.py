@@ -1,19 +1,17 @@
 """The backend for GPUs: Triton and CuPy kernels, CUDA graphs, and a host that never makes the device wait.
 
-Owns: opening a model on a device (settings, weights, memory, graphs), and one step: from a ``StepBatch`` to launches, and
-from what the device left to a ``StepResult``.
-Must not know: sockets, frames, epochs, the scheduler's reasons, or what a kernel computes.
+Owns: opening a model on a device, and one step from a ``StepBatch`` to launches to a ``StepResult``. Must not know:
+sockets, frames, epochs, or what a kernel computes.
 
-What a step needs lies on the device before the step is known: token ids, block tables and sampling parameters of every
-row (``gpu.device_rows``, ``gpu.device_sampler``), edited by what a step changes. The sampled tokens of step k are put
-where step k + 1 reads them, on the device; the host reads them later, for the scheduler. So step k + 1 is launched while
-step k runs, and ``execute`` answers with a future.
+Token ids, block tables and sampling parameters of every row stay on the device; a step brings only changes. Step k
+leaves its sampled tokens where step k + 1 reads them, and the host reads them later. So step k + 1 is launched while
+step k runs, and ``execute`` returns a future.
 
-Steps of decodes, and small ones with chunks, are CUDA graphs (``gpu.graphs``); larger ones take the device longer than
-their launches take the host. Everything a step needs is allocated at opening, by a step of the largest size, and what is
-left is the pool's.
+Steps of decodes and small steps with chunks are CUDA graphs; larger ones take the device longer than their launches
+take the host. Opening runs a step of the largest size, which allocates everything; the pool gets the memory that is
+left.
 
-Under ``TRITON_INTERPRET=1`` all of it but graphs, streams and CuPy runs on a CPU, to be tried and tested.
+Under ``TRITON_INTERPRET=1`` all but graphs, streams and CuPy runs on a CPU, for tests.
 """
 
 from collections import deque
@@ -55,18 +53,18 @@ from headway_proto.step import BackendInfo, RowPromptLogprobs
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
 _ALIGNMENT = 16
 _POOL_SHARE = 0.94
-"""Of what the largest step leaves of a device's memory; the rest is for the graphs."""
+"""The pool's share of the memory that the largest step leaves; the rest is for the graphs."""
 
 
 class TritonBackend:
-    """An ``ExecutorBackend``; see there for the four calls.
+    """An ``ExecutorBackend``.
 
-    Options: ``graphs``, "auto", or "off" to launch every kernel; ``weights``, "checkpoint", or "random" to draw them from the
-    seed, for a model directory with no more than a config.json; ``step_log``, a file that gets a line for every step.
+    Options: ``graphs``, "auto" or "off" (launch every kernel); ``weights``, "checkpoint" or "random" (only config.json
+    is needed); ``step_log``, a file that gets a line for every step.
     """
 
     reads_block_table = False
-    """It keeps block tables of its own, from ``new_blocks``."""
+    """It keeps its own block tables, from ``new_blocks``."""
 
     def __init__(self) -> None:
         self._model: _OpenModel | None = None
@@ -138,7 +136,7 @@ class TritonBackend:
 
 
 class _OpenModel:
-    """A loaded model and everything that a step of it touches."""
+    """A loaded model and everything that its steps use."""
 
     def __init__(
         self,
@@ -212,7 +210,7 @@ class _OpenModel:
             )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        """Launch one step; the result follows."""
+        """Launch one step."""
         self.mover.before_step(batch)
         started = self.runtime.mark()
         try:
@@ -234,7 +232,7 @@ class _OpenModel:
         return timed() if self._readback is None else self._readback.when_reached(ended, timed)
 
     def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
-        """Launch what ``batch`` asks for; what is returned builds the result once that is over."""
+        """Launch ``batch``; the returned function builds the result once the device is done."""
         if len(batch.finished_rows):
             self._forget(batch.finished_rows)
         new_rows = self._admit(batch.new_rows) if batch.new_rows else ()
@@ -276,7 +274,7 @@ class _OpenModel:
         self._constraints.forget(rows)
 
     def _admit(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
-        """Set the rows' parameters; return the rows with token ids that the model can look up."""
+        """Set the rows' parameters; return the rows with token ids that the model has."""
         admitted = tuple(
             [msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids)) for new in new_rows]
         )
@@ -286,9 +284,9 @@ class _OpenModel:
         return admitted
 
     def _masks(self, sampled_rows: Int32Array) -> StepMasks:
-        """What constrained rows may draw; where there are some, this waits for what steps before have drawn for them.
+        """The masks of constrained rows; if there are some, wait for the tokens that earlier steps drew for them.
 
-        The device has this step's forward pass to run meanwhile.
+        Meanwhile the device runs this step's forward pass.
         """
         while self._unread:
             reached, masks, drawn = self._unread.popleft()
@@ -299,7 +297,7 @@ class _OpenModel:
         return masks
 
     def close(self) -> None:
-        """Let the steps and moves under way end."""
+        """Wait for running steps and moves."""
         self._constraints.close()
         self.mover.close()
         if self._readback is not None:
@@ -335,9 +333,8 @@ class _OpenModel:
         self._pool, self.mover = open_pool(self.runtime, shape, self._dtype, swap_space_mib=swap_space_mib)
 
     def try_largest_step(self) -> None:
-        """Run as large a step as there can be, and draw for as many rows, with everything that a row can ask for.
-
-        It leaves torch holding the most memory that a step takes, and compiles. Every block is block 0.
+        """Run the largest possible step with every sampling feature, all in block 0: it compiles, and torch keeps its
+        memory.
         """
         config = self._config
         counts = _largest_step(config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
@@ -371,7 +368,7 @@ def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
 
 
 def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
-    """Tokens of each row of a step of ``max_num_tokens`` tokens, or as many as the rows hold, of as many rows as possible."""
+    """The tokens of each row: as many tokens as possible, in as many rows as possible."""
     num_rows = min(max_num_rows, max_num_tokens)
     num_tokens = min(max_num_tokens, num_rows * max_model_len)
     counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
@@ -382,7 +379,7 @@ def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) ->
 def _open_weights(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint | RandomCheckpoint:
-    """The checkpoint of ``config.model``, checked, or random weights of its shapes where option ``weights`` asks for them."""
+    """The checked checkpoint, or random weights of its shapes."""
     if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))

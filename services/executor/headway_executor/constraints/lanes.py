@@ -1,7 +1,6 @@
-"""Threads that work through tasks while a model computes, and can be left behind if a task never ends.
+"""Threads that work through tasks while a model computes, and that can be abandoned if a task never ends.
 
-Owns: a thread, its tasks, and how far it has come with each.
-Must not know: what a task does.
+Owns: a thread, its tasks, and its progress. Must not know: what a task does.
 """
 
 import threading
@@ -12,18 +11,17 @@ from collections.abc import Callable, Sequence
 Step = Callable[[], None]
 
 _LOOK_S = 0.05
-"""How often somebody who waits looks how far the thread has come."""
+"""How often a waiting caller checks the thread's progress."""
 
 
 class Task:
-    """Steps to make one after the other on one thread; none of them may raise."""
+    """Steps for one thread, in order; none of them may raise."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
         self.num_made = 0
-        """How many steps are over; the one at this place is being made, or is the next."""
+        """Finished steps; the step at this index is running or next."""
         self.is_over = False
-        """Whether all of them are."""
         self._ended = threading.Event()
         self._is_abandoned = False
 
@@ -38,7 +36,7 @@ class Task:
         self._ended.set()
 
     def abandon(self) -> None:
-        """Make no step after the one that is being made."""
+        """Make no step after the current one."""
         self._is_abandoned = True
 
     def wait(self, timeout_s: float) -> bool:
@@ -47,7 +45,7 @@ class Task:
 
 
 class Lane:
-    """A thread that runs tasks in the order they are given. A daemon: a task that never ends keeps no process."""
+    """A daemon thread that runs tasks in order."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,23 +54,23 @@ class Lane:
         self._life = 0
         self._is_closed = False
         self.num_steps_made = 0
-        """Of the tasks that are over."""
+        """Of finished tasks."""
         self.num_abandoned = 0
-        """Threads that were left behind with a step that would not end."""
+        """Threads that were left in a step that did not end."""
         self.current: Task | None = None
-        """The task that is run."""
         self._start()
 
     def put(self, task: Task) -> None:
-        """Run ``task`` when those before it are over."""
+        """Run ``task`` after those before it."""
         with self._has_work:
             self._tasks.append(task)
             self._has_work.notify()
 
     def wait(self, task: Task, patience_s: float) -> bool:
-        """Wait until ``task`` is over; False if the thread has worked for ``patience_s`` seconds and ended no step of any.
+        """Wait for ``task``; False if the thread has spent ``patience_s`` seconds of processor time without ending a
+        step.
 
-        What counts is its time on the processor: a machine that is busy with something else tells nothing of the step.
+        Processor time, because a busy machine says nothing about the step.
         """
         progress, spent_s = self._progress(), self._spent_s()
         while not task.wait(min(patience_s, _LOOK_S)):
@@ -83,7 +81,7 @@ class Lane:
         return True
 
     def abandon(self, first: Task | None) -> None:
-        """Leave the thread with the step that it is stuck in; a new one takes ``first``, then the tasks that wait."""
+        """Leave the thread in its current step; a new one takes ``first``, then the waiting tasks."""
         with self._has_work:
             if self.current is not None:
                 self.current.abandon()
@@ -95,7 +93,7 @@ class Lane:
             self._start()
 
     def close(self) -> None:
-        """Take no more tasks; the thread ends behind those it has."""
+        """Take no more tasks; the thread ends after those it has."""
         with self._has_work:
             self._is_closed = True
             self._has_work.notify()
@@ -105,7 +103,7 @@ class Lane:
         return self.num_steps_made, 0 if current is None else current.num_made
 
     def _spent_s(self) -> float:
-        """Processor time that the thread has spent; the time on the clock where the system does not tell."""
+        """The thread's processor time, or the time on the clock if the system has no such figure."""
         try:
             return time.clock_gettime(self._clock)
         except OSError:  # It has ended, with all its tasks.

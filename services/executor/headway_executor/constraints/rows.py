@@ -1,12 +1,10 @@
 """The constrained rows of a backend: their matchers, and the masks that the sampler applies.
 
-Owns: compiling each constraint once, following the tokens that were drawn, having the next masks ready in time, and
-failing the row whose mask cannot be had, alone.
-Must not know: what a constraint means, how logits are masked, or where a row's request came from.
+Owns: compiling each constraint once, following the drawn tokens, preparing the next masks, and failing a row without a
+mask alone. Must not know: what a constraint means, how logits are masked, or requests.
 
-Everything happens beside the forward pass: a new row's grammar is compiled, and the tokens it brings (its output so far,
-if it was preempted or its executor died) are matched, from the moment it arrives; the masks of the next step are made as
-soon as the tokens of this one are known. The sampler waits for what is not ready by then.
+All of this runs beside the forward pass. A new row's grammar is compiled and its output so far is matched from its
+arrival on; the next masks are made as soon as this step's tokens are known. The sampler waits for the rest.
 """
 
 from collections import OrderedDict
@@ -23,8 +21,9 @@ from headway_proto.grammars import ConstraintError, Grammar, GrammarCompiler, Ma
 from headway_proto.sampling import Constraint
 
 PATIENCE_S = 2.0
-"""Of processor time, spent on one grammar or one mask, before its row fails. What either may cost is counted, and comes to
-far less. Time on the clock is no verdict: where a step waits without end, it is the step that takes too long."""
+"""Processor time for one grammar or one mask before its row fails. Both are bounded by counts, far below this. Time on
+the clock would blame the row for a busy machine.
+"""
 
 _MOST_GRAMMARS = 256
 _MOST_ABANDONED = 8
@@ -35,7 +34,7 @@ _WORN_OUT = "too many constraints would not end; this executor follows no more o
 
 
 class _Row:
-    """One output under a constraint. ``failure`` says why it has none of the others any more."""
+    """One constrained output. ``failure`` says why it cannot go on."""
 
     def __init__(self, words: Mask) -> None:
         self.words = words
@@ -45,14 +44,13 @@ class _Row:
         self.lane: Lane | None = None
         self.task: Task | None = None
         self.place = 0
-        """Of its step in ``task``."""
 
     def await_task(self, lane: Lane, task: Task, place: int) -> None:
-        """Its mask is ready once ``lane`` is over the step at ``place`` of ``task``."""
+        """Its mask is ready once ``lane`` has made the step at ``place`` of ``task``."""
         self.lane, self.task, self.place = lane, task, place
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Do what may fail, and then fails this row only."""
+        """Call what may fail; a failure is this row's only."""
         try:
             work()
         except ConstraintError as error:
@@ -61,11 +59,11 @@ class _Row:
             self.fail(f"its constraint failed: {type(error).__name__}")
 
     def fail(self, reason: str) -> None:
-        """Have nothing to draw from, for good, for the first ``reason`` of several."""
+        """Draw nothing any more; the first ``reason`` stays."""
         self.failure, self.matcher = self.failure or reason, None
 
     def begin(self, grammar: Callable[[], Grammar], output: Sequence[int]) -> None:
-        """Take up a constraint behind the ``output`` so far."""
+        """Start a constraint behind the ``output`` so far."""
         matcher = grammar().matcher()
         if output:
             matcher.accept(output)
@@ -73,7 +71,6 @@ class _Row:
         self._fill()
 
     def advance(self, token_id: int) -> None:
-        """Go on by a token that was drawn."""
         if self.matcher is not None:
             self.matcher.accept((token_id,))
             self._fill()
@@ -84,11 +81,11 @@ class _Row:
 
 
 class StepMasks:
-    """What the constrained ones among a step's sampling rows may draw.
+    """The masks of the constrained ones among a step's sampling rows.
 
-    ``places`` int64, shape ``[c]``, ascending: where they stand among the rows that sample; ``words`` int32, shape
-    ``[c, words]``, their masks (see ``Matcher.fill_mask``); ``only`` int64, shape ``[c]``, the token where a mask allows
-    a single one, else -1. ``failures``: rows that cannot go on, and why.
+    ``places`` int64, shape ``[c]``, ascending: their places among the sampling rows. ``words`` int32, shape ``[c,
+    words]``: see ``Matcher.fill_mask``. ``only`` int64, shape ``[c]``: the single allowed token, else -1. ``failures``:
+    rows that cannot go on, and why.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class StepMasks:
         return len(self._rows)
 
     def advance(self, token_ids: Int32Array) -> None:
-        """Go on by what was drawn: ``token_ids``, one for each row that sampled, below 0 where none was."""
+        """Record the drawn ``token_ids``, one per sampling row, below 0 if none was drawn."""
         if self._lane is None or not self._rows:
             return
         drawn = zip(self._rows, token_ids[self.places].tolist(), strict=True)
@@ -125,7 +122,7 @@ _NO_MASKS = StepMasks()
 
 
 class ConstrainedRows:
-    """The constrained rows of one model; without a ``compiler``, none can be."""
+    """The constrained rows of one model; without a ``compiler`` there are none."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
@@ -140,7 +137,7 @@ class ConstrainedRows:
         return self._compiler is not None
 
     def add(self, row: int, constraint: Constraint | None, output: Int32Array) -> None:
-        """``row`` is a new request's, whose output so far is ``output`` (int32, shape ``[num_output_tokens]``)."""
+        """Add a new ``row`` with its ``output`` so far (int32, shape ``[num_output_tokens]``)."""
         self._rows.pop(row, None)
         if constraint is None:
             return
@@ -160,13 +157,13 @@ class ConstrainedRows:
         self._compiling.put(task)
 
     def forget(self, rows: Int32Array) -> None:
-        """``rows`` are nobody's any more."""
+        """Forget finished ``rows``."""
         if self._rows:
             for row in rows.tolist():
                 self._rows.pop(row, None)
 
     def masks(self, rows: Int32Array) -> StepMasks:
-        """The masks of the constrained ones among ``rows``, which sample now. Waits for those that are not ready."""
+        """The masks of the constrained ones among ``rows``, which sample now. Waits until they are ready."""
         if not self._rows:
             return _NO_MASKS
         live, places, failures = [], [], {}
@@ -183,7 +180,7 @@ class ConstrainedRows:
         return StepMasks(self._matching, live, places, failures)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         for lane in (self._compiling, self._matching):
             if lane is not None:
                 lane.close()
@@ -191,7 +188,7 @@ class ConstrainedRows:
         self._rows.clear()
 
     def _wait_for(self, row: _Row) -> None:
-        """Until ``row`` has its mask, or has failed."""
+        """Wait until ``row`` has its mask, or has failed."""
         while row.lane is not None and row.task is not None and not row.task.is_over and not row.failure:
             if row.lane.wait(row.task, PATIENCE_S):
                 row.task = None
@@ -199,7 +196,7 @@ class ConstrainedRows:
                 self._leave_behind(row.lane)
 
     def _leave_behind(self, lane: Lane) -> None:
-        """Fail the row that ``lane`` is stuck with; what stood behind it goes on without."""
+        """Fail the row that blocks ``lane``; the tasks behind it go on."""
         stuck = lane.current
         if stuck is None:
             return
@@ -215,7 +212,7 @@ class ConstrainedRows:
         lane.abandon(rest if rest.steps else None)
 
     def _grammar(self, compiler: GrammarCompiler, constraint: Constraint) -> Grammar:
-        """The compiled ``constraint``, if it can be. On the thread that compiles."""
+        """The compiled ``constraint``, or None. Runs on the compiling thread."""
         known = self._grammars.pop(constraint, None)
         if known is None:
             try:
@@ -231,7 +228,7 @@ class ConstrainedRows:
 
 
 def compiler_for(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | None:
-    """The compiler for a model directory's tokenizer; None where that cannot be matched against."""
+    """The compiler for a model directory's tokenizer; None if that tokenizer cannot be matched."""
     try:
         text = (directory / _TOKENIZER_FILE).read_text(encoding="utf-8")
         return GrammarCompiler(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

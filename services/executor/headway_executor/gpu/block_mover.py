@@ -1,6 +1,6 @@
 """A pool's blocks and their moves between steps: beside the steps on a GPU, at once on a CPU.
 
-Owns: the seam, the pool's memory, and the choice. Must not know: how a move is fenced against steps, or how one is made.
+Owns: the interface, the pool's memory, and the choice. Must not know: how a move is fenced or made.
 """
 
 import time
@@ -18,7 +18,7 @@ from headway_proto.columns import Int32Array
 
 
 class BlockMover(Protocol):
-    """Moves the blocks of one pool, as ``ExecutorBackend.move_blocks`` says, in time for the steps that need them."""
+    """Moves the blocks of one pool; see ``ExecutorBackend.move_blocks``."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -26,32 +26,32 @@ class BlockMover(Protocol):
         ...
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Start the moves that belong before the next step. Each int32, shape ``[2, n]``."""
+        """Start the moves before the next step. Each int32, shape ``[2, n]``."""
         ...
 
     def before_step(self, batch: StepBatch) -> None:
-        """The launches of ``batch`` follow: they wait on the device for the moves that they need, and for no others."""
+        """Make the device run the launches of ``batch`` after the moves that it needs, and only those."""
         ...
 
     def after_step(self) -> int:
-        """The launches of the step are made; its number, for ``move_time_us``."""
+        """Count the launched step; return its number, for ``move_time_us``."""
         ...
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the moves of that step took; asked for once, when the step is over, from any thread."""
+        """Microseconds that the step's moves took. Ask once, after the step, from any thread."""
         ...
 
     def measure_swap_us(self) -> float:
-        """Microseconds that one block takes one way; 0.0 without host blocks. Leaves the blocks of the pool as they are."""
+        """Microseconds to swap one block one way; 0.0 without host blocks. Blocks keep their contents."""
         ...
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for running moves."""
         ...
 
 
 class ImmediateMoves:
-    """A ``BlockMover`` of a pool in main memory: a move is over when the call returns."""
+    """A ``BlockMover`` of a pool in main memory: the call makes the move."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -99,7 +99,7 @@ def open_pool(
     """A pool of zeros of ``shape``, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
 
     Raises:
-        BackendConfigError: the main memory for the swapped-out blocks cannot be had.
+        BackendConfigError: the main memory for swapped-out blocks cannot be had.
     """
     num_layers, num_blocks, *block_shape = shape
     block_bytes = num_layers * torch.Size(block_shape).numel() * dtype.itemsize

@@ -1,11 +1,11 @@
-"""The decoder that all supported families share, as kernels and matrix products over memory that is already there.
+"""The decoder of all supported families, as kernels and matrix products over memory that is already there.
 
-Owns: the weights on the device, the memory of the activations, and the order of the launches of one step.
-Must not know: where a step comes from, whether it runs in a graph, or how tokens are drawn.
+Owns: the weights on the device, the memory of activations, and the launches of one step. Must not know: where a step
+comes from, graphs, or how tokens are drawn.
 
-Nothing here allocates, waits, or depends on a value that only the device knows: with the same sizes the launches are the
-same, which is what a CUDA graph needs. A step reads its columns (``step_columns``) and the rows (``device_rows``), and
-leaves the normalised hidden state of every token, of which ``logits`` takes those that sample.
+Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it. A step
+reads its columns and the rows, and leaves the normalised hidden state of every token; ``logits`` takes the sampling
+ones.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,7 @@ from headway_kernels.gpu.rows import expand_rows, gather_rows
 class LayerWeights:
     """One layer. ``qkv`` gives queries, keys and values side by side, ``gate_up`` gates and ups.
 
-    ``query_norm`` and ``key_norm`` (shape ``[head_dim]``) are None where the family has none; ``window`` is how many
-    positions a query sees, None for all.
+    ``query_norm`` and ``key_norm`` (shape ``[head_dim]``) may be None. A query sees ``window`` positions; None: all.
     """
 
     attention_norm: Tensor
@@ -50,7 +49,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model. ``embedding`` shape ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
+    """A whole model. ``embedding`` ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
 
     embedding: Tensor
     cosines: Tensor
@@ -61,7 +60,7 @@ class DecoderWeights:
 
 
 class _Activations:
-    """Memory for the activations of up to ``num_tokens`` tokens, of which ``num_rows`` rows sample."""
+    """Activations of up to ``num_tokens`` tokens and ``num_rows`` sampling rows."""
 
     def __init__(
         self, config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
@@ -88,7 +87,7 @@ class _Activations:
 class Decoder:
     """A loaded model, the memory for its steps, and the rows it runs.
 
-    ``pool`` holds keys and values: shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+    ``pool`` has shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Decoder:
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
-        """Run the step in the columns, launched for ``num_tokens`` tokens of ``num_rows`` rows: as many, or more."""
+        """Run the step in the columns, launched for at least as many tokens and rows as it has."""
         config, space, weights = self._config, self._space, self._weights
         rows = self._expand(num_tokens, num_rows)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
@@ -147,22 +146,24 @@ class Decoder:
         add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
 
     def logits(self, num_sampled: int) -> Tensor:
-        """Logits of the sampling rows of the step that ran: shape ``[num_sampled, vocab]``; the next call's memory too."""
+        """Logits of the sampling rows of the last step: shape ``[num_sampled, vocab]``, in memory that the next call
+        reuses.
+        """
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
         self._weights.head(last, logits)
         return logits
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens of the step that ran, from ``first`` on, as many as there are rows at most; in the
-        memory of ``logits``.
+        """Logits of ``count`` tokens of the last step from ``first`` on, at most one per row; in the memory of
+        ``logits``.
         """
         logits = self._space.logits[:count]
         self._weights.head(self._space.normed[first : first + count], logits)
         return logits
 
     def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
-        """From rows to tokens, and what attention has to do; once a step."""
+        """Compute the columns per token, and plan attention; once a step."""
         space, columns = self._space, self._columns
         expand_rows(
             columns.rows[:num_rows],
@@ -215,10 +216,10 @@ def load_decoder(
     quantization: QuantizationKind | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load a checkpoint that ``Checkpoint.check`` accepted, tensor by tensor straight to ``device``.
+    """Load a checked checkpoint, tensor by tensor straight to ``device``.
 
-    ``quantization`` is of the layers; the embedding and the head keep their dtype. ``progress`` hears how many
-    of how many layers are there.
+    ``quantization`` applies to the layers; the embedding and the head keep their dtype. ``progress`` gets the loaded
+    and all layers.
     """
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
     workspace = SplitWorkspace(device)

@@ -1,10 +1,10 @@
-"""The rows of the batch on the device: token ids and block tables, edited by what changed.
+"""The rows on the device: token ids and block tables, edited by each diff.
 
-Owns: both stores, the diff's way into them, and how many blocks each row has.
-Must not know: sampling, the model, or what a token means.
+Owns: both stores, their edits, and the number of blocks per row. Must not know: sampling, the model, or what a token
+means.
 
-The host sends what it knows and never a token that the device has drawn: ``store_sampled`` puts those where the next
-step reads them, so a step can be given to the device before the one before it has ended.
+The host never sends a token that the device drew: ``store_sampled`` puts those where the next step reads them, so a
+step can be launched before the one before it has ended.
 """
 
 import numpy as np
@@ -22,8 +22,8 @@ _SLOT_SIZE = 1 << 16
 class DeviceRows:
     """``max_num_rows`` rows of at most ``max_model_len`` tokens in blocks of ``block_size``.
 
-    ``token_store`` int32, shape ``[max_num_rows, max_model_len + 1]``; ``block_tables`` int32, shape
-    ``[max_num_rows, blocks]``. What lies beyond a row's tokens and blocks is what others left there.
+    ``token_store`` int32, ``[max_num_rows, max_model_len + 1]``; ``block_tables`` int32, ``[max_num_rows, blocks]``.
+    Beyond a row's tokens and blocks are old values.
     """
 
     def __init__(self, runtime: Runtime, *, max_num_rows: int, max_model_len: int, block_size: int) -> None:
@@ -37,7 +37,7 @@ class DeviceRows:
         self._received = torch.empty(_SLOT_SIZE, dtype=torch.int32, device=runtime.device)
 
     def apply(self, new_rows: tuple[NewRow, ...], new_blocks: NDArray[np.int32]) -> None:
-        """Take in a step's new rows and new blocks (shape ``[2, n]``: row, block); nothing happens without either."""
+        """Store a step's new rows and new blocks (shape ``[2, n]``: row, block)."""
         num_edits, num_rows = new_blocks.shape[1], len(new_rows)
         if not num_edits and not num_rows:
             return
@@ -62,7 +62,7 @@ class DeviceRows:
         )
 
     def _places(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Where each block goes in its row's table: behind those that the row has, in the order they are listed."""
+        """The place of each block in its row's table, behind the row's blocks, in the listed order."""
         if (rows[1:] > rows[:-1]).all():
             places = self._num_blocks[rows]
         else:
@@ -75,7 +75,7 @@ class DeviceRows:
         return places
 
     def _upload(self, parts: tuple[NDArray[np.int32], ...], size: int) -> Tensor:
-        """Send ``parts``, one behind the other, ``size`` numbers in all; returns them on the device."""
+        """Send ``parts`` one after another, ``size`` numbers in all; return them on the device."""
         if size > self._uploads.size:
             # Rare: prompts of more tokens than a slot holds. torch keeps pinned memory until the copy is over.
             sent = self._runtime.host_tensor((size,), torch.int32)

@@ -1,10 +1,7 @@
-"""Drawing the next tokens on the device, and bringing home what was drawn.
+"""Draw the next tokens on the device, and bring them to main memory.
 
-Owns: the sampling parameters of the rows on the device, the choice of how much of sampling a step needs, and the form of
-its results. Must not know: how a token is drawn, the model, or blocks.
-
-The host knows every row's parameters, so it decides which kernels run; the device knows every row's logits, so it draws,
-and puts the token where the next step reads it.
+Owns: the rows' sampling parameters on the device, the choice of kernels, and the form of the results. Must not know:
+how a token is drawn, the model, or blocks.
 """
 
 from typing import NamedTuple
@@ -30,14 +27,15 @@ from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, Samplin
 from headway_proto.step import RowError, RowLogprobs
 
 _STOP_IDS_PER_ROW = 20
-"""Beside the logit bias; rows that have fewer leave their place to others."""
+"""Entries per row beside the logit bias; rows share them."""
 
 
 class DrawnTokens(NamedTuple):
-    """What a step drew, on its way to main memory; to be looked at once the device is past the copies.
+    """A step's draws on their way to main memory; valid once the device has passed the copies.
 
-    ``ids_and_status`` int32, ``[2, n]`` or wider: one piece of memory, which one copy brings. ``logprobs`` float32, ``[n]``, where some row reports them; ``top`` the ids and log
-    probabilities (both ``[k, width]``) of those of them that report alternatives, which are rows ``top_places``.
+    ``ids_and_status`` int32, ``[2, n]`` or wider: one copy brings both. ``logprobs`` float32, ``[n]``, if some row
+    reports them. ``top``: ids and log probabilities, both ``[k, width]``, of the rows ``top_places`` that report
+    alternatives.
     """
 
     rows: Int32Array
@@ -48,7 +46,7 @@ class DrawnTokens(NamedTuple):
     top_places: Int32Array
 
     def collect(self) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[RowError, ...]]:
-        """Token ids, int32, ``[n]``, -1 where a row failed; log probabilities and errors, rows ascending."""
+        """Token ids, int32, ``[n]``, -1 for failed rows; log probabilities and errors, rows ascending."""
         token_ids, status = self.ids_and_status.numpy()[:, : len(self.rows)]
         errors: tuple[RowError, ...] = ()
         if status.any():
@@ -56,7 +54,7 @@ class DrawnTokens(NamedTuple):
         return token_ids, self._row_logprobs(status), errors
 
     def token_ids(self) -> Int32Array:
-        """Token ids alone, as ``collect`` has them."""
+        """The token ids of ``collect``."""
         token_ids: Int32Array = self.ids_and_status.numpy()[0, : len(self.rows)]
         return token_ids
 
@@ -90,12 +88,12 @@ class DeviceSampler:
         self._own_logprobs = torch.zeros((2, max_num_rows), dtype=torch.float32, device=device)
 
     def forget(self, rows: Int32Array) -> None:
-        """``rows`` are nobody's any more."""
+        """Forget finished ``rows``."""
         for row in rows.tolist():
             self._host.clear_row(row)
 
     def add_rows(self, new_rows: tuple[NewRow, ...]) -> dict[int, str]:
-        """Take in the parameters of new rows; returns those that cannot be honoured, and why."""
+        """Store the parameters of new rows; return the rows that cannot be honoured, and why."""
         refused = {}
         for new in new_rows:
             try:
@@ -117,10 +115,9 @@ class DeviceSampler:
         token_store: Tensor,
         masks: StepMasks | None = None,
     ) -> DrawnTokens:
-        """Draw a token for each of ``rows`` from its ``logits``, and store it for the next step.
+        """Draw a token for each of ``rows`` from its ``logits``, and store it for the next step. Waits for nothing.
 
-        ``views`` are the step's columns, whose sampled rows are ``rows``; ``masks`` those of constrained rows, at their
-        places among ``rows``. Waits for nothing.
+        ``views`` are the step's columns, whose sampled rows are ``rows``. ``masks`` are those of constrained rows.
         """
         count = len(rows)
         needs = self._host.needs(rows)
@@ -145,7 +142,7 @@ class DeviceSampler:
         return DrawnTokens(rows, num_logprobs, self._fetched(self._drawn), logprobs, top, top_places.astype(np.int32))
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
-        """Draw for ``rows`` with everything that a row can ask for, and forget it: compiles, and takes the memory once."""
+        """Draw for ``rows`` with every feature, and forget it: this compiles, and takes the memory once."""
         for asked in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), _EVERYTHING):
             self.add_rows(
                 tuple(
@@ -177,19 +174,19 @@ class DeviceSampler:
         return self._fetched(own), (self._fetched(ids), self._fetched(values))
 
     def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:
-        """A copy of ``logits`` without what masks exclude: log probabilities are told of the model's own distribution."""
+        """A copy of ``logits`` without the excluded tokens: log probabilities are of the model's own distribution."""
         masked = logits.clone()
         exclude(masked, self._sent(places), self._sent(words))
         return masked
 
     def _sent(self, values: np.ndarray) -> Tensor:
-        """``values`` on the device, without waiting: from pinned memory, which torch keeps until it is read."""
+        """``values`` on the device, without waiting: pinned memory, which torch keeps until it is read."""
         here = torch.from_numpy(values)
         staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
         return staged.to(self._runtime.device, non_blocking=True)
 
     def _fetched(self, values: Tensor) -> Tensor:
-        """``values`` in main memory, once the device is past this copy."""
+        """``values`` in main memory, once the device has passed this copy."""
         return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 

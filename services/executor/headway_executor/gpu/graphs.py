@@ -1,10 +1,9 @@
 """CUDA graphs of a model's step: recorded once for a ladder of sizes, then launched as one.
 
-Owns: which sizes are recorded, recording them, and choosing one for a step.
-Must not know: what a step computes.
+Owns: the recorded sizes, and the choice of one for a step. Must not know: what a step computes.
 
-A step without a graph of its size costs the host a launch per kernel, some hundreds of them; with one, a single launch. A
-graph runs for its own size, so a smaller step is padded to it: with rows without tokens, which do nothing.
+Without a graph, a step costs the host some hundred launches. A graph runs its own size, so a smaller step is padded
+with rows without tokens.
 """
 
 import bisect
@@ -17,13 +16,13 @@ from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import StepShape
 
 MAX_MIXED_TOKENS = 512
-"""Steps with chunks are recorded up to so many tokens: beyond, a step takes the device longer than the host."""
+"""The largest recorded step with chunks: beyond it, a step takes the device longer than the host."""
 
 _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """For how many tokens and rows a step is launched: as many as it has, or more."""
+    """The tokens and rows of a launch: at least as many as the step has."""
 
     num_tokens: int
     num_rows: int
@@ -32,7 +31,7 @@ class LaunchSize(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """Launches a model's step for a size; the step itself lies in memory that the launch reads."""
+    """Launches a model's step for a size; the launch reads the step from memory."""
 
     def __call__(self, size: LaunchSize) -> None:
         """Launch."""
@@ -40,23 +39,23 @@ class ForwardPass(Protocol):
 
 
 def decode_ladder(max_num_rows: int) -> list[int]:
-    """Batch sizes that decode steps are recorded for, ascending, ending with ``max_num_rows``.
+    """The recorded batch sizes of decode steps, ascending, up to ``max_num_rows``.
 
-    Padding costs little where a step is bound by reading weights, so the rungs lie a quarter apart at first, then 16 rows.
+    Padding costs little while reading weights bounds a step, so the rungs lie a quarter apart at first, then 16 rows.
     """
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows + 32, 32)]
     return [*[rung for rung in rungs if rung < max_num_rows], max_num_rows]
 
 
 def mixed_ladder(max_num_tokens: int) -> list[int]:
-    """Token counts that steps with chunks are recorded for, ascending."""
+    """The recorded token counts of steps with chunks, ascending."""
     return list(range(_MIXED_STEP, min(max_num_tokens, MAX_MIXED_TOKENS) + 1, _MIXED_STEP))
 
 
 class StepSizes:
-    """Which size each step is launched for, and which of them are ``recorded``, if any.
+    """The launch size of each step, and which sizes are ``recorded``, if any.
 
-    Where none is, tokens are rounded up to a multiple of ``alignment``, so that kernels and products see few sizes.
+    Without a recorded size, tokens are rounded up to a multiple of ``alignment``, so that kernels see few sizes.
     """
 
     def __init__(self, *, max_num_rows: int, max_num_tokens: int, recorded: bool, alignment: int) -> None:
@@ -67,7 +66,7 @@ class StepSizes:
         self._mixed = mixed_ladder(max_num_tokens) if recorded else []
 
     def of(self, shape: StepShape) -> LaunchSize:
-        """The smallest size that is recorded and holds ``shape``; where there is none, its own, a little rounded."""
+        """The smallest recorded size that holds ``shape``; if there is none, its own size, rounded."""
         if not shape.has_chunks:
             if self._decode:
                 rung = self._decode[bisect.bisect_left(self._decode, shape.num_rows)]
@@ -78,7 +77,7 @@ class StepSizes:
         return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
 
     def recorded(self) -> list[LaunchSize]:
-        """Every size to record, largest first: smaller ones then reuse its memory."""
+        """Every size to record, largest first: smaller ones reuse its memory."""
         sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
         return sorted(sizes, key=lambda size: -size.num_tokens)
 
@@ -95,7 +94,7 @@ class StepGraphs:
         self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
 
     def record(self, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
-        """Record a graph for each of ``sizes``; the memory that the launches read must make a harmless step."""
+        """Record a graph per size; the step in memory must be harmless."""
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
@@ -110,7 +109,7 @@ class StepGraphs:
             self._graphs[size] = graph
 
     def launch(self, size: LaunchSize) -> None:
-        """Launch the step that lies ready: its graph if there is one, or else kernel by kernel."""
+        """Launch the step in memory: its graph, or kernel by kernel."""
         graph = self._graphs.get(size)
         if graph is None:
             self._forward(size)

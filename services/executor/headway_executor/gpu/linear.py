@@ -1,7 +1,7 @@
 """Linear layers on a GPU, into memory that is already there.
 
-Owns: how a weight is held (in the model's dtype, or as 8-bit codes with a scale per output) and which product runs.
-Must not know: what a layer is for, or how tokens are batched.
+Owns: the form of a weight (the model's dtype, or 8-bit codes with a scale per output) and the choice of the product.
+Must not know: what a layer is for.
 """
 
 from typing import Literal, Protocol, TypeAlias
@@ -38,19 +38,19 @@ class DenseLinear:
 
 
 class SplitWorkspace:
-    """Memory in which the quantised layers of a model put together parts of their sums, one after the other."""
+    """Memory for partial sums, which the quantised layers of a model share."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def grow(self, num_elements: int) -> None:
-        """Hold at least so many numbers; before any step runs."""
+        """Hold at least so many numbers; call before any step."""
         if self.memory.numel() < num_elements:
             self.memory = torch.empty(num_elements, dtype=torch.float32, device=self.memory.device)
 
 
 class QuantizedLinear:
-    """The same with weights as codes of ``kind``, which are what a decode step then reads. ``dtype`` is the model's."""
+    """A layer with weights as codes of ``kind``; ``dtype`` is the model's."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Log probabilities of prompts on the device: from the hidden states that a step leaves, and on their way home.
+"""Log probabilities of prompts on the device, from the hidden states that a step leaves.
 
 Owns: how many logits there are at a time, and the form of the reports. Must not know: graphs, sampling, or blocks.
 
-A step leaves the hidden state of every token, so nothing runs twice: where a row wants its prompt reported, the head takes
-its chunk, in pieces, behind the step and before it samples. Nothing here waits.
+Nothing runs twice: if a row wants its prompt reported, the head takes its chunk in pieces, behind the step and before
+it samples. Nothing here waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ from headway_proto.step import RowPromptLogprobs
 
 
 class HeadOverTokens(Protocol):
-    """What is needed of the decoder."""
+    """The decoder, as this module needs it."""
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens of the step that ran, from ``first`` on: shape ``[count, vocab]``."""
+        """Logits of ``count`` tokens of the last step, from ``first`` on: shape ``[count, vocab]``."""
         ...
 
 
 class _Piece(NamedTuple):
-    """Of one chunk, once the device is past the copies: ``[n]``, ``[n, k]`` and ``[n, k]``."""
+    """Reports of one chunk: ``[n]``, ``[n, k]`` and ``[n, k]``; valid once the device has passed the copies."""
 
     logprobs: Tensor
     top_ids: Tensor
@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
 
 
 class PromptReader:
-    """For steps of a vocabulary of ``vocab_size``, whose decoder gives ``max_num_rows`` rows of logits at a time."""
+    """For a vocabulary of ``vocab_size``, and a decoder that gives ``max_num_rows`` rows of logits at a time."""
 
     def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int) -> None:
         self._runtime = runtime
@@ -52,7 +52,7 @@ class PromptReader:
         chunks: Sequence[PromptChunk],
         num_scheduled_tokens: Int32Array,
     ) -> Callable[[], tuple[RowPromptLogprobs, ...]]:
-        """Launch what ``chunks`` of the step that ran ask for; what is returned builds the reports once that is over."""
+        """Launch the reports of ``chunks`` of the last step; the returned function builds them afterwards."""
         starts: NDArray[np.integer] = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens
         under_way = []
         for chunk in chunks:
@@ -67,7 +67,7 @@ class PromptReader:
         return lambda: tuple(RowPromptLogprobs(chunk.row, _columns(chunk, pieces)) for chunk, pieces in under_way)
 
     def try_largest(self, head: HeadOverTokens, token_store: Tensor, num_tokens: int) -> None:
-        """Read as much as may be read at a time of a step of ``num_tokens`` tokens: it takes the memory once."""
+        """Read as much as possible of a step of ``num_tokens`` tokens, to take the memory once."""
         count = min(self._most_tokens, num_tokens, token_store.shape[1])
         self._piece(head.logits_of(0, count), token_store[0, :count], MAX_LOGPROBS)
 
@@ -80,7 +80,7 @@ class PromptReader:
         return _Piece(self._fetched(own), self._fetched(best.indices.to(torch.int32)), self._fetched(top))
 
     def _fetched(self, values: Tensor) -> Tensor:
-        """``values`` in main memory, once the device is past this copy."""
+        """``values`` in main memory, once the device has passed this copy."""
         return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 

@@ -1,7 +1,6 @@
-"""Results on their way from the device to main memory, waited for by a thread of their own.
+"""A thread that waits for results on their way from the device to main memory.
 
-Owns: that thread, and the order of the results.
-Must not know: what a result is made of, or how a step ran.
+Owns: that thread, and the order of the results. Must not know: the contents of a result, or how a step ran.
 """
 
 import queue
@@ -15,10 +14,7 @@ from headway_executor.gpu.runtime import Mark
 
 
 class Readback:
-    """Turns steps under way into results, one after the other.
-
-    A thread, because the one that launches must not wait: it has the next step to launch.
-    """
+    """Turns running steps into results, in order. The launching thread must not wait: it has the next step to launch."""
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (
@@ -28,13 +24,13 @@ class Readback:
         self._thread.start()
 
     def when_reached(self, mark: Mark, build: Callable[[], StepResult]) -> Future[StepResult]:
-        """The result that ``build`` gives once the device has come to ``mark``; its failure is the future's."""
+        """The result of ``build`` once the device has passed ``mark``; its failure is the future's."""
         future: Future[StepResult] = Future()
         self._under_way.put((mark, build, future))
         return future
 
     def close(self) -> None:
-        """Finish what is under way, and end the thread."""
+        """Finish the running steps, and end the thread."""
         self._under_way.put(None)
         self._thread.join()
 

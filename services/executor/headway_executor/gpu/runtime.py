@@ -1,7 +1,6 @@
-"""What differs between a CUDA device and Triton's interpreter on a CPU: memory for transfers, streams, and time.
+"""The difference between a CUDA device and Triton's interpreter on a CPU: memory for transfers, streams, and time.
 
-Owns: pinned memory, the stream that steps run on, and points in it that can be waited for and timed.
-Must not know: models, rows, or steps.
+Owns: pinned memory, the steps' stream, and marks in it. Must not know: models, rows, or steps.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ class Mark(Protocol):
     """A point in the work of a device."""
 
     def wait(self) -> None:
-        """Return when the device has come here; the thread sleeps until then."""
+        """Sleep until the device has passed this point."""
         ...
 
     def microseconds_since(self, earlier: "Mark") -> int:
-        """Time from ``earlier`` to here, on the device's clock. Both must have been reached."""
+        """Time from ``earlier`` to here on the device's clock; both must be passed."""
         ...
 
 
@@ -38,20 +37,20 @@ class Runtime(Protocol):
     is_cuda: bool
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Everything launched inside belongs to the stream of the steps."""
+        """Launch everything inside on the steps' stream."""
         ...
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Main memory that the device copies to and from by itself; not initialised."""
+        """Uninitialised main memory that the device can copy from and to."""
         ...
 
     def mark(self) -> Mark:
-        """A mark behind everything launched so far."""
+        """A mark behind all launches so far."""
         ...
 
 
 class CudaRuntime:
-    """A CUDA device with a stream of its own."""
+    """A CUDA device with its own stream."""
 
     is_cuda = True
 
@@ -89,7 +88,7 @@ class _CudaMark:
 
 
 class InterpretedRuntime:
-    """A CPU on which Triton interprets kernels: everything has happened when a launch returns."""
+    """A CPU on which Triton interprets kernels: a launch returns when it is done."""
 
     device = torch.device("cpu")
     is_cuda = False
@@ -123,7 +122,7 @@ def runtime_for(device: torch.device) -> Runtime:
     """The runtime of ``device``, which must exist.
 
     Raises:
-        BackendConfigError: a CPU, while Triton's kernels were not told to be interpreted.
+        BackendConfigError: a CPU without Triton's interpreter.
     """
     if device.type == "cuda":
         return CudaRuntime(device)
@@ -132,9 +131,9 @@ def runtime_for(device: torch.device) -> Runtime:
 
 
 class UploadRing:
-    """Host memory for what goes to the device, ``size`` int32 numbers a slot, used in turn.
+    """Host memory for uploads: slots of ``size`` int32 numbers, used in turn.
 
-    A slot is written again only after the copy that read it is over; with more slots than steps in flight nobody waits.
+    A slot is rewritten only after its copy; with more slots than steps in flight nobody waits.
     """
 
     def __init__(self, runtime: Runtime, size: int, *, num_slots: int = 8) -> None:
@@ -153,7 +152,7 @@ class UploadRing:
         return self._arrays[self._next]
 
     def send(self, target: Tensor, count: int) -> None:
-        """Copy the first ``count`` numbers of the slot to ``target`` (int32), on the current stream; go to the next."""
+        """Copy the slot's first ``count`` numbers to ``target`` (int32) on the current stream; go to the next slot."""
         target[:count].copy_(self._slots[self._next][:count], non_blocking=True)
         self._sent[self._next] = self._runtime.mark()
         self._next = (self._next + 1) % len(self._slots)

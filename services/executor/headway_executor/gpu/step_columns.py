@@ -1,18 +1,18 @@
-"""One step as a few int32 columns, in one piece of memory, so that one copy takes it to the device.
+"""One step as a few int32 columns in one piece of memory, so that one copy takes it to the device.
 
-Owns: the layout, and filling it from a ``StepBatch``: numpy only, since this is the host's work in every step.
-Must not know: devices, kernels, token values, or block tables.
+Owns: the layout, and filling it from a ``StepBatch`` (numpy only: the host does this in every step). Must not know:
+devices, kernels, token values, or block tables.
 
-With ``m`` rows at most, the columns are, one behind the other (``m`` numbers each, ``query_start`` one more):
+For at most ``m`` rows, the columns follow each other (``m`` numbers each, ``query_start`` one more):
 
-- ``rows``: the row of each running row, for its place in the token store and the block tables;
-- ``query_start``: where its tokens start in the flat batch; the last entry is their total;
+- ``rows``: each running row's number in the token store and the block tables;
+- ``query_start``: its first token in the flat batch; the last entry is the number of tokens;
 - ``first_position``: the position of its first token in this step;
 - ``kv_length``: its positions after this step;
-- ``sampled_token``: for each row that samples, its last token's place in the flat batch;
-- ``sampled_row``, ``sampled_position``: for each row that samples, its row and the position of what it draws.
+- ``sampled_token``: the last token of each sampling row in the flat batch;
+- ``sampled_row``, ``sampled_position``: each sampling row, and the position of its draw.
 
-A step that runs in a graph of more rows than it has is padded with rows without tokens.
+Padding rows have no tokens.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ Int32Column = NDArray[np.int32]
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step, which decide what is launched: tokens, rows and sampling rows, and the kinds of row."""
+    """The sizes of a step that decide the launch: tokens, rows, sampling rows, and the kinds of row."""
 
     num_tokens: int
     num_rows: int
@@ -50,7 +50,7 @@ def shape_of(batch: StepBatch) -> StepShape:
 
 
 class ColumnViews(NamedTuple):
-    """The columns of a step on the device: int32, as the module's docstring says; ``query_start`` has ``m + 1`` entries."""
+    """The columns on the device: int32; ``query_start`` has ``m + 1`` entries."""
 
     rows: Tensor
     query_start: Tensor
@@ -69,7 +69,7 @@ class StepColumns:
         ends = np.cumsum(sizes).tolist()
         self._spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.size: int = ends[-1]
-        """Numbers in all columns together."""
+        """Numbers in all columns."""
 
     def views(self, columns: Tensor) -> ColumnViews:
         """The columns in ``columns``, int32, shape ``[size]``."""

@@ -1,4 +1,4 @@
-"""A line for every step in a file: how large it was, how long the device took, and how long it had nothing to do before.
+"""A file with a line per step: its size, its time on the device, and the idle time before it.
 
 Owns: the file and its format, one JSON object a line. Must not know: where the times come from.
 """
@@ -11,10 +11,10 @@ from headway_executor.backend import BackendConfigError, StepBatch
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Times in microseconds on the device's clock; ``idle_us`` is from the end of the step before, None at first.
+    """One step. Times in microseconds on the device's clock; ``idle_us`` is from the end of the step before, None at
+    first.
 
-    A device that was waited for is one that had a step to run all the time, so in steady decode ``idle_us`` is what the
-    host cost it.
+    In steady decode, ``idle_us`` is the cost of the host.
     """
 
     step: int
@@ -41,7 +41,7 @@ class StepLog:
         self._encoder = msgspec.json.Encoder()
 
     def add(self, batch: StepBatch, *, device_time_us: int, idle_us: int | None) -> None:
-        """Write down a step that is over."""
+        """Write a finished step."""
         line = StepLine(
             step=batch.step,
             num_rows=len(batch.rows),
@@ -52,5 +52,5 @@ class StepLog:
         self._file.write(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         self._file.close()

@@ -1,15 +1,13 @@
 """Attention over paged keys and values for one flat batch of prefill chunks and decode tokens.
 
-Owns: how a step's tokens are ordered and grouped, and the attention of each group.
-Must not know: requests, sampling, or layers beyond their keys, values and window.
+Owns: the order and the groups of a step's tokens, and the attention of each group. Must not know: requests, sampling,
+or layers beyond their keys, values and window.
 
-A row is ``(number of new tokens, kv length)``; decode is a chunk of one. Two kinds of group, chosen by shape only, so
-that what shares a step changes a row's result by rounding at most:
+There are two kinds of group, chosen by shape only, so that the rest of the step changes a row by rounding at most:
 
-- **decode rows**: their keys and values are gathered, padded to the longest of the group;
-- **chunks**: scaled-dot-product attention; one whose keys are all new does not touch the pool.
-
-Decode rows are grouped by length, so that padding at most doubles the work.
+- **decode rows**: their keys and values are gathered and padded to the longest of the group; grouping by length at most
+  doubles the work;
+- **chunks**: scaled-dot-product attention; a chunk with only new keys does not read the pool.
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from headway_executor.kv_pool import KvPool
 from headway_proto.columns import Int32Array
 
 _SHORT = 64
-"""Rows of fewer positions than this share a group whatever their lengths."""
+"""Rows with fewer positions share a group whatever their lengths."""
 
 _MASKED = float("-inf")
 
@@ -35,7 +33,7 @@ _Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention needs to know of a model."""
+    """The sizes of a model that attention needs."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,8 +53,8 @@ class AttentionShape:
 class KvVectors:
     """A pool's blocks as vectors of one head at one position.
 
-    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads before value heads: what a layer holds is one matrix of
-    vectors, of which slot ``block * block_size + offset`` is one position.
+    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first. A layer is one matrix of vectors; slot ``block
+    * block_size + offset`` is one position.
     """
 
     def __init__(self, shape: AttentionShape, pool: KvPool) -> None:
@@ -67,25 +65,25 @@ class KvVectors:
 
     @property
     def value_offset(self) -> int:
-        """How many vectors a value lies behind its key."""
+        """Vectors from a key to its value."""
         return self._num_kv_heads * self.block_size
 
     def of_layer(self, index: int) -> Tensor:
-        """Everything one layer holds: a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
+        """One layer as a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
         return self._layers[index].view(-1, self._head_dim)
 
     def keys(self, slots: _Int64Array) -> _Int64Array:
-        """Where the keys of ``slots`` are: int64, shape ``[kv_heads, *slots.shape]``."""
+        """The keys of ``slots``: int64, shape ``[kv_heads, *slots.shape]``."""
         blocks, offsets = np.divmod(slots, self.block_size)
         heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
         return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
 
 
 class OrderedRows:
-    """The rows of one step in the order their tokens take in the flat batch: decode rows first, by length.
+    """The rows of one step in the order of the flat batch: decode rows first, by length.
 
-    ``num_new`` and ``kv_length`` (positions after the step) are int64, shape ``[rows]``, in that order;
-    ``order[i]`` is the place of row i in the caller's arrays; ``starts[i]`` is its first token in the batch.
+    ``num_new`` and ``kv_length`` (positions after the step) are int64, shape ``[rows]``. ``order[i]`` is row i's place
+    in the caller's arrays, ``starts[i]`` its first token in the batch.
     """
 
     def __init__(self, num_new: _Int64Array, num_computed: _Int64Array, tables: Int32Array) -> None:
@@ -101,32 +99,29 @@ class OrderedRows:
         self.num_tokens = int(ends[-1])
 
     def token_rows(self) -> _Int64Array:
-        """For every token, its row's place in this order; shape ``[tokens]``."""
+        """The row of every token, in this order; shape ``[tokens]``."""
         return np.repeat(np.arange(len(self.num_new)), self.num_new)
 
     def positions(self, token_rows: _Int64Array) -> _Int64Array:
-        """For every token, its position in its sequence; shape ``[tokens]``."""
+        """The position of every token in its sequence; shape ``[tokens]``."""
         first = self.kv_length - self.num_new
         return np.arange(self.num_tokens) + (first - self.starts)[token_rows]
 
 
 class Group(Protocol):
-    """Some consecutive tokens of the batch that attend together."""
+    """Consecutive tokens of the batch that attend together."""
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
-        """Attend with the group's own tokens of ``qkv``.
+        """Attend with the group's tokens; returns ``[tokens, query width]``.
 
-        ``qkv`` shape ``[tokens of the group, all heads * head_dim]``: queries, keys, values; ``vectors`` is
-        ``KvVectors.of_layer``, already holding the new positions. Returns shape ``[tokens of the group, query width]``.
+        ``qkv`` ``[tokens, all heads * head_dim]``: queries, keys, values. ``vectors``: ``KvVectors.of_layer``, with the
+        new positions.
         """
         ...
 
 
 class AttentionPlan:
-    """How one step attends; built once, used by every layer.
-
-    ``slots`` is where each token's key and value go: int64, shape ``[tokens]``.
-    """
+    """How one step attends in every layer. ``slots`` int64, ``[tokens]``: where keys and values go."""
 
     def __init__(self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array) -> None:
         self._shape = shape
@@ -137,10 +132,10 @@ class AttentionPlan:
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
     def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
-        """Store the new keys and values of layer ``index`` and attend.
+        """Store the new keys and values of layer ``index`` and attend; returns ``[tokens, heads * head_dim]``.
 
-        ``qkv`` shape ``[tokens, (heads + 2 * kv_heads) * head_dim]``; ``window`` is how many positions a query sees, its
-        own included, None for all. Returns shape ``[tokens, heads * head_dim]``.
+        ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``. A query sees ``window`` positions, its own included;
+        None: all.
         """
         shape = self._shape
         vectors = self._vectors.of_layer(index)
@@ -157,7 +152,6 @@ class AttentionPlan:
 def _group(
     shape: AttentionShape, vectors: KvVectors, rows: OrderedRows, window: int | None, like: Tensor
 ) -> list[tuple[slice, Group]]:
-    """Cut the batch into groups. ``like`` tells device and dtype."""
     groups: list[tuple[slice, Group]] = []
     seen_from = np.zeros_like(rows.kv_length) if window is None else np.maximum(0, rows.kv_length - window)
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
@@ -195,7 +189,7 @@ def _similar(lengths: _Int64Array) -> list[tuple[int, int]]:
 
 
 def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, block_size: int) -> list[_Int64Array]:
-    """For each row, the slots of its positions ``[first, end)``, in order."""
+    """The slots of each row's positions ``[first, end)``."""
     found = []
     for i in range(len(end)):
         positions = np.arange(first[i], end[i])
@@ -204,7 +198,7 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
 
 
 class PaddedDecode:
-    """Decode rows whose keys and values are gathered and padded to the longest: any device and dtype."""
+    """Decode rows, gathered and padded to the longest: any device and dtype."""
 
     def __init__(self, shape: AttentionShape, vectors: KvVectors, visible: Sequence[_Int64Array], like: Tensor) -> None:
         self._shape = shape
@@ -231,7 +225,7 @@ class PaddedDecode:
 
 
 class _Gather:
-    """Copies the keys and values of ``slots`` (shape ``[rows, width]``) out of a layer."""
+    """Copies the keys and values of ``slots`` (``[rows, width]``) out of a layer."""
 
     def __init__(self, shape: AttentionShape, vectors: KvVectors, slots: _Int64Array, like: Tensor) -> None:
         keys = vectors.keys(slots)
@@ -246,7 +240,7 @@ class _Gather:
 
 
 class NewChunks:
-    """``num_rows`` chunks of ``num_new`` tokens each that start their sequences: all they see is in the batch."""
+    """``num_rows`` chunks of ``num_new`` tokens at the start of their sequences: they see only each other."""
 
     def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
         self._shape = shape
@@ -272,7 +266,7 @@ class NewChunks:
 
 
 class ContinuedChunk:
-    """One chunk of ``num_new`` tokens after ``past`` visible positions; ``slots`` are those of all of them."""
+    """One chunk of ``num_new`` tokens after ``past`` visible positions, with the ``slots`` of all of them."""
 
     def __init__(
         self,
@@ -300,7 +294,7 @@ class ContinuedChunk:
 
 
 def _mask(past: int, num_new: int, window: int | None, like: Tensor) -> Tensor:
-    """What each of ``num_new`` queries after ``past`` positions sees: additive, shape ``[num_new, past + num_new]``."""
+    """The additive mask of ``num_new`` queries after ``past`` positions: shape ``[num_new, past + num_new]``."""
     keys = torch.arange(past + num_new, device=like.device)
     queries = keys[past:, None]
     seen = keys <= queries

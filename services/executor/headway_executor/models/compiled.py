@@ -1,10 +1,9 @@
-"""A model that runs on the CPU kernels.
+"""A model on the CPU kernels.
 
-Owns: when the kernels can run a model, giving them its weights, and turning a step into their arguments.
-Must not know: how they compute.
+Owns: which models they can run, loading their weights, and their arguments. Must not know: how they compute.
 
-They compute in float32. A row's logits are the same to the last bit whatever else is in the step, and however the row
-was cut into chunks; processors that run different variants of the kernels may differ in the last bits.
+They compute in float32. A row's logits are the same to the last bit whatever else is in the step and however the row
+was cut into chunks. Other variants of the kernels (on other processors) may differ in the last bits.
 """
 
 import torch
@@ -30,11 +29,11 @@ from headway_kernels.cpu.library import (
 )
 
 _ENOUGH_TO_TELL = 1024
-"""Values of a matrix that are looked at before all of it is: weights in full precision show it at once."""
+"""Values of a matrix to check first: weights in full precision show in a few."""
 
 
 def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
-    """The kernels, if they are installed, run on this processor and can run this model."""
+    """The kernels, if they are installed and can run this model on this processor."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
     library = load_library()
@@ -44,7 +43,7 @@ def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
 
 
 class CompiledModel:
-    """A ``ForwardPass``. ``decoder`` and ``pool`` fit each other (``pool_block_shape``)."""
+    """A ``ForwardPass``. ``decoder`` and ``pool`` must fit each other (``pool_block_shape``)."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         self._decoder = decoder
@@ -97,8 +96,6 @@ def load_compiled(
 
 
 class _Loader:
-    """One load; keeps no tensor."""
-
     def __init__(self, config: ModelConfig, tensors: ModelTensors, library: CpuLibrary, quantization: str) -> None:
         self._config = config
         self._tensors = tensors
@@ -130,7 +127,7 @@ class _Loader:
         return PackedLinear(self._library, weight, bias, form, gated=gated)
 
     def _padded(self, heads: Tensor) -> Tensor:
-        """Zeros after the channels of every head: shape ``[heads * head_dim, ...]``."""
+        """Pad the channels of every head with zeros: shape ``[heads * head_dim, ...]``."""
         if not self._padding:
             return heads
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
@@ -139,7 +136,7 @@ class _Loader:
 
 
 def is_exact_in_bfloat16(weight: Tensor) -> bool:
-    """Whether every value is one that bfloat16 has: then holding it so changes nothing but the memory to read."""
+    """Whether bfloat16 holds every value exactly: storing it so then only saves memory."""
     if weight.dtype == torch.bfloat16:
         return True
     some = weight.reshape(-1)[:_ENOUGH_TO_TELL].float()

@@ -1,8 +1,7 @@
-"""What a checkpoint's config.json says, checked and in one form for every family.
+"""A checkpoint's config.json, checked and in one form for every family.
 
-Owns: ``ModelConfig`` and ``RopeConfig``, the typed reading of JSON fields, and the files ``config.json`` and
-``generation_config.json``.
-Must not know: tensors, or how a model computes.
+Owns: ``ModelConfig``, ``RopeConfig``, and the typed reading of JSON fields. Must not know: tensors, or how a model
+computes.
 """
 
 import json
@@ -19,14 +18,14 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 MAX_SIZE = 1 << 24
-"""No dimension of a real model comes near this; a larger one is damage, and would only fail later and worse."""
+"""Larger than any dimension of a real model."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding of one model.
 
-    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3"; the other fields matter to the kinds that name them
-    (see ``rope``). ``original_context`` is the context, in tokens, the frequencies were trained for.
+    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3"; it decides which fields matter (see ``rope``). The
+    frequencies were trained for ``original_context`` tokens.
     """
 
     kind: str = "default"
@@ -46,8 +45,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and variants of one decoder-only model.
 
-    ``context`` is the longest sequence it can serve, in tokens, rope scaling included. ``sliding_windows`` holds per
-    layer how many positions a query sees, its own included, or None for all. ``dtype`` is the checkpoint's.
+    ``context`` is the longest sequence in tokens, rope scaling included. ``sliding_windows`` holds per layer how many
+    positions a query sees, its own included, or None for all. ``dtype`` is the checkpoint's.
     """
 
     architecture: str
@@ -72,7 +71,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFields:
-    """Typed access to one JSON object; every complaint names the file, the field, its value and what is allowed."""
+    """Typed access to one JSON object; an error names the file, the field, its value and what is allowed."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
@@ -87,7 +86,7 @@ class ConfigFields:
         return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
     def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        """An integer between ``low`` and ``high``; absent or null gives ``default``, None makes the field required."""
+        """An integer between ``low`` and ``high``; ``default`` if absent or null, required if that is None."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -96,11 +95,11 @@ class ConfigFields:
         return value
 
     def optional_integer(self, field: str) -> int | None:
-        """A positive integer, or None where the field is absent or null."""
+        """A positive integer, or None if absent or null."""
         return None if self.values.get(field) is None else self.integer(field)
 
     def number(self, field: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than ``above``; absent or null gives ``default``, None makes the field required."""
+        """A finite number greater than ``above``; ``default`` if absent or null, required if that is None."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -113,11 +112,11 @@ class ConfigFields:
         return number
 
     def optional_number(self, field: str) -> float | None:
-        """A positive number, or None where the field is absent or null."""
+        """A positive number, or None if absent or null."""
         return None if self.values.get(field) is None else self.number(field)
 
     def flag(self, field: str, *, default: bool) -> bool:
-        """A boolean; absent or null gives ``default``."""
+        """A boolean; ``default`` if absent or null."""
         value = self.values.get(field)
         if value is None:
             return default
@@ -126,7 +125,7 @@ class ConfigFields:
         return value
 
     def section(self, field: str) -> "ConfigFields | None":
-        """A nested object, or None where the field is absent, null or empty."""
+        """A nested object, or None if absent, null or empty."""
         value = self.values.get(field)
         if value is None or value == {}:
             return None
@@ -135,7 +134,7 @@ class ConfigFields:
         return ConfigFields(f"{self.source}: {field}", value)
 
     def token_ids(self, field: str) -> tuple[int, ...]:
-        """One token id or a list of them, ascending; absent or null gives none."""
+        """One token id or a list of them, ascending; empty if absent or null."""
         value = self.values.get(field)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):

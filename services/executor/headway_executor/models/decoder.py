@@ -1,11 +1,11 @@
-"""The decoder that all supported families share, as plain torch operators.
+"""The decoder of all supported families, as plain torch operators.
 
-Owns: the forward pass from token ids to logits, and the form its weights take (fused, permuted).
-Must not know: where tokens come from, how keys and values are paged, or what is done with the logits.
+Owns: the forward pass from token ids to logits, and the form of its weights. Must not know: how keys and values are
+paged, or how logits are used.
 
-Every layer sees one flat ``[tokens, hidden]`` tensor; only attention knows that it is made of rows. Query, key and value
-projections are one product, gate and up projections another. Query and key channels are permuted at load so that rotated
-pairs lie side by side (see ``rope``).
+Every layer sees one flat ``[tokens, hidden]`` tensor; only attention knows rows. Query, key and value projections are
+one product, gate and up projections another. Loading permutes query and key channels so that rotated pairs lie side by
+side (see ``rope``).
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,7 @@ from headway_executor.models.rope import rotate_
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Root mean square normalisation over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
-
-    ``weight`` has the last dimensions.
-    """
+    """Root mean square normalisation over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
     weight: Tensor
     eps: float
@@ -40,9 +37,9 @@ class RmsNorm:
 class DecoderLayer:
     """Weights of one layer.
 
-    ``qkv`` gives queries, keys and values side by side; ``num_rotated`` is how many of its heads are queries and keys.
-    ``qk_norm`` normalises those per head (weight ``[num_rotated, head_dim]``) where the family does. ``gate_up`` gives
-    gate and up side by side. ``window`` is how many positions a query sees, None for all.
+    ``qkv`` gives queries, keys and values side by side; the first ``num_rotated`` heads are queries and keys.
+    ``qk_norm`` (``[num_rotated, head_dim]``) normalises those per head, or is None. ``gate_up`` gives gate and up side
+    by side. A query sees ``window`` positions; None: all.
     """
 
     index: int
@@ -65,7 +62,6 @@ class DecoderLayer:
         hidden.add_(self.down(functional.silu(gate).mul_(up)))
 
     def _rotated(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        """Queries, keys and values, the first two rotated to their positions."""
         qkv = self.qkv(self.attention_norm(hidden))
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
         if self.qk_norm is not None:
@@ -76,10 +72,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole model.
-
-    ``embedding`` shape ``[vocab, hidden]``; ``rotations`` complex64, shape ``[context, head_dim // 2]``.
-    """
+    """A whole model. ``embedding`` ``[vocab, hidden]``; ``rotations`` complex64, ``[context, head_dim // 2]``."""
 
     embedding: Tensor
     rotations: Tensor
@@ -88,10 +81,10 @@ class Decoder:
     head: Linear
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, sampled: Tensor) -> Tensor:
-        """Logits of the tokens that are asked for.
+        """Store keys and values of all tokens; return the logits of the ``sampled`` ones: ``[n, vocab]`` in the model's
+        dtype.
 
         ``token_ids`` integer and ``positions`` int64, both ``[tokens]``; ``sampled`` int64, ``[n]``, indices into them.
-        Returns ``[n, vocab]`` in the model's dtype. Keys and values of all tokens are stored on the way.
         """
         hidden = functional.embedding(token_ids, self.embedding)
         rotation = self.rotations.index_select(0, positions).unsqueeze(1)

@@ -1,7 +1,6 @@
-"""A model that runs as plain torch operators: any device, any floating dtype.
+"""A model as plain torch operators: any device, any floating dtype.
 
-Owns: building the decoder from a checkpoint, and turning a step into its arguments.
-Must not know: files, or how the decoder computes.
+Owns: building the decoder from a checkpoint, and its arguments. Must not know: files, or how the decoder computes.
 """
 
 import numpy as np
@@ -45,7 +44,7 @@ class EagerModel:
 
 
 def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
-    """For every token of ``rows``, row after row, where it stands among those of ``ordered``: shape ``[tokens]``."""
+    """The place of every token of ``rows`` among those of ``ordered``: shape ``[tokens]``."""
     starts = np.empty_like(ordered.starts)
     starts[ordered.order] = ordered.starts
     places, positions = rows.token_places()

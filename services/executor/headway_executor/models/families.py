@@ -1,12 +1,11 @@
-"""The supported model families: how each one's config.json becomes a ``ModelConfig``.
+"""The supported model families: from config.json to a ``ModelConfig``.
 
-Owns: the architecture names, each family's defaults and peculiarities, and the refusal of everything else.
-Must not know: tensors, or how a model computes.
+Owns: architecture names, each family's defaults, and the refusal of other models. Must not know: tensors, or how a
+model computes.
 
-Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder with few differences: which projections
-have a bias, whether queries and keys are normalised per head, and which layers see a sliding window. Files written by
-transformers 4 (``torch_dtype``, ``rope_theta``, ``rope_scaling``) and 5 (``dtype``, ``rope_parameters``) are both read.
-An absent field means what transformers takes it to mean.
+Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. They differ in biases, in the norm of
+queries and keys, and in sliding windows. Files of transformers 4 (``torch_dtype``, ``rope_theta``, ``rope_scaling``)
+and 5 (``dtype``, ``rope_parameters``) are read; an absent field means what it means there.
 """
 
 import stat
@@ -36,8 +35,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read and check the configuration of the checkpoint in ``directory``.
 
     Raises:
-        ModelFilesError: the directory or file is missing, damaged, of an unknown architecture, asks for remote code, or
-            holds a value that cannot be served.
+        ModelFilesError: the file is missing or damaged, has an unknown architecture, asks for remote code, or has a
+            value that cannot be served.
     """
     try:
         if not stat.S_ISDIR(directory.stat().st_mode):
@@ -64,7 +63,7 @@ def _architecture(fields: ConfigFields) -> str:
 
 
 def _with_generation_config(config: ModelConfig, path: Path) -> ModelConfig:
-    """The end-of-sequence ids of generation_config.json, where it exists and names any, win over config.json's."""
+    """Take the end-of-sequence ids of generation_config.json, if it has any."""
     named = read_json_object(path).token_ids("eos_token_id") if path.exists() else ()
     token_ids = named or config.eos_token_ids
     wide = [token_id for token_id in token_ids if token_id >= config.vocab_size]
@@ -121,7 +120,7 @@ _FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 
 
 def _qwen_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding windows of Qwen models: per ``layer_types``, or for the layers from ``max_window_layers`` on."""
+    """The windows per ``layer_types``, or for the layers from ``max_window_layers`` on."""
     used = fields.flag("use_sliding_window", default=False)
     absent = "sliding_window" not in fields.values
     window = _DEFAULT_WINDOW if absent else fields.optional_integer("sliding_window")
@@ -147,7 +146,6 @@ def _read(
     qk_norm: bool = False,
     windows: Callable[[int], tuple[int | None, ...]] = lambda num_layers: (None,) * num_layers,
 ) -> ModelConfig:
-    """The fields all families share."""
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", "'silu'")
     num_layers = fields.integer("num_hidden_layers", high=1024)
@@ -203,7 +201,7 @@ def _read_dtype(fields: ConfigFields) -> str:
 
 
 def _read_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig:
-    """``rope_scaling`` (transformers 4) wins over ``rope_parameters`` (5); theta may stand inside or beside them."""
+    """``rope_scaling`` (transformers 4) wins over ``rope_parameters`` (5); theta may be inside or beside them."""
     section = fields.section("rope_scaling") or fields.section("rope_parameters") or ConfigFields(fields.source, {})
     theta = section.number("rope_theta", fields.number("rope_theta", 10_000.0))
     for holder in (section, fields):
@@ -246,7 +244,7 @@ def _read_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig
 
 
 def _context(fields: ConfigFields, rope: RopeConfig, max_position_embeddings: int) -> int:
-    """The longest sequence the positions serve.
+    """The longest sequence in tokens.
 
     Linear, dynamic and yarn scaling stretch the original context by ``factor``; some checkpoints already give the
     stretched length as ``max_position_embeddings``. Llama 3's scaling always does.

@@ -1,9 +1,6 @@
-"""The seam between a backend and the two ways to run a model.
+"""The interface between a backend and the two ways to run a model, ``eager`` and ``compiled``.
 
-Owns: what a forward pass is given. Must not know: how it computes.
-
-``eager`` runs plain torch operators on any device and in any dtype. ``compiled`` runs the CPU kernels, which compute in
-float32 with float32 or 8-bit weights.
+Owns: the input of a forward pass. Must not know: how it computes.
 """
 
 from dataclasses import dataclass
@@ -21,11 +18,11 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one step, ``n`` of them.
+    """The ``n`` rows of one step.
 
-    Row i runs ``num_new[i]`` tokens, the first at position ``num_computed[i]``; ``numbers[i]`` is its row in the store of
-    token ids. ``tables`` int32, shape ``[n, blocks]``; the others int64, shape ``[n]``. ``wanted`` int64, shape ``[m]``,
-    ascending: the tokens whose logits are asked for, by where they stand when all rows' tokens stand row after row.
+    Row i runs ``num_new[i]`` tokens from position ``num_computed[i]``; ``numbers[i]`` is its row in the store of token
+    ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: the tokens
+    whose logits are needed, as indices into all tokens in row order.
     """
 
     numbers: Int64Array
@@ -35,14 +32,14 @@ class StepRows:
     wanted: Int64Array
 
     def token_places(self) -> tuple[Int64Array, Int64Array]:
-        """For every token, row after row: its row's place, and its position in the sequence; each ``[tokens]``."""
+        """For every token in row order: its row's place, and its position in the sequence; each ``[tokens]``."""
         places = np.repeat(np.arange(len(self.num_new)), self.num_new)
         first = self.num_computed - (np.cumsum(self.num_new) - self.num_new)
         return places, np.arange(len(places)) + first[places]
 
 
 def last_tokens(num_new: Int64Array) -> Int64Array:
-    """Where the last token of each row stands when all rows' tokens, ``num_new`` of each, stand row after row."""
+    """The index of each row's last token, among all tokens in row order."""
     return np.cumsum(num_new) - 1
 
 
@@ -52,9 +49,9 @@ class ForwardPass(Protocol):
     pool: KvPool
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
-        """Logits of the wanted tokens: floating, shape ``[m, vocab]``.
+        """Store the keys and values of all tokens; return the logits of the wanted ones: floating, shape ``[m,
+        vocab]``.
 
-        ``token_ids`` int32, shape ``[max rows, max length]``: every row's tokens. Keys and values of all tokens of the
-        step are stored on the way.
+        ``token_ids`` int32, shape ``[max rows, max length]``: every row's tokens.
         """
         ...

@@ -1,7 +1,6 @@
-"""The tensors of a checkpoint as the model wants them.
+"""The tensors of a checkpoint in the model's form.
 
-Owns: the tensor names of the supported families, which of them are one tensor, and which tensors are fused.
-Must not know: files, where weights go, or how the model runs.
+Owns: tensor names, and which tensors are tied or fused. Must not know: files, where weights go, or how the model runs.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -20,9 +19,9 @@ _HEAD = "lm_head.weight"
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this configuration holds.
+    """Name and shape of every tensor of this configuration.
 
-    Where embedding and head are tied, it may hold either or both: those that are ``stored``, else the embedding.
+    A tied checkpoint may hold embedding, head or both: those that are ``stored``, else the embedding.
     """
     words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
     expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
@@ -34,7 +33,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that a checkpoint may hold and a model does not need: old Llama ones store the rope frequencies."""
+    """Tensors that a checkpoint may have and the model does not need: old Llama ones store the rope frequencies."""
     return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
 
 
@@ -66,7 +65,7 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 class TensorSource(Protocol):
-    """Where the tensors of a model come from."""
+    """The source of a model's tensors."""
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor."""
@@ -78,10 +77,7 @@ class TensorSource(Protocol):
 
 
 def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
-    """``config``, untied where it says that embedding and head are one and the two tensors of the checkpoint differ.
-
-    So does transformers, which says it as well: each is used for what it is named after.
-    """
+    """``config``, untied if its embedding and head are tied but the stored tensors differ; transformers does the same."""
     if not (config.tie_word_embeddings and _EMBEDDING in source and _HEAD in source):
         return config
     embedding, head = source.read(_EMBEDDING), source.read(_HEAD)
@@ -96,20 +92,15 @@ def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], N
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Check that the checkpoint has the tensors of ``config``.
-
-    Raises:
-        ModelFilesError: a tensor is missing, has another shape or an unknown name.
-    """
+    """Check that the checkpoint has the tensors of ``config``; raises ``ModelFilesError``."""
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config))
 
 
 class ModelTensors:
-    """Reads the tensors of a checkpoint that ``Checkpoint.check`` accepted, in its own dtype.
+    """Reads the tensors of a checked checkpoint in its own dtype.
 
-    What comes out may be the mapped file itself: it must not be written to, nor kept. ``channel_order`` (int64, shape
-    ``[head_dim]``) is the order in which the channels of query and key heads are wanted. Where a ``device`` is given, the
-    tensors are on it: each goes there straight from its file, and is put together there.
+    A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, shape ``[head_dim]``) is
+    the order of the channels of query and key heads. With a ``device``, tensors go there straight from the file.
     """
 
     def __init__(
@@ -129,7 +120,7 @@ class ModelTensors:
         return self._read_named(_EMBEDDING if _EMBEDDING in self._checkpoint else _HEAD)
 
     def head(self) -> Tensor:
-        """Shape ``[vocab, hidden]``; the embedding where the two are tied."""
+        """Shape ``[vocab, hidden]``; the embedding if the two are tied."""
         return self.embedding() if self._config.tie_word_embeddings else self._read_named(_HEAD)
 
     def final_norm(self) -> Tensor:
@@ -165,7 +156,7 @@ class ModelTensors:
         return self._read(index, "post_attention_layernorm.weight")
 
     def qk_norm(self, index: int) -> Tensor | None:
-        """Shape ``[heads + kv_heads, head_dim]``: the norms of queries, then keys; None where the family has none."""
+        """Shape ``[heads + kv_heads, head_dim]``: the norms of queries, then keys; None if there are none."""
         config = self._config
         if not config.qk_norm:
             return None
@@ -187,6 +178,6 @@ class ModelTensors:
         return torch.cat([self._reordered(queries), self._reordered(keys), values])
 
     def _reordered(self, heads: Tensor) -> Tensor:
-        """Reorder the channels of every head: shape ``[heads * head_dim, ...]``, rows are channels."""
+        """Reorder the channels of every head: shape ``[heads * head_dim, ...]``."""
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
         return by_head[:, self._channel_order].flatten(0, 1)

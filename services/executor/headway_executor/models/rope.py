@@ -1,15 +1,14 @@
 """Rotary position embeddings as one table of rotations by position.
 
-Owns: the frequencies of every supported kind of rope scaling, and applying a rotation.
-Must not know: batches, caches, or any model family.
+Owns: the frequencies of every kind of rope scaling, and the rotation. Must not know: batches, caches, or model
+families.
 
 Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
 scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
 and code of Llama 3.1.
 
-A head's channels i and i + d/2 form one rotated pair. For ``rotate_`` pairs lie next to each other (channels 2i, 2i + 1),
-so that a rotation is one complex multiplication; ``interleaved`` is the permutation that the weights undergo at load.
-Dot products of queries and keys do not notice.
+A head's channels i and i + d/2 form one rotated pair. Loading permutes the channels (``interleaved``) so that pairs are
+adjacent: a rotation is then one complex multiplication. Dot products of queries and keys stay the same.
 """
 
 import math
@@ -32,10 +31,10 @@ def rotations(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
 
 
 def rotate_(heads: Tensor, rotation: Tensor) -> None:
-    """Rotate ``heads`` in place.
+    """Rotate ``heads`` in place, in float32.
 
-    ``heads`` any floating dtype, shape ``[tokens, heads, head_dim]`` with pairs interleaved, any row stride;
-    ``rotation`` complex64, shape ``[tokens, 1, head_dim // 2]``. Other dtypes than float32 are rotated in float32.
+    ``heads`` any floating dtype, ``[tokens, heads, head_dim]``, pairs interleaved, any row stride; ``rotation``
+    complex64, ``[tokens, 1, head_dim // 2]``.
     """
     paired = (*heads.shape[:-1], -1, 2)
     if heads.dtype == torch.float32:
@@ -46,7 +45,7 @@ def rotate_(heads: Tensor, rotation: Tensor) -> None:
 
 
 def interleaved(head_dim: int) -> Tensor:
-    """The order of a head's channels that puts rotated pairs side by side: int64, shape ``[head_dim]``."""
+    """The order of a head's channels with rotated pairs side by side: int64, shape ``[head_dim]``."""
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
 
 
@@ -68,9 +67,9 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
     """Dynamic NTK: the base grows with the sequence beyond the original context.
 
-    "The sequence" is taken as everything up to the position itself, so that a position's rotation depends on nothing
-    else and cached keys stay valid whoever shares them. That is what token-by-token decoding gives in transformers; a
-    longer prompt rotates all its positions by its total length there.
+    The sequence is everything up to the position itself, so that a rotation depends on nothing else and cached keys
+    stay valid. Token-by-token decoding in transformers gives the same; there, a longer prompt rotates all its positions
+    by its total length.
     """
     length = (positions + 1).clamp(min=rope.original_context)
     stretch = rope.factor * length / rope.original_context - (rope.factor - 1)

@@ -17,14 +17,11 @@ from headway_proto.columns import Int32Array
 
 
 class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
-    """A row was about to attend to a block that does not hold the row's tokens."""
+    """A row was about to attend to a block with the wrong contents."""
 
 
 class SimulatedPool:
-    """The KV pool: per slot the hash of the prefix that ends there, per block how many slots are written.
-
-    Host blocks are held in the same way, and whether anything was ever swapped out to them.
-    """
+    """Per slot the hash of the prefix that ends there, per block the number of written slots; also for host blocks."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -35,7 +32,7 @@ class SimulatedPool:
         self._host_written = np.zeros(num_host_blocks, dtype=bool)
 
     def check_partial_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """Before the step writes: a block that a row goes on filling must hold that row's last computed token."""
+        """Before the step writes: the block that a row goes on filling must hold that row's last computed token."""
         offsets = batch.num_computed_tokens % self._block_size
         places = np.flatnonzero(offsets)
         rows, ends, offsets = batch.rows[places], batch.num_computed_tokens[places], offsets[places]
@@ -47,9 +44,9 @@ class SimulatedPool:
             raise _mismatch(rows[first], blocks[first], indices[first], ends[first] - offsets[first], ends[first])
 
     def check_full_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """After the step wrote: each full block that a row attends to must hold the prefix of that row.
+        """After the step wrote: each full block that a row attends to must hold that row's prefix.
 
-        After, because a row may attend to a block of a shared prefix that another row fills in the same step.
+        Another row may fill a block of a shared prefix in the same step.
         """
         num_full = batch.num_computed_tokens // self._block_size
         width = int(num_full.max(initial=0))
@@ -81,7 +78,7 @@ class SimulatedPool:
         self._filled[blocks] = offsets + 1
 
     def write_at(self, table: Int32Array, positions: NDArray[np.integer], hashes: Hashes) -> None:
-        """Write ``hashes`` at positions that follow each other, of the row with this block table."""
+        """Write ``hashes`` at consecutive positions of the row with this block table."""
         blocks = table[positions // self._block_size]
         offsets = positions % self._block_size
         self._slots[blocks, offsets] = hashes

@@ -25,18 +25,17 @@ _SWAP_BYTES_PER_US = 25_000
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The backend's own options; each is given as text.
+    """The backend's own options, given as text.
 
-    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model where no checkpoint directory does.
-    A step takes ``step_base_us + per_token_us * scheduled tokens + per_seq_us * rows + per_context_token_us * tokens
-    attended`` microseconds, and before it ``swap_us_per_block`` for every block that is swapped out or in (None: the
-    blocks of an 8-billion-parameter model at 25 GB/s); with ``real_time`` false the time is reported and not waited for.
-    ``eos_probability`` ends rows at random; ``verify_kv`` checks the simulated cache. Up to ``max_speculative_tokens``
-    tokens are proposed where a step asks for proposals; each is right with probability ``speculative_acceptance``. To
-    inject failures: a row whose last
-    token is ``nan_row_token`` reports NaN logits, a step of more than ``oom_over_tokens`` tokens runs out of memory. A step
-    with a request whose prompt has the token ``fail_on_token`` fails, with ``lose_device_on_token`` the device is lost, and
-    with ``kill_on_token`` the process is killed (SIGKILL).
+    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model if there is no checkpoint directory. A
+    step takes ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens``
+    microseconds, and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s); it
+    waits for that time if ``real_time``. ``eos_probability`` ends rows at random. ``verify_kv`` checks the simulated
+    cache. Each of up to ``max_speculative_tokens`` proposals is right with probability ``speculative_acceptance``.
+
+    Failures: a row whose last token is ``nan_row_token`` reports NaN logits. A step of more than ``oom_over_tokens``
+    tokens runs out of memory. A prompt with ``fail_on_token`` fails the step, with ``lose_device_on_token`` loses the
+    device, with ``kill_on_token`` kills the process.
     """
 
     vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
@@ -66,8 +65,6 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _CheckpointConfig(msgspec.Struct, frozen=True):
-    """What this backend reads of a checkpoint's config.json."""
-
     vocab_size: Annotated[int, msgspec.Meta(ge=2)]
     max_position_embeddings: Annotated[int, msgspec.Meta(ge=1)]
     eos_token_id: int | list[int] | None = None
@@ -135,7 +132,7 @@ def _parse_options(options: dict[str, str]) -> SimulatedOptions:
 
 
 def _describe_model(model: str, options: SimulatedOptions) -> _Model:
-    """Read the checkpoint's config.json where ``model`` is a directory; else take the options."""
+    """The model of the checkpoint's config.json if ``model`` is a directory, else of the options."""
     path = Path(model)
     if not model or not (path.is_dir() or "/" in model):
         return _Model(options.vocab_size, (options.eos_token_id,), options.context_length)

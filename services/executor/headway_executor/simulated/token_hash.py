@@ -2,10 +2,9 @@
 
 Owns: the hash of a history and the draws from it. Must not know: rows, steps, or the pool.
 
-One token lost, repeated or misplaced changes everything that follows; a row that resumes from the same tokens continues
-as if nothing had happened. The hash of a history is the sum of its mixed (position, token) pairs: appending a token is
-O(1), and one cumulative sum hashes all prefixes of a prompt. The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea,
-C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+One token lost, repeated or misplaced changes everything that follows. The hash of a history is the sum of its mixed
+(position, token) pairs, so appending a token is O(1). The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C.
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
 
 from typing import TypeAlias
@@ -22,10 +21,7 @@ Hashes: TypeAlias = NDArray[np.uint64]
 
 
 class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
-    """The next-token function of a simulated model.
-
-    ``eos_token_ids`` ascending; they are drawn with ``eos_probability`` in all, and never otherwise.
-    """
+    """The next-token function. ``eos_token_ids`` ascending; all together they are drawn with ``eos_probability``."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -33,13 +29,13 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
     model_seed: int
 
     def prefixes(self, token_ids: Int32Array) -> Hashes:
-        """The hash of each prefix: shape ``[n + 1]`` for ``token_ids`` of shape ``[n]``; the first is the empty one's."""
+        """The hash of each prefix, the empty one first: ``[n] -> [n + 1]``."""
         sums = np.zeros(len(token_ids) + 1, dtype=np.uint64)
         np.cumsum(mix_tokens(token_ids, np.arange(len(token_ids))), out=sums[1:])
         return sums
 
     def salt(self, sampling: SamplingParams) -> int:
-        """What tells this request's draws from another's with the same tokens: its seed, unless it is greedy."""
+        """The part of a draw that depends on the request: its seed, unless it is greedy."""
         seeds = [self.model_seed, sampling.seed if sampling.temperature > 0 else 0]
         return int(mix(mix(np.array(seeds[:1], dtype=np.uint64)) + np.array(seeds[1:], dtype=np.uint64))[0])
 
@@ -57,7 +53,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return tokens
 
     def next_token_except(self, prefix: int, salt: int, excluded: frozenset[int]) -> int:
-        """The first token not in ``excluded`` among the draws of a row, for rows below their ``min_tokens``.
+        """The first drawn token that is not in ``excluded``, for rows below their ``min_tokens``.
 
         Raises:
             ValueError: none is left.
@@ -71,7 +67,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return token
 
     def leaves_any(self, excluded: frozenset[int]) -> bool:
-        """Whether a token that can be drawn is not in ``excluded``."""
+        """Whether some token that can be drawn is not in ``excluded``."""
         ends = frozenset(self.eos_token_ids)
         left = self.vocab_size - len(excluded | ends) if self.eos_probability < 1 else 0
         return left > 0 or (self.eos_probability > 0 and bool(ends - excluded))
@@ -79,10 +75,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_logprobs(
         self, token_ids: Int32Array, start: int, end: int, num_alternatives: int
     ) -> PromptLogprobColumns:
-        """Made-up log probabilities of the tokens at positions ``start + 1`` to ``end`` behind those before them.
-
-        The token itself is the likeliest, its successors follow.
-        """
+        """Made-up log probabilities of the tokens at positions ``start + 1`` to ``end``."""
         num_alternatives = min(num_alternatives, self.vocab_size)
         behind = self.prefixes(token_ids[: end + 1])[start + 2 : end + 2]
         best = ((behind >> np.uint64(32)).astype(np.float64) / -(2.0**32)).astype(np.float32)
@@ -93,9 +86,8 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
-        """The next ``num_tokens`` tokens after a prompt: the oracle for whole generations.
-
-        It honours ``min_tokens`` and does not stop at any token.
+        """The next ``num_tokens`` tokens after a prompt, the oracle of tests. Honours ``min_tokens``; stops at no
+        token.
         """
         history = np.array(token_ids, dtype=np.int32)
         prefix = self.prefixes(history)[-1:]
@@ -112,7 +104,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mix_tokens(token_ids: Int32Array, positions: NDArray[np.integer]) -> Hashes:
-    """What each (position, token) adds to the hash of its history; shapes ``[n]``."""
+    """The share of each (position, token) in the hash of its history; shapes ``[n]``."""
     return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint32).astype(np.uint64))
 
 

@@ -1,16 +1,15 @@
 """Proposals by a second, smaller model with the same vocabulary.
 
-Owns: the draft's pass over the tokens of a row, and how far its own keys and values reach.
-Must not know: which model it is, how it computes, or what becomes of the proposals.
+Owns: the draft's passes, and how far its own keys and values reach. Must not know: how the model computes, or how
+proposals are verified.
 
-The draft has a pool of its own with as many blocks as the target's, and shares the block tables: position p of a row is in
-the same block of both. Per block it is known how many of its leading positions the draft has computed; a row whose
-proposals are wanted first computes what is missing, in one chunk, and then one token after another. A block that is given
-out, swapped in or copied into holds nothing of the draft's; one that rows share because they begin alike does. What
-turned out wrong is counted off again. An entry that should not be there could only make proposals worse.
+The draft's pool has as many blocks as the target's, and both share the block tables. Per block, the draft counts its
+leading computed positions. A row first computes the missing ones in one chunk, then one token after another. A block
+that is given out, swapped in or copied into counts as empty; a shared block does not. Wrong proposals are subtracted. A
+wrong count could only make proposals worse.
 
-Tokens are drawn by the target's sampler, with the row's parameters and the very random numbers that the target will draw
-with: where the two distributions agree, so do the draws, greedy or not.
+The target's sampler draws with the random numbers that the target will use: where the distributions agree, so do the
+draws.
 """
 
 import numpy as np
@@ -26,7 +25,7 @@ from headway_proto.step import ERRORED_ROW
 
 
 class DraftModel:
-    """A ``Proposer``. ``forward`` has as many blocks, of the same size, as the target; it knows ``max_model_len`` positions."""
+    """A ``Proposer``. ``forward`` has blocks as the target has them, and a context of ``max_model_len`` positions."""
 
     def __init__(self, forward: ForwardPass, sampler: Sampler, max_model_len: int) -> None:
         self._forward = forward

@@ -1,13 +1,11 @@
-"""Proposals by prompt lookup: what followed the last time that a row's last few tokens occurred in it.
+"""Proposals by prompt lookup: the tokens that followed the last occurrence of the row's last few tokens.
 
-Owns: the search. Must not know: models, or what becomes of the proposals.
+Owns: the search. Must not know: models, or how proposals are verified.
 
-The longest suffix of the row, of ``LONGEST`` to ``SHORTEST`` tokens, that also ends somewhere before; of several places
-the latest. What followed there is proposed, and where that place is less far back than there are tokens to propose, the
-proposals go on as if the repetition did (Saxena, "Prompt lookup decoding", 2023).
-
-A search looks at every token of the row once, for its last one, and from there on only at places that still match: some
-microseconds for thousands of tokens. An index would be quicker to ask and slower to keep, for every row in every step.
+The search takes the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens that occurs earlier, and its latest
+occurrence. If that is closer to the end than the number of tokens to propose, the repetition goes on (Saxena, "Prompt
+lookup decoding", 2023). It compares every token of the row once, then only places that still match: some microseconds
+for thousands of tokens.
 """
 
 import numpy as np
@@ -49,7 +47,9 @@ class PromptLookup:
 
 
 def continuation(token_ids: Int32Array, limit: int) -> Int32Array:
-    """``limit`` tokens that may follow ``token_ids``, int32, shape ``[limit]``; none if their end never occurred before."""
+    """``limit`` tokens that may follow ``token_ids``, int32, shape ``[limit]``; empty if their end never occurred
+    before.
+    """
     last = len(token_ids) - 1
     ends = np.flatnonzero(token_ids[:last] == token_ids[last])
     length = 1

@@ -1,6 +1,6 @@
-"""Who proposes tokens.
+"""The interface of proposers.
 
-Owns: what a proposer is asked, and the order of the calls. Must not know: how any of them finds its proposals.
+Owns: the question to a proposer, and the order of the calls. Must not know: how proposals are found.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ from headway_proto.columns import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Rows for which tokens may be proposed, ``n`` of them, in ascending order.
+    """``n`` rows for which tokens may be proposed, in ascending order.
 
-    ``numbers`` in the store of token ids, where the first ``num_tokens`` of each are known; at most ``limits`` tokens may be
-    proposed. All int64, shape ``[n]``. ``tables`` int32, shape ``[n, blocks]``: their block tables, which cover the
-    proposals.
+    ``numbers``: rows in the store of token ids; ``num_tokens``: their known tokens; ``limits``: the most proposals. All
+    int64, shape ``[n]``. ``tables`` int32, shape ``[n, blocks]``: block tables that cover the proposals.
     """
 
     numbers: Int64Array
@@ -29,23 +28,22 @@ class Asked:
 
 
 class Proposer(Protocol):
-    """Proposes tokens; what it proposes may be wrong, and costs time then."""
+    """Proposes tokens; a wrong proposal costs only time."""
 
     def follow(self, batch: StepBatch) -> None:
-        """A step is about to run: its rows come and go, blocks are given out."""
+        """Record the rows and blocks of a step that is about to run."""
         ...
 
     def forget_blocks(self, blocks: Int32Array) -> None:
-        """These blocks are about to hold something else."""
+        """Record that these blocks get other contents."""
         ...
 
     def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
-        """Write proposals behind the known tokens of each row; return how many, int64, shape ``[n]``.
-
-        ``token_ids`` int32, shape ``[max rows, max length]``: every row's tokens.
+        """Write proposals behind the known tokens in ``token_ids`` (int32, ``[max rows, max length]``); return their
+        counts, int64, ``[n]``.
         """
         ...
 
     def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
-        """The proposals have been verified: of so many so many were right, int64, shape ``[n]`` each."""
+        """Record how many proposals were made and how many were right; int64, shape ``[n]`` each."""
         ...

@@ -1,6 +1,6 @@
-"""A step in which rows run proposals: what is asked of the model, and what of its draws counts.
+"""A step with proposals: what the model runs, and which draws count.
 
-Owns: where the tokens of such a step stand, and the acceptance. Must not know: who proposes, or how anything is computed.
+Owns: the places of tokens in such a step, and the acceptance. Must not know: how tokens are proposed or computed.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ from headway_proto.step import ERRORED_ROW
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What is to be drawn in a step, ``m`` tokens, row after row and position after position.
+    """The ``m`` draws of a step, row after row, position after position.
 
-    ``numbers``, ``positions``: the row and the position of each. ``places``: how many of its row come before it. All
-    int64, shape ``[m]``.
+    ``numbers``, ``positions``: row and position of each. ``places``: the draws of its row before it. All int64, shape
+    ``[m]``.
     """
 
     numbers: Int64Array
@@ -31,7 +31,7 @@ class Draws:
 
 
 def asked_of(batch: StepBatch, num_allowed: Int32Array, refused: frozenset[int]) -> Asked:
-    """The rows of a step for which tokens may be proposed; none for the ``refused`` ones."""
+    """The rows of a step for which tokens may be proposed, without the ``refused`` ones."""
     asked = np.flatnonzero(num_allowed)
     numbers = batch.rows[asked].astype(np.int64)
     limits = num_allowed[asked].astype(np.int64)
@@ -42,7 +42,7 @@ def asked_of(batch: StepBatch, num_allowed: Int32Array, refused: frozenset[int])
 
 
 def with_proposals(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> tuple[StepRows, Draws]:
-    """The rows of a step with so many proposals behind the tokens of those that were asked for, and all draws."""
+    """The rows of a step with ``counts`` proposals behind the tokens of the ``asked`` rows, and all draws."""
     more = np.zeros(len(batch.rows), dtype=np.int64)
     more[np.searchsorted(batch.rows, asked.numbers)] = num_proposed
     numbers = batch.rows.astype(np.int64)
@@ -66,8 +66,8 @@ def num_accepted(
 ) -> Int64Array:
     """How many proposals of each row are right, int64, shape ``[n]``.
 
-    ``drawn`` int32, shape ``[m]``; ``proposals`` int32: those of all rows one after another, ``counts`` of each. A draw that
-    failed behind right proposals takes the last of them with it: its row draws again, alone, in a later step.
+    ``drawn`` int32, shape ``[m]``; ``proposals`` int32: those of all rows in order, ``counts`` of each. If a draw
+    behind right proposals failed, the last of them is dropped: a later step draws it again.
     """
     accepted = np.zeros(len(counts), dtype=np.int64)
     starts = np.searchsorted(draws.numbers, asked.numbers)
@@ -82,7 +82,7 @@ def num_accepted(
 
 
 def counting(draws: Draws, asked: Asked, accepted: Int64Array) -> Int64Array:
-    """Which draws count: their places in ``draws``, ascending."""
+    """The places of the draws that count, ascending."""
     most = np.zeros(len(draws.numbers), dtype=np.int64)
     owner = np.minimum(np.searchsorted(asked.numbers, draws.numbers), len(asked.numbers) - 1)
     is_asked = asked.numbers[owner] == draws.numbers
@@ -93,7 +93,7 @@ def counting(draws: Draws, asked: Asked, accepted: Int64Array) -> Int64Array:
 def result_of(
     sampled: SampledTokens, kept: Int64Array, draws: Draws, asked: Asked, counts: Int64Array, accepted: Int64Array
 ) -> StepResult:
-    """The result of a step in which ``counts`` tokens were proposed, and the draws at the places ``kept`` count."""
+    """The result of a step with ``counts`` proposals, of whose draws those at ``kept`` count."""
     drawn: Int32Array = sampled.token_ids.to("cpu", torch.int32).numpy()[kept]
     failed = set(draws.numbers[kept][drawn == ERRORED_ROW].tolist())
     errors = {error.row: error for error in sampled.errors if error.row in failed}
