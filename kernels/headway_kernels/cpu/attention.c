@@ -2,7 +2,7 @@
 
 #define CHUNK 128
 #define CHUNK_GROUPS (CHUNK / LANES)
-#define SCORED 4           /* registers of scores, or of values, that are summed at once at most */
+#define SCORED 4           /* the most registers of scores, or of values, that are summed at once */
 #define NOTHING_YET -1e30f /* below any score, and its difference to one is a number */
 
 static int64_t groups_per_block(const attention_shape *shape) { return (shape->block_size + LANES - 1) / LANES; }
@@ -27,7 +27,7 @@ void store_key_value(const attention_shape *shape, float *layer, const int32_t *
     for (int64_t i = 0; i < shape->head_dim; i += LANES) store(values + i, load(value + i));
 }
 
-/* One group of positions: where its keys and values are, which positions it holds. */
+/* One group of positions: the place of its keys and values, and its positions. */
 typedef struct {
     const float *keys;
     const float *values;
@@ -35,7 +35,7 @@ typedef struct {
     int64_t num_positions;
 } group;
 
-/* What the query rows of one task share. Rows are (token, head) pairs, token after token. */
+/* The data that all query rows of one task share. Rows are (token, head) pairs, token after token. */
 typedef struct {
     const attention_shape *shape;
     const float *layer;
@@ -60,7 +60,7 @@ static group group_at(const tile *of, int64_t index) {
 
 static int64_t last_position(const tile *of) { return of->task->first_position + of->task->num_tokens - 1; }
 
-/* The group behind the last one that the tile sees. */
+/* The end of the groups that the tile sees. */
 static int64_t end_group(const tile *of) {
     int64_t last = last_position(of), block_size = of->shape->block_size;
     return last / block_size * groups_per_block(of->shape) + last % block_size / LANES + 1;
@@ -73,7 +73,7 @@ static int64_t start_group(const tile *of) {
     return first_seen / of->shape->block_size * groups_per_block(of->shape) / CHUNK_GROUPS * CHUNK_GROUPS;
 }
 
-/* The groups that a tile sees, worked out once: it takes divisions. */
+/* The groups that a tile sees. They are computed once, because that takes divisions. */
 typedef struct {
     const tile *by;
     int64_t start;
@@ -82,8 +82,8 @@ typedef struct {
 
 static seen_groups groups_seen(const tile *by) { return (seen_groups){by, start_group(by), end_group(by)}; }
 
-/* The group CHUNK_GROUPS behind group `index`, counting on into the next tile if there is one: what is fetched into the
- * cache while group `index` is worked on. The group itself where there is nothing to fetch. */
+/* The group that is fetched into the cache while group `index` is worked on: the one CHUNK_GROUPS later, or one of
+ * the next tile, or the group itself if there is no other. */
 static group group_ahead(const seen_groups *of, const seen_groups *next, int64_t index) {
     int64_t ahead = index + CHUNK_GROUPS;
     if (ahead < of->end) return group_at(of->by, ahead);
@@ -107,7 +107,7 @@ static inline ivec visible(const tile *of, const group *at, int64_t position) {
 /* Scores of `width` groups, each [rows][CHUNK] at its place in the chunk; `queries` is scaled, [rows][LANES] components
  * after [rows][LANES] components.
  *
- * Keys stream in from memory: meanwhile those of `ahead` are fetched. */
+ * Keys come from memory in a stream; at the same time the keys of `ahead` are fetched. */
 INLINE void score(const int rows, const int width, const float *queries, const group *groups, const group *ahead,
                   int64_t head_dim, float *scores) {
     vec sums[TILE_ROWS][SCORED];
@@ -152,8 +152,7 @@ INLINE void add_values(const int rows, const int width, const group *groups, con
         }
     }
     for (int64_t g = 0; g < num_groups; g++) {
-        /* Positions behind `end` hold whatever an earlier owner left, NaN perhaps, which no weight of zero would hide.
-         */
+        /* Positions from `end` on may hold a NaN of an earlier owner. A weight of zero would not hide it. */
         int64_t left = end - groups[g].first_position;
         int64_t count = left < groups[g].num_positions ? left : groups[g].num_positions;
         const float *values = groups[g].values + d, *values_ahead = ahead[g].values + d;
@@ -204,7 +203,7 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
 
 INLINE void attend_rows(const int rows, const tile *of, const tile *next, float *queries, float *attended,
                         float *totals) {
-    /* Of few rows, more at once: an addition takes several cycles, in which others can begin. */
+    /* With few rows, more registers at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
     const seen_groups own = groups_seen(of), following = next == NULL ? own : groups_seen(next);

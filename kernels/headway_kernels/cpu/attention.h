@@ -3,13 +3,13 @@
  * Owns: the layout of a block, writing to it, and attending over a block table.
  * Must not know: layers, projections, or which request a row belongs to.
  *
- * A block of one layer and one key-value head is its keys, then its values. Positions stand in groups of LANES: of a
- * group's keys, the first component of each position, then the second (one register is one component of LANES
- * positions); values position after position. Block sizes that are no multiple of LANES waste the rest of a group.
+ * A block of one layer and one key-value head is its keys, then its values. Positions form groups of LANES. The keys of
+ * a group are stored component by component: one register is one component of LANES positions. The values are stored
+ * position by position. A block size that is not a multiple of LANES wastes the rest of a group.
  *
  * Softmax runs over chunks of CHUNK positions, always cut at multiples of CHUNK from the start of the sequence (Milakov
- * & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135): what a token attends to is the same to the
- * last bit whether it came in a prompt, a later chunk or alone, and whatever else is in the batch.
+ * & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). So the result of a token is the same to the
+ * last bit in a prompt, in a later chunk or alone, and in any batch.
  */
 #ifndef HEADWAY_ATTENTION_H
 #define HEADWAY_ATTENTION_H
@@ -48,8 +48,8 @@ static inline int64_t tokens_per_tile(const attention_shape *shape) { return TIL
 void store_key_value(const attention_shape *shape, float *layer, const int32_t *table, int64_t position, int64_t head,
                      const float *key, const float *value);
 
-/* What one task attends with: `num_tokens` (at most tokens_per_tile) tokens of the row with block table `table`, at
- * positions first_position and on, and part `part` of the query heads of `kv_head`. */
+/* The input of one task: `num_tokens` (at most tokens_per_tile) tokens of the row with block table `table`, from
+ * position first_position on, and part `part` of the query heads of `kv_head`. */
 typedef struct {
     const int32_t *table;
     int64_t first_position;
@@ -59,7 +59,7 @@ typedef struct {
 } attention_task;
 
 /* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the
- * last `window` positions up to its own; 0: all. `next`, if not NULL, is what this thread will probably do next: its
+ * last `window` positions up to its own; 0: all. `next`, if not NULL, is the probable next task of this thread: its
  * keys and values are fetched into the cache. */
 void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
             int64_t window, const float *queries, int64_t query_stride, float *out, int64_t out_stride);

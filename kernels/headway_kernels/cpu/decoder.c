@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#define FEW_TILES 4         /* a product of so many waits for memory */
+#define FEW_TILES 4         /* a product with no more tiles than this waits for memory */
 #define PHASES_PER_LAYER 10 /* four products of two phases, placing, attending */
 #define OTHER_PHASES 4      /* embedding, gathering, the head's product */
 
@@ -70,13 +70,13 @@ static void multiply_task(void *work, int64_t task) {
     int64_t at_once = tiles_at_once(of->with), first = task / of->with->num_panels * at_once;
     int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
     int64_t panel = task % of->with->num_panels;
-    /* Members take turns, more or less: this is what this member will probably multiply next. */
+    /* Members take turns, more or less: this is the probable next panel of this member. */
     int64_t next = (panel + of->num_members) % of->with->num_panels;
     multiply(of->with, &of->inputs, panel, next, first, end, of->epilogue, of->out, of->out_stride);
 }
 
-/* A product of few rows keeps the memory busy, and everything between two products leaves it idle: so fetch what comes
- * next beforehand. With many rows there is no need, and the cache has better uses. */
+/* A product of few rows keeps the memory busy, but between two products the memory is idle. So the next weights are
+ * fetched beforehand. With many rows this is not needed, and the cache has better uses. */
 static void fetch_first_panel(const member *self, const linear *of, int64_t num_rows) {
     if (tiles_of(num_rows) <= FEW_TILES && self->number < of->num_panels) fetch_panel(of, self->number);
 }
@@ -168,7 +168,7 @@ static void place_task(void *work, int64_t task) {
     for (int64_t i = 0; i < tile->num_tokens; i++) place_token(now, tile, i);
 }
 
-/* The task of that number: tile after tile, key-value head after head. */
+/* The task with this number: tile after tile, key-value head after head. */
 static attention_task attention_task_at(const pass *now, int64_t number) {
     int64_t parts = parts_per_head(&now->of->attention), per_tile = parts * now->of->shape.num_kv_heads;
     const attention_tile *tile = &now->attending[number / per_tile];
@@ -193,7 +193,7 @@ static void attend_task(void *work, int64_t number) {
            of->attended_stride);
 }
 
-/* Row sampled[i] becomes row i. `sampled` ascends, so none is overwritten before it is moved. */
+/* Move row sampled[i] to row i. `sampled` ascends, so no row is overwritten before it is moved. */
 static void gather(const decoder_step *step, float *rows, int64_t stride) {
     for (int64_t i = 0; i < step->num_sampled; i++) {
         if (step->sampled[i] != i)
@@ -210,7 +210,7 @@ static void gather_task(void *work, int64_t task) {
         gather(now->step, of->space.attended, of->attended_stride);
 }
 
-/* Attention and MLP of the tokens that `now` is attending with. */
+/* Attention and MLP of the attending tokens of `now`. */
 static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
     const workspace *space = &of->space;
@@ -219,7 +219,7 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     product output = product_of(space, layer->output, num_tokens, space->attended, of->attended_stride, no_norm, ADD,
                                 space->hidden, of->hidden_stride);
     run_product(self, &output, layer->gate_up);
-    /* What goes into the last product: packed at once, unless it has to be quantised, which needs whole rows. */
+    /* The input of the last product: packed at once, unless it must be quantised, which needs whole rows. */
     const int packs = layer->down->form != FORM_INT8;
     product gate_up = product_of(space, layer->gate_up, num_tokens, space->hidden, of->hidden_stride, mlp_norm,
                                  packs ? GATED_PACKED : GATED, space->activations,
@@ -243,7 +243,7 @@ static void run_attention(member *self, pass *now) {
     team_phase(self, attend_task, now, num_attention_tasks(now));
 }
 
-/* The last layer: of the tokens that are not sampled only keys and values are wanted. */
+/* The last layer: tokens that are not sampled need only keys and values. */
 static void run_last_layer(member *self, pass *now) {
     const decoder *of = now->of;
     int64_t num_sampled = now->step->num_sampled;

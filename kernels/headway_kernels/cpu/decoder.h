@@ -67,7 +67,7 @@ typedef struct {
     int64_t layer_stride;
 } decoder_step;
 
-/* Ask the system for what this library needs of it, before any other call; 0 if it refuses. */
+/* Ask the system for the features that this library needs, before any other call; 0 if it refuses. */
 EXPORT int headway_permitted(void);
 EXPORT int64_t headway_lanes(void);
 EXPORT int64_t headway_max_head_dim(void);

@@ -26,7 +26,7 @@ int64_t panel_bytes(int64_t inputs, int64_t form) {
     return padded * PANEL * (form == FORM_FLOAT32 ? 4 : form == FORM_BFLOAT16 ? 2 : 1);
 }
 
-/* Which output stands in column `column` of panel `panel`; -1 if none. */
+/* The output in column `column` of panel `panel`; -1 if there is none. */
 static int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated) {
     int64_t output = panel * PANEL + column;
     if (gated) {

@@ -3,11 +3,11 @@
  * Owns: the packed forms of weights and inputs, and multiplying them.
  * Must not know: what a layer is for.
  *
- * Weights [out, in] are cut into panels of 2 * LANES outputs; a panel holds, input after input, its outputs' weights
- * side by side, so that a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of high-performance
- * matrix multiplication"). Inputs [rows, in] are cut into tiles of at most INPUT_ROWS rows; a tile holds, stretch after
- * stretch, the inputs of each row. How an output is added up depends on the number of inputs only, not on the other
- * rows nor on how many there are. There are two ways to multiply, of which a library has one: vector_products.c and
+ * Weights [out, in] are cut into panels of 2 * LANES outputs. A panel stores, input after input, the weights of its
+ * outputs side by side, so a product streams through memory once (Goto & van de Geijn 2008, "Anatomy of
+ * high-performance matrix multiplication"). Inputs [rows, in] are cut into tiles of at most INPUT_ROWS rows. A tile
+ * stores, stretch after stretch, the inputs of each row. The order of the additions of an output depends only on the
+ * number of inputs, not on other rows or their number. A library has one of two ways to multiply: vector_products.c or
  * tile_products.c.
  */
 #ifndef HEADWAY_LINEAR_H
@@ -26,8 +26,8 @@
 #define INPUT_ROWS TILE_ROWS
 #endif
 
-/* How weights are held. BFLOAT16: for float32 weights whose values all have a bfloat16's precision, which many
- * checkpoints' do: half the memory to read, and the same result to the last bit. */
+/* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
+ * the memory to read, and the same result to the last bit. */
 enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2 };
 
 typedef struct {
@@ -47,12 +47,12 @@ typedef struct {
     int64_t num_tiles;
     void *tiles;      /* float32, bfloat16 parts of it, or int8 */
     float *factors;   /* of each row, on its outputs */
-    int32_t *offsets; /* int8: what the outputs of each row are too large by */
+    int32_t *offsets; /* int8: the amount to subtract from the outputs of each row */
 } packed_inputs;
 
-/* What becomes of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second
- * half, for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, packed as inputs of
- * so many rows and columns, ready for a next product that is not of int8. */
+/* The use of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
+ * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, packed as inputs of as
+ * many rows and columns for a next product that is not int8. */
 enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
 /* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
@@ -70,8 +70,8 @@ static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + INPUT_ROWS
 /* Bytes that the tiles of `num_rows` rows need in a form. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
 
-/* What happens to inputs before a product: RMS normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), or nothing if
- * `weight` ([inputs]) is NULL. */
+/* The preparation of inputs: RMS normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), or nothing if `weight`
+ * ([inputs]) is NULL. */
 typedef struct {
     const float *weight;
     float eps;
@@ -80,7 +80,7 @@ typedef struct {
 /* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* How many tiles to multiply with a panel at once: what is used of them fits the L2 cache. */
+/* How many tiles to multiply with a panel at once, so that their inputs fit the L2 cache. */
 int64_t tiles_at_once(const linear *with);
 
 /* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart,
@@ -92,7 +92,7 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, int6
 /* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
 int products_permitted(void);
 
-/* Fetch panel `panel` into the cache, or as much of it as the cache should hold beforehand. */
+/* Fetch panel `panel` into the cache, or the part of it that the cache should hold. */
 void fetch_panel(const linear *from, int64_t panel);
 
 /* Memory that is read in a stream: zeroed, aligned, in huge pages where the system has them. Freed by free(). */

@@ -1,6 +1,6 @@
-/* What the two ways to multiply have in common: the vector unit's and the matrix unit's.
+/* The common parts of the two ways to multiply, on the vector unit and on the matrix unit.
  *
- * Owns: the sizes of packed rows and panels, normalising and quantising rows, and what becomes of sums.
+ * Owns: the sizes of packed rows and panels, normalising and quantising rows, and the use of sums.
  * Must not know: how either multiplies.
  */
 #ifndef HEADWAY_PRODUCTS_H
@@ -11,7 +11,7 @@
 #define INT8_MAX_VALUE 127.0f
 #define TINY 1e-30f
 #define QUAD 4                /* inputs that one 8-bit instruction takes */
-#define LINE 64               /* bytes that memory gives at once */
+#define LINE 64               /* bytes of a cache line */
 #define CODES_SIDE_BY_SIDE 64 /* 8-bit codes of a row that a tile of inputs holds side by side */
 
 /* PAIR: bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them). */
@@ -21,8 +21,8 @@
 #define PAIR 1
 #endif
 
-/* Inputs that one step of a sum takes; a matrix unit takes as many as fit a cache line of each output or row. Panels
- * and packed rows are padded with zeros to whole steps. */
+/* Inputs per step of a sum; a matrix unit takes a cache line of each output or row. Panels and packed rows are
+ * padded with zeros to whole steps. */
 static inline int64_t inputs_per_step(int64_t form) {
 #if HAS_TILES
     return form == FORM_INT8 ? 64 : 32;
@@ -48,9 +48,9 @@ INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64
     return some;
 }
 
-/* Quantise one row of a tile of `rows`, symmetrically, to 8 bits: the tile holds 64 codes of each row, then the
- * next 64. Returns the scale of its codes, NaN if a value is not finite. `offset`: 128 times their sum, for weights
- * with 128 added. A factor on the whole row would not change the codes. */
+/* Quantise one row of a tile of `rows`, symmetrically, to 8 bits: the tile stores 64 codes of each row, then the
+ * next 64. Returns the scale of the codes, NaN if a value is not finite. `offset`: 128 times their sum, for weights
+ * with 128 added. A factor on the whole row does not change the codes. */
 float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
                     int32_t *offset);
 

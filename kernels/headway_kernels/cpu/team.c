@@ -15,7 +15,7 @@ typedef struct {
     atomic_int_least64_t done;
 } phase_state;
 
-/* What a worker is told when it starts. */
+/* The arguments of a worker. */
 typedef struct {
     team *of;
     int64_t number;
@@ -140,7 +140,7 @@ int team_run(team *the_team, job_body body, void *work, int64_t num_phases) {
     member me = {the_team, 0, 0};
     body(work, &me);
     if (the_team->num_workers > 0) {
-        /* The work is done; who has not woken by now need not. The phases may be reused when all have left. */
+        /* The work is done; a worker that still sleeps need not wake. The phases may be reused when all have left. */
         pthread_mutex_lock(&the_team->lock);
         the_team->body = NULL;
         while (the_team->active > 0) pthread_cond_wait(&the_team->left, &the_team->lock);

@@ -3,9 +3,9 @@
  * Owns: the threads, waking them, and handing out tasks.
  * Must not know: what a task does.
  *
- * A job is a function that every member runs; in it, members meet in phases. The tasks of a phase are taken one by one,
- * and a phase ends when all its tasks are done, not when all members have arrived: one that the operating system keeps
- * from running delays nobody unless it holds a task.
+ * A job is a function that every member runs; in it, members meet in phases. They take the tasks of a phase one by one.
+ * A phase ends when all its tasks are done, even if a member has not arrived: a member that the operating system stops
+ * delays the others only while it holds a task.
  */
 #ifndef HEADWAY_TEAM_H
 #define HEADWAY_TEAM_H
@@ -14,7 +14,7 @@
 
 typedef struct team team;
 
-/* What a member carries through a job: its number (0 is the caller), and which phase it is in. */
+/* The state of a member in a job: its number (0 is the caller) and its phase. */
 typedef struct {
     team *of;
     int64_t number;
@@ -36,7 +36,7 @@ int team_run(team *the_team, job_body body, void *work, int64_t num_phases);
 /* Do the next phase: tasks 0 to num_tasks - 1, each once, by any member. All members must ask for the same phases. */
 void team_phase(member *self, task_body body, void *work, int64_t num_tasks);
 
-/* The two halves of a phase: take tasks while there are any; wait for those that others have taken. */
+/* The two halves of a phase: take tasks while there are any; wait for the tasks of others. */
 void team_take(member *self, task_body body, void *work, int64_t num_tasks);
 void team_wait(member *self, int64_t num_tasks);
 

@@ -1,17 +1,15 @@
-/* Products on a matrix unit: AMX, where a processor has it (Intel 2023, "Architecture instruction set extensions
- * programming reference", chapter 3). Compiled only for the variant that asks for it.
+/* Products on a matrix unit: AMX (Intel 2023, "Architecture instruction set extensions programming reference", chapter
+ * 3). Compiled only for the variant that asks for it.
  *
- * A float32 is the sum of three bfloat16s of 8 bits each, so a product of two is nine products of those, added in
- * float32 (Henry, Tang & Heinecke 2019, arXiv 1904.06376). The three smallest, below 2^-22 of the product together, are
- * left out. What remains is six instructions where the unit is sixteen times as fast as the vector unit. Weights are
- * split panel by panel, when they are in the cache: memory is read as little as without. Weights of 8 bits and those
- * that are bfloat16s go in as they are.
+ * A float32 is the sum of three bfloat16s of 8 bits each, so a product of two is nine products of bfloat16s, added in
+ * float32 (Henry, Tang & Heinecke 2019, arXiv 1904.06376). The three smallest, together below 2^-22 of the product, are
+ * left out. This leaves six instructions on a unit that is sixteen times as fast as the vector unit. Weights are split
+ * panel by panel, in the cache, so memory is read no more than without. 8-bit and bfloat16 weights need no split.
  *
- * An output's additions come in an order that depends on the number of inputs only, as everywhere in these kernels.
+ * The order of the additions of an output depends only on the number of inputs, as everywhere in these kernels.
  *
- * The unit takes denormals as zeros and makes no others: parts, and products, below 1.2e-38 are lost. A row with an
- * infinity gives NaN in all outputs, since what is left of an infinity without itself is no number; so it does after
- * the next normalisation anyway.
+ * The unit takes denormals as zeros and makes none: parts and products below 1.2e-38 are lost. A row with an infinity
+ * gives NaN in all outputs, because infinity minus infinity is no number; the next normalisation would give NaN anyway.
  */
 #define _GNU_SOURCE
 #include "products.h"
@@ -26,14 +24,14 @@
 
 #define SIDE 16         /* rows of a tile, and columns of 4 bytes */
 #define TILE_BYTES 1024 /* of one tile: SIDE rows of a cache line */
-#define PARTS 3         /* bfloat16s that are a float32 together */
+#define PARTS 3         /* bfloat16s whose sum is a float32 */
 #define SPLIT_STEP (2 * PARTS * TILE_BYTES)
-#define SPLIT_STEPS 2         /* for which there is room: one in use, one in the making */
+#define SPLIT_STEPS 2         /* steps in memory: one in use, one in preparation */
 #define LINES_AHEAD 512       /* in the L2 cache */
-#define INPUT_BYTES (1 << 20) /* of tiles that are multiplied with a panel at once */
+#define INPUT_BYTES (1 << 20) /* of the tiles that are multiplied with a panel at once */
 #define MOST_TILES 16
 #define LEAST_TILES 6
-#define FEW_TILES 2 /* of inputs: then a product waits for memory */
+#define FEW_TILES 2 /* of inputs: with so few, a product waits for memory */
 
 /* Tile registers: sums of two tiles of rows with both halves of a panel, two tiles of inputs, two of weights. */
 #define SUMS_LOW 0
@@ -76,7 +74,7 @@ int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
 
 typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-/* The bfloat16 nearest to each value goes to `to`; what is left of the value is returned. */
+/* Store the nearest bfloat16 of each value to `to`; return the remainder. */
 INLINE vec take_part(vec value, char *to) {
     __m256i part = (__m256i)_mm512_cvtneps_pbh((__m512)value);
     _mm256_storeu_si256((__m256i *)to, part);
@@ -116,8 +114,8 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
 
 /* ---- weights ---- */
 
-/* Memory that is fetched bit by bit: from `at` to `end`, then from `then` on if that is not NULL. `lines` with every
- * step of a sum, `lines_per_pair` with every pair of inputs whose weights are split. */
+/* Memory that is fetched little by little: from `at` to `end`, then from `then` on if that is not NULL. `lines` per
+ * step of a sum, `lines_per_pair` per pair of inputs whose weights are split. */
 typedef struct {
     const char *at;
     const char *end;
@@ -147,9 +145,9 @@ INLINE __m512i without_upper_half(__m512i value) {
     return (__m512i)_mm512_sub_ps((__m512)value, (__m512)upper);
 }
 
-/* Pairs of inputs [begin, end) of one step of a float32 panel as bfloat16 tiles: all first parts, low and high half of
- * the panel, all second, all third. A part is what the part before has left, cut off after 8 bits: nothing is lost, and
- * no value grows to infinity. */
+/* Pairs of inputs [begin, end) of one step of a float32 panel as bfloat16 tiles: all first parts (low and high half
+ * of the panel), all second, all third. A part is the remainder of the part before, cut after 8 bits: nothing is
+ * lost, and no value grows to infinity. */
 INLINE void split_pairs(const float *weights, char *tiles, const int begin, const int end, fetching *ahead) {
     UNROLLED
     for (int pair = begin; pair < end; pair++) {
@@ -209,9 +207,9 @@ INLINE void add_products(const int both, const int form) {
     }
 }
 
-/* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one of them stays where it is.
- * Meanwhile the weights of the next step are split: the vector unit has nothing else to do. It does so again for the
- * next two tiles: parts that are kept for them in L2 take longer to write and to read than to make. */
+/* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one operand stays in its
+ * register. Meanwhile the idle vector unit splits the weights of the next step. It does so again for the next two
+ * tiles: writing and reading the parts in L2 takes longer than making them. */
 INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
     _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
     const float *weights = (const float *)of->weights;
@@ -315,9 +313,9 @@ INLINE void finish_tile(const int form, const linear *with, const packed_inputs 
     }
 }
 
-/* What is fetched while `num_tiles` tiles are multiplied. Few of them wait for memory: they look a little ahead, near
- * the end into what comes next. More have their weights in the cache, and fetch what comes next, a little with every
- * step. */
+/* The memory to fetch while `num_tiles` tiles are multiplied. Few tiles wait for memory: they fetch a little ahead,
+ * near the end from the next panel. More tiles have their weights in the cache, and fetch the next panel, a little
+ * per step. */
 static fetching what_to_fetch(const char *weights, const char *next, int64_t bytes, int64_t lines, int64_t num_tiles) {
     const int few = num_tiles <= FEW_TILES;
     fetching ahead = {.at = next, .end = next + bytes};

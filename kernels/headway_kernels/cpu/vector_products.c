@@ -8,10 +8,10 @@
 #include <immintrin.h>
 #endif
 
-#define STRETCH 16 /* steps of a sum (inputs, or quads of them) for which a tile holds a row's inputs side by side */
+#define STRETCH 16 /* steps of a sum (inputs, or quads of them) that a tile stores side by side for each row */
 #define LINES_AHEAD 128
 #define MOST_TILES 10
-/* Steps of a sum that all tiles take before the next steps: so much of a panel stays in the cache. */
+/* All tiles take so many steps of a sum before the next steps: this much of a panel stays in the cache. */
 #define DEPTH 768
 
 /* A step takes 4 bytes of each row. */
@@ -54,8 +54,8 @@ typedef struct {
     int64_t end;
 } range;
 
-/* Memory that is fetched bit by bit: so many lines with every step of a sum, from `at` on, and from `then` on when only
- * `last_steps` are left. */
+/* Memory that is fetched little by little: so many lines per step of a sum, from `at` on, and from `then` on when
+ * only `last_steps` are left. */
 typedef struct {
     const char *at;
     int64_t lines;
@@ -70,7 +70,7 @@ INLINE void fetch(fetching *ahead, int64_t steps_left) {
 
 typedef uint16_t half_width __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-/* LANES weights of a panel in `form`, the first of which is number `at`. */
+/* LANES weights of a panel in `form`, from number `at` on. */
 INLINE vec load_weights(const int form, const void *panel, int64_t at) {
     if (form == FORM_FLOAT32) return load((const float *)panel + at);
     const half_width bits = *(const half_width *)((const uint16_t *)panel + at);
@@ -202,9 +202,10 @@ INLINE void multiply_tile(const int rows, const linear *with, const packed_input
     }
 }
 
-/* What tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first one, which
- * brings those from memory, looks a little ahead, near the end into what comes next: what lies behind the end is
- * another member's. The second and third, which have the weights in the cache, fetch the rest of what comes next. */
+/* The memory that tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first
+ * tile, which brings these weights from memory, fetches a little ahead, and near the end from the next panel: the
+ * memory behind the end belongs to another member. The second and third, with the weights in the cache, fetch the
+ * rest of the next panel. */
 static fetching what_to_fetch(const char *current, const char *next, int64_t bytes, int64_t lines, int64_t place,
                               int64_t count) {
     if (lines == 0) return (fetching){.at = current};

@@ -29,8 +29,7 @@
 #define HAS_TILES 0
 #endif
 
-/* DO(rows) for every number of rows that a tile can have: a loop over rows is unrolled only where their number is
- * known. */
+/* DO(rows) for every number of rows of a tile: a loop over rows is unrolled only if their number is known. */
 #if TILE_ROWS == 12
 #define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #elif TILE_ROWS == 8
@@ -78,7 +77,7 @@ INLINE float largest_of(vec value) { return __builtin_reduce_max(value); }
 INLINE vec exponential(vec x) {
     const float round_by = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds to an integer */
     ivec vanishes = x < -87.3f;
-    x = choose(vanishes, (vec){0}, x); /* no conversion of an infinity to an integer below */
+    x = choose(vanishes, (vec){0}, x); /* so that no infinity is converted to an integer below */
     vec shifted = x * 1.44269504088896341f + round_by;
     vec n = shifted - round_by;
     vec r = x - n * 0.693359375f;
