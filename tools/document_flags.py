@@ -1,7 +1,6 @@
-"""Writes the table of settings in README.md from the configuration structs themselves.
+"""Writes the table of settings in README.md from the configuration structs.
 
-Owns: the layout of that table and the marks it stands between.
-Must not know: any setting.
+Owns: the layout of the table and its marks. Must not know: any setting.
 
     python tools/document_flags.py             # rewrite the table (`make flags`)
     python tools/document_flags.py --check     # exit 1 if it differs
@@ -22,7 +21,7 @@ END = "<!-- end of settings -->"
 
 
 def rows() -> Iterator[str]:
-    """Yield the table's lines: a setting that several services mean alike once, with all of them."""
+    """Yield the table's lines; a setting of several services comes once, with all of them."""
     declared = {"serve": settings_of(ServeConfig), **{name: service.settings for name, service in SERVICES.items()}}
     owners: dict[tuple[str, str, str, str], list[str]] = {}
     for section, settings in declared.items():
@@ -36,7 +35,7 @@ def rows() -> Iterator[str]:
 
 
 def _allowed(setting: Setting) -> str:
-    """Those values that can be listed or bounded; a flag without a value is on or off."""
+    """The allowed values, if they can be listed or bounded."""
     return "on, off" if setting.is_bool else setting.within
 
 
@@ -49,7 +48,7 @@ def _default(setting: Setting) -> str:
 
 
 def written(text: str) -> str:
-    """Return the README's text with the table between the marks as it has to be."""
+    """The README's text with the right table between the marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + "\n".join((BEGIN, *rows(), END)) + after

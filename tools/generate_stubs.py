@@ -1,7 +1,6 @@
 """Generates the protobuf and gRPC stubs beside their ``.proto`` files.
 
-Owns: the protoc command line, and what counts as drift.
-Must not know: what the messages mean.
+Owns: the protoc command line, and the definition of drift. Must not know: what the messages mean.
 
     python tools/generate_stubs.py             # write the stubs
     python tools/generate_stubs.py --check     # exit 1 and name every committed stub that differs
@@ -22,10 +21,10 @@ WELL_KNOWN_TYPES = Path(grpc_tools.__file__).parent / "_proto"
 
 
 def generate(destination: Path) -> list[Path]:
-    """Run protoc into ``destination``; return what it wrote, relative to it.
+    """Run protoc into ``destination``; return the written files, relative to it.
 
     Raises:
-        RuntimeError: protoc refused a file; it has said why on stderr.
+        RuntimeError: protoc refused a file and said why on stderr.
     """
     sources = sorted((PROTO_ROOT / PACKAGE).glob("*.proto"))
     flags = [f"--{kind}_out={destination}" for kind in ("python", "pyi", "grpc_python")]
@@ -36,7 +35,7 @@ def generate(destination: Path) -> list[Path]:
 
 
 def drifted() -> list[Path]:
-    """Return the committed stubs that differ from fresh ones, missing and left-over files included."""
+    """The committed stubs that differ from fresh ones; missing and left-over files too."""
     with tempfile.TemporaryDirectory() as scratch:
         fresh_root = Path(scratch)
         fresh = {path: (fresh_root / path).read_bytes() for path in generate(fresh_root)}

@@ -1,14 +1,12 @@
-"""Everything that needs a CUDA device, in one command: are the kernels right there, and how fast are they?
+"""All checks and measurements that need a CUDA device, in one command.
 
-Owns: the list of checks and measurements, running them one after the other, and the table at the end.
-Must not know: how any of them works; each is a command that anyone can run alone.
+Owns: their list, running them, and the table at the end. Must not know: how any of them works.
 
     make gpu-check                           # all of it
     make gpu-check ARGS="--only tests,steps"
 
-Checks decide the exit code: 0 if all passed. Measurements are shown beside what is asked of them, and stored in
-``benchmarks/results/`` with hardware, commit and seed; a missed one is said to be missed and fails nothing, since a host
-may be another than the one the figures were asked of.
+Checks decide the exit code: 0 if all passed. Measurements are shown beside their targets and stored in
+``benchmarks/results/`` with hardware, commit and seed. A missed target fails nothing: this host may be another.
 """
 
 import argparse
@@ -29,15 +27,12 @@ DEVICE_TESTS = (
     "tests/e2e/test_numerical_truth.py",
 )
 SANITIZED = ("prompts_beside_decodes", "swapped_out_and_in", "parameters_mixed_in_a_batch", "copied_blocks")
-"""Scenarios that between them launch every kernel; under the sanitizer each takes a hundred times as long."""
+"""Scenarios that together launch every kernel; each takes a hundred times as long under the sanitizer."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One command of this interpreter's, or of ``program`` with this interpreter as its argument.
-
-    ``decides``: whether its exit code counts.
-    """
+    """One command of this interpreter, or of ``program`` with it as an argument. ``decides``: its exit code counts."""
 
     name: str
     arguments: tuple[str, ...]
@@ -83,7 +78,7 @@ def tasks() -> list[Task]:
 
 
 def run(task: Task) -> Outcome:
-    """Run one task, its output shown as it comes."""
+    """Run one task and show its output."""
     print(f"\n== {task.name}: {' '.join(task.command)}", flush=True)
     started = time.monotonic()
     if task.program and shutil.which(task.program[0]) is None:
@@ -103,7 +98,7 @@ def has_device() -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tasks; 0 if every check passed, 1 if not, 2 where there is no device."""
+    """Run the tasks; 0 if every check passed, 1 if not, 2 without a device."""
     all_tasks = tasks()
     parser = argparse.ArgumentParser(description="Every check and measurement that needs a CUDA device.")
     parser.add_argument("--only", default="", help=f"of {', '.join(task.name.split()[0] for task in all_tasks)}")

@@ -1,8 +1,9 @@
 """Writes the pinned requirement files in ``requirements/`` from the environment that runs it.
 
-Owns: which installed distributions each lock holds. ``dev.lock`` is everything that is installed; the others are the
-closure of what one service's host needs (``serve.lock``: all three on a CPU), so a version is pinned in one place and cut to size everywhere else.
-Must not know: how the locks are installed (the Makefile and the Dockerfiles do).
+Owns: the distributions in each lock. Must not know: how the locks are installed.
+
+``dev.lock`` is everything that is installed; the others are the closure of one service's needs (``serve.lock``: all
+three on a CPU). So each version is pinned in one place.
 
     python tools/pin_requirements.py           # after upgrading something in the virtual environment
 """
@@ -33,7 +34,7 @@ BUILD_REQUIREMENTS = ("hatchling", "editables")
 
 
 def applicable(requirement: Requirement, extras: Iterable[str]) -> bool:
-    """Tell whether a requirement holds on this platform, with any of the extras asked for or none."""
+    """Whether a requirement holds on this platform with any of the wanted extras, or none."""
     if requirement.marker is None:
         return True
     environment = {key: str(value) for key, value in default_environment().items()}
@@ -41,7 +42,7 @@ def applicable(requirement: Requirement, extras: Iterable[str]) -> bool:
 
 
 def closure(roots: Iterable[Requirement]) -> set[str]:
-    """Return the canonical names of the roots and of all that they need, directly or not."""
+    """The canonical names of the roots and of all that they need."""
     names: set[str] = set()
     seen: set[tuple[str, str]] = set()
     pending = list(roots)
@@ -59,19 +60,19 @@ def closure(roots: Iterable[Requirement]) -> set[str]:
 
 
 def pinned(names: Iterable[str]) -> Iterator[str]:
-    """Yield ``name==version`` sorted by name. A local version label (``+cpu``) is the platform's business: dropped."""
+    """Yield ``name==version`` sorted by name, without a local version label (``+cpu``)."""
     for name in sorted(names):
         yield f"{name}=={Version(importlib.metadata.version(name)).public}"
 
 
 def installed() -> set[str]:
-    """Return every distribution of this environment except the project and pip."""
+    """Every distribution of this environment except the project and pip."""
     names: set[str] = {canonicalize_name(found.metadata["Name"]) for found in importlib.metadata.distributions()}
     return names - {PROJECT, "pip"}
 
 
 def write_lock(name: str, names: Iterable[str]) -> None:
-    """Write one lock and say so."""
+    """Write one lock and print its name."""
     lines = list(pinned(names))
     path = LOCKS / f"{name}.lock"
     header = "# Written by tools/pin_requirements.py (`make lock`); do not edit.\n"

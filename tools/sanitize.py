@@ -1,16 +1,15 @@
-"""The C kernels under sanitizers: bad addresses, undefined behaviour, and threads that race.
+"""The C kernels under sanitizers: bad addresses, undefined behaviour, and racing threads.
 
-Owns: building the kernels with a sanitizer into a copy of their package, and what is run against that copy.
-Must not know: what the kernels compute.
+Owns: a sanitized copy of the kernels' package, and the runs against it. Must not know: what the kernels compute.
 
     make sanitize                           # minutes on two cores
     make sanitize ARGS="--only threads"     # memory, serve or threads
 
-``memory`` runs the kernels' own tests under the sanitizers of addresses and of undefined behaviour, ``serve`` an executor
-behind a scheduler and a gateway, and ``threads`` the kernels' tests under the sanitizer of threads. Each begins with a
-planted fault, which has to be found. The processor decides which variants run: what it lacks is named at the end.
+``memory`` runs the kernels' tests under the sanitizers of addresses and of undefined behaviour, ``serve`` an executor
+behind a scheduler and a gateway, ``threads`` the tests under the sanitizer of threads. Each first has to find a planted
+fault. The end names the variants that this processor cannot run.
 
-The compiler is the build's own, whose code calls the runtimes of gcc's sanitizers; those are loaded before Python.
+The build's own compiler calls the runtimes of gcc's sanitizers, which are loaded before Python.
 """
 
 import argparse
@@ -65,12 +64,12 @@ __attribute__((visibility("default"))) int headway_threads(int n) {
 
 
 class SanitizeError(Exception):
-    """Nothing can be said; the message is one line."""
+    """No check is possible; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How to compile for it, its runtime, the settings of that, and which planted faults it must find, by these words."""
+    """Its compiler flags, its runtime and settings, and the words that report each planted fault."""
 
     options: tuple[str, ...]
     runtime: str
@@ -117,7 +116,7 @@ void *__tsan_memset(void *at, int value, size_t size) { return set(at, value, si
 
 
 class Sanitized:
-    """The package of the kernels with libraries that are compiled for a sanitizer, in ``directory``."""
+    """The kernels' package in ``directory``, with libraries compiled for a sanitizer."""
 
     def __init__(self, sanitizer: Sanitizer, directory: Path) -> None:
         found = ctypes.util.find_library(sanitizer.runtime)
@@ -148,7 +147,7 @@ class Sanitized:
                 build.compile_library({"planted.c": PLANTED.encode()}, planted, "", self._directory, work)
 
     def environment(self) -> dict[str, str]:
-        """For a process that is to load these libraries."""
+        """For a process that must load these libraries."""
         path = os.pathsep.join(filter(None, (str(self._directory), os.environ.get("PYTHONPATH"))))
         return os.environ | self._sanitizer.settings | {"LD_PRELOAD": self._runtime, "PYTHONPATH": path}
 
@@ -157,7 +156,7 @@ class Sanitized:
         return any(str(library) in mapped for library in (self._directory / "headway_kernels" / "cpu").glob("*.so"))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run this interpreter with ``arguments``; everything it says is in ``stdout``."""
+        """Run this interpreter with ``arguments``; ``stdout`` has all its output."""
         return subprocess.run(
             [*UNSHUFFLED, sys.executable, *arguments],
             cwd=ROOT, env=self.environment(), text=True, errors="replace", timeout=MOST_S, check=False,
@@ -165,7 +164,7 @@ class Sanitized:
         )  # fmt: skip
 
     def find_planted_faults(self) -> None:
-        """See that the sanitizer is at work.
+        """Check that the sanitizer works.
 
         Raises:
             SanitizeError: it overlooks a fault.
@@ -191,7 +190,7 @@ def say(line: str) -> None:
 
 
 def kernels_tests(library: Sanitized) -> None:
-    """The kernels' own tests.
+    """Run the kernels' tests.
 
     Raises:
         SanitizeError: one fails, or the sanitizer reports something.
@@ -204,7 +203,7 @@ def kernels_tests(library: Sanitized) -> None:
 
 
 def short_serve(library: Sanitized) -> None:
-    """A scheduler, a gateway and a sanitized executor as processes, and prompts through all three at once.
+    """Send prompts through a scheduler, a gateway and a sanitized executor.
 
     Raises:
         SanitizeError: a prompt gets no answer, or the executor does not end well.

@@ -1,16 +1,14 @@
 """Trains the embedded demo model and writes its checkpoint directory.
 
-This module owns everything about `services/launcher/headway/demo_model/`: where its text comes
-from (the documentation inside the CPython that runs this script, and nothing else), its
-tokenizer, its weights, its held-out loss and its model card. Nothing at run time imports it.
+Owns: everything about `services/launcher/headway/demo_model/`: its text (only the documentation inside the CPython that
+runs this script), tokenizer, weights, held-out loss and model card. Nothing at run time imports it.
 
     python tools/train_demo_model.py train            # gather, train, evaluate, write
     python tools/train_demo_model.py card             # re-write README.md with fresh samples
 
-The result is a plain Hugging Face `LlamaForCausalLM` checkpoint in bfloat16. Training uses a small
-model of its own (with dropout, which the Llama class of transformers lacks on the residual
-stream) whose parameter names are those of the checkpoint; before anything is written into place,
-transformers loads the checkpoint and its logits are compared with the trained model's.
+The result is a Hugging Face `LlamaForCausalLM` checkpoint in bfloat16. Training uses a small model of its own, with
+dropout on the residual stream, which the Llama class of transformers lacks; parameter names are those of the
+checkpoint. Before anything is replaced, transformers loads the checkpoint and its logits are compared.
 """
 
 from __future__ import annotations
@@ -200,7 +198,7 @@ def text_signature(obj: object, name: str) -> str:
 
 
 def members_in_c(owner: type) -> Iterator[tuple[str, object, str]]:
-    """Name, object and docstring of the documented members of a class that C implements."""
+    """Name, object and docstring of a class's documented members in C."""
     for name, member in sorted(vars(owner).items()):
         if inspect.isfunction(member):
             continue
@@ -210,7 +208,7 @@ def members_in_c(owner: type) -> Iterator[tuple[str, object, str]]:
 
 
 def documents_in_module(module: ModuleType, module_name: str) -> Iterator[Document]:
-    """Documents of what an imported module has from C: itself, functions, classes, their members."""
+    """Documents of what an imported module has from C."""
     prefix = "" if module is builtins else f"{module_name}."
 
     def document(kind: str, name: str, obj: object, text: str) -> Document:
@@ -264,12 +262,12 @@ def gather_documents() -> list[Document]:
 
 
 def seeded(seed: int) -> random.Random:
-    """A generator of its own for each purpose, so that one cannot shift another's numbers."""
+    """A generator per purpose, so that one cannot shift another's numbers."""
     return random.Random(seed)  # noqa: S311 - nothing secret
 
 
 def long_paragraphs(document: Document) -> set[str]:
-    """The paragraphs that are too long to be the same in two documents by chance."""
+    """Paragraphs that are too long to be equal in two documents by chance."""
     return {p for p in document.body.split("\n\n") if len(p) >= 60}
 
 
@@ -308,7 +306,7 @@ def render_reference(document: Document, rng: random.Random) -> str:
 
 
 def short_answer(document: Document, limit: int = 700) -> str:
-    """The first paragraphs of a document, as a chat answer; "" where none reads as one."""
+    """The first paragraphs of a document, as a chat answer; "" if none reads as one."""
     paragraphs = document.body.split("\n\n")
     if document.kind == "topic":
         paragraphs = paragraphs[1:]  # the first is the title and its underline
@@ -396,8 +394,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def pack_rows(documents: list[list[int]], length: int) -> Iterator[list[int]]:
     """Rows of `length` + 1 tokens.
 
-    A document that does not fit goes on in the next row, unless so little of it is left that the
-    row had better begin where a prompt begins: at the start of a document.
+    A document continues in the next row, unless very little of it is left: then the row begins with a new document.
     """
     row: list[int] = []
     for ids in documents:
@@ -523,13 +520,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Transform each token alone."""
         result: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return result
 
 
 class Layer(nn.Module):
-    """One decoder layer; dropout is on what it adds to the residual stream."""
+    """One decoder layer, with dropout before the residual stream."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -604,8 +601,8 @@ def learning_rate(progress: float, peak: float, warmup: float = 0.03, floor: flo
 def evaluate(model: Model, ids: list[int]) -> float:
     """Mean nats per token over consecutive windows of the held-out stream.
 
-    Each window of `EVALUATION_WINDOW` + 1 tokens starts at the last token of the one before, so
-    that every token but the first is predicted once, with at most a window of context.
+    Each window of `EVALUATION_WINDOW` + 1 tokens starts at the last token of the one before: every token but the first
+    is predicted once.
     """
     was_training = model.training
     model.eval()
@@ -627,7 +624,7 @@ def unigram_loss(train: Iterable[int], held_out: list[int], vocabulary: int) -> 
 
 @dataclass
 class Progress:
-    """What a training run did, for the model card."""
+    """A training run's figures, for the model card."""
 
     steps: int = 0
     tokens: int = 0
@@ -637,10 +634,9 @@ class Progress:
 
 
 def fit(model: Model, batches: Batches, held_out: list[int], arguments: argparse.Namespace) -> Progress:
-    """Trains for the wanted steps, or for as many as the time limit allows.
+    """Train for the wanted steps, or until the time limit.
 
-    The schedule follows whichever of the two is further along, so that the learning rate has
-    decayed when the run ends for either reason.
+    The learning rate follows whichever is further along, so it has decayed at the end of either.
     """
     decayed = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
@@ -825,7 +821,7 @@ def markdown_sample(prompt: str, continuation: str) -> str:
 
 
 def write_card(directory: Path, report: dict[str, Any]) -> None:
-    """README.md: what the model is, where it comes from, how good it is, how to make it again."""
+    """README.md: purpose, origin, quality and command of the model."""
     shape, data, run, quality = (report[k] for k in ("shape", "data", "run", "quality"))
     greedy = sample(directory, DEMO_PROMPTS, CARD_SAMPLE_TOKENS, 0.0)
     samples = "\n".join(map(markdown_sample, DEMO_PROMPTS, greedy))
@@ -996,7 +992,7 @@ def command_train(arguments: argparse.Namespace) -> None:
 
 
 def command_card(arguments: argparse.Namespace) -> None:
-    """The `card` command: README.md again, and samples on standard output."""
+    """The `card` command: write README.md again, and samples on standard output."""
     report = json.loads((arguments.output / "training_report.json").read_text(encoding="utf-8"))
     write_card(arguments.output, report)
     for temperature in (0.0, 0.7):
@@ -1006,7 +1002,7 @@ def command_card(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; `given` keeps it as it was typed, for the model card."""
+    """The command line; `given` is the text as typed, for the model card."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="gather, train, evaluate and write the checkpoint")

@@ -1,7 +1,7 @@
-"""Backends that are wrong on purpose: each is ``torch`` but for one mistake that somebody could make.
+"""Backends that are wrong on purpose: each is ``torch`` with one plausible mistake.
 
-``found_by`` names the scenarios that must fail. The mistakes are those of a backend that keeps state of its own: what
-torch reads from a step anew each time, a backend on a device may have read one step too early, or once too often.
+``found_by`` names the scenarios that must fail. The mistakes are those of a backend that keeps its own state: it may
+read something one step too early, or once too often.
 """
 
 import json
@@ -48,7 +48,7 @@ class WrappedBackend:
 
 
 class TellsOfFirstTokensOnly(WrappedBackend):
-    """Reports the log probability of one token a row, however many it brings."""
+    """Reports the log probability of one token per row, however many the row has."""
 
     found_by = ("proposals_change_no_token",)
 
@@ -59,7 +59,7 @@ class TellsOfFirstTokensOnly(WrappedBackend):
 
 
 class ForgetsWhatFollowsProposals(WrappedBackend):
-    """Keeps what was drawn first and leaves a proposal where the last accepted token belongs."""
+    """Keeps the first draw and leaves a proposal in the place of the last accepted token."""
 
     found_by = ("proposals_change_no_token",)
 
@@ -88,7 +88,7 @@ class SortsBlocks(WrappedBackend):
 
 
 class ReadsTheTableOfAnEarlierStep(WrappedBackend):
-    """Keeps a row's table as it was when the row was new, and appends without looking which row is new."""
+    """Keeps a row's table from the row's first step, and appends without checking which row is new."""
 
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_1")
 
@@ -106,7 +106,7 @@ class ReadsTheTableOfAnEarlierStep(WrappedBackend):
 
 
 class LateFuture(Future):
-    """Computes its result when somebody waits for it."""
+    """Computes its result when a caller waits for it."""
 
     def __init__(self, run):
         super().__init__()
@@ -119,7 +119,7 @@ class LateFuture(Future):
 
 
 class ReadsTheTableTooLate(WrappedBackend):
-    """Runs a step when the next one comes, and reads a table that has changed by then."""
+    """Runs a step when the next one comes, with a table that has changed by then."""
 
     found_by = ("steps_in_flight_2", "steps_in_flight_3", "steps_in_flight_4")
     executes_inline = True
@@ -160,7 +160,7 @@ class KeepsTheParametersOfARow(WrappedBackend):
 
 
 class StartsEveryRowAtZero(WrappedBackend):
-    """Counts computed tokens itself, and forgets that a new row may start behind some."""
+    """Counts computed tokens itself, and forgets that a new row may start with some."""
 
     found_by = ("a_prefix_that_is_there", "a_prefix_of_the_same_step", "swapped_out_and_in", "copied_blocks")
 
@@ -178,7 +178,7 @@ class StartsEveryRowAtZero(WrappedBackend):
 
 
 class CountsRowsThatSitOut(WrappedBackend):
-    """Advances every live row by one where the step says nothing of it, also those that sit out."""
+    """Advances every live row by one if the step does not list it, also rows that sit out."""
 
     found_by = ("rows_that_sit_out",)
 
@@ -210,7 +210,7 @@ class DropsSwapIn(WrappedBackend):
 
 
 class AlwaysHasHostBlocks(WrappedBackend):
-    """Reserves host blocks whatever it is told."""
+    """Reserves host blocks whatever the settings are."""
 
     found_by = ("without_host_blocks",)
 
@@ -241,7 +241,7 @@ class ReportsOtherTokens(WrappedBackend):
 
 
 class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
-    """Reports, for each token of a prompt, how likely the one before it was: off by one."""
+    """Reports for each token of a prompt the log probability of the one before it: off by one."""
 
     found_by = ("prompts_that_are_reported", "parameters_mixed_in_a_batch")
 
@@ -255,7 +255,7 @@ class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
 
 
 class ForgetsPromptsOfChunks(WrappedBackend):
-    """Reports a prompt with its first token only, as far as that step computed it."""
+    """Reports only the first chunk of a prompt."""
 
     found_by = ("prompts_that_are_reported",)
 
@@ -267,7 +267,7 @@ class ForgetsPromptsOfChunks(WrappedBackend):
 
 
 class SwapsInBeforeOut(WrappedBackend):
-    """Reads host blocks before the step has written its own, and overwrites device blocks that are to be saved."""
+    """Reads host blocks before the step has written them, and overwrites device blocks before they are saved."""
 
     found_by = ("out_and_in_in_one_step", "moved_within_one_step")
 
@@ -277,7 +277,7 @@ class SwapsInBeforeOut(WrappedBackend):
 
 
 class SwapsOutAfterTheStep(WrappedBackend):
-    """Saves blocks when the step has run, by when others have written to them."""
+    """Saves blocks after the step, when other rows have written to them."""
 
     found_by = ("swapped_out_and_in",)
 
@@ -297,7 +297,7 @@ class SwapsOutAfterTheStep(WrappedBackend):
 
 
 class FreesHostBlocksThatWereRead(WrappedBackend):
-    """Takes a host block for empty once it was swapped in."""
+    """Treats a host block as empty once it was swapped in."""
 
     found_by = ("host_blocks_keep_what_was_last_written",)
 
@@ -332,7 +332,7 @@ class CopiesFirst(WrappedBackend):
 
 
 class AnswersInOrderOfArrival(WrappedBackend):
-    """Lists tokens in the order in which the rows were admitted."""
+    """Lists tokens in the order in which rows were admitted."""
 
     found_by = ("rows_in_any_order", "every_split_of_a_prompt", "parameters_mixed_in_a_batch", "family_llama")
 
@@ -350,7 +350,7 @@ class AnswersInOrderOfArrival(WrappedBackend):
 
 
 class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
-    """Takes a new row only where the old one was finished in so many words, and an epoch's first step does not count."""
+    """Accepts a new row only if the old one was listed as finished, and ignores an epoch's first step."""
 
     found_by = ("a_new_epoch", "rows_of_an_earlier_epoch_later", "an_epoch_lost_to_an_impossible_step")
 
@@ -367,7 +367,7 @@ class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
 
 
 class DrawsFromOneGenerator(WrappedBackend):
-    """Seeds come from a generator that all rows share."""
+    """Takes all rows' seeds from one shared generator."""
 
     found_by = ("a_seed_decides", "parameters_mixed_in_a_batch", "preempted_and_computed_again")
 
@@ -395,7 +395,7 @@ class CutsSeeds(WrappedBackend):
 
 
 class TakesOutputForPrompt(WrappedBackend):
-    """Takes all tokens of a new row for its prompt, also those of a request that was preempted."""
+    """Takes all tokens of a new row as its prompt, also those of a preempted request."""
 
     found_by = ("preempted_and_computed_again", "swapped_out_and_in")
 
@@ -405,7 +405,7 @@ class TakesOutputForPrompt(WrappedBackend):
 
 
 class SharesParameters(WrappedBackend):
-    """Penalises every row where it penalises one."""
+    """Penalises every row if it penalises one."""
 
     found_by = ("parameters_mixed_in_a_batch",)
 
@@ -418,7 +418,7 @@ class SharesParameters(WrappedBackend):
 
 
 class ReportsProcessedLogprobs(WrappedBackend):
-    """Reports log probabilities as if the one drawn had been likelier."""
+    """Reports log probabilities as if the drawn token had been likelier."""
 
     found_by = ("logprobs_among_rows_without", "every_split_of_a_prompt")
 
@@ -445,7 +445,7 @@ class ReportsLogprobsForAll(WrappedBackend):
 
 
 class OneErrorFailsAll(WrappedBackend):
-    """Raises where one row fails."""
+    """Raises if one row fails."""
 
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
@@ -457,7 +457,7 @@ class OneErrorFailsAll(WrappedBackend):
 
 
 class HidesErrors(WrappedBackend):
-    """Draws token 0 for a row that cannot draw any."""
+    """Draws token 0 for a row that cannot draw."""
 
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
@@ -468,7 +468,7 @@ class HidesErrors(WrappedBackend):
 
 
 class RunsRowByRow(WrappedBackend):
-    """Runs one row after another, so that a row cannot find what a later one writes."""
+    """Runs rows one after another, so a row does not find what a later one writes."""
 
     found_by = ("a_prefix_of_the_same_step",)
 
@@ -511,7 +511,7 @@ class ChunksOfWholeBlocks(WrappedBackend):
 
 
 class CannotRunAnEmptyStep(WrappedBackend):
-    """Takes a step without rows for an error."""
+    """Treats a step without rows as an error."""
 
     found_by = ("empty_steps", "rows_that_sit_out", "rows_of_an_earlier_epoch_later")
 
@@ -522,7 +522,7 @@ class CannotRunAnEmptyStep(WrappedBackend):
 
 
 class ForgetsNewsOfAnEmptyStep(WrappedBackend):
-    """Returns early from a step without rows, and misses what is new with it."""
+    """Returns early from a step without rows, and misses its changes."""
 
     found_by = ("a_row_admitted_to_sit_out",)
 
@@ -544,7 +544,7 @@ class Hangs(WrappedBackend):
 
 
 class AnswersAfterClose(WrappedBackend):
-    """Is not closed by ``close``."""
+    """Answers after ``close``."""
 
     found_by = ("closed_twice",)
 
@@ -553,7 +553,7 @@ class AnswersAfterClose(WrappedBackend):
 
 
 class AcceptsAnything(WrappedBackend):
-    """Replaces a setting that cannot be by one that can."""
+    """Replaces an impossible setting by a possible one."""
 
     found_by = ("settings_that_cannot_be_honoured",)
 
@@ -565,7 +565,7 @@ class AcceptsAnything(WrappedBackend):
 
 
 class AnnouncesTheModelsContext(WrappedBackend):
-    """Announces what it could do, not what was asked for."""
+    """Announces the model's limits instead of the settings."""
 
     found_by = ("what_is_announced",)
 
@@ -597,7 +597,7 @@ class IsAlwaysGreedy(WrappedBackend):
 
 
 class IgnoresConstraints(WrappedBackend):
-    """Says that it follows constraints, and does not."""
+    """Announces constraints, and ignores them."""
 
     found_by = (
         "constrained_rows_among_others",
@@ -611,7 +611,7 @@ class IgnoresConstraints(WrappedBackend):
 
 
 class ForgetsWhatWasDrawnBefore(WrappedBackend):
-    """Begins a constraint anew for a row that comes with output."""
+    """Starts a constraint anew for a row that already has output."""
 
     found_by = ("constrained_rows_in_flight_and_taken_over",)
 
@@ -621,7 +621,7 @@ class ForgetsWhatWasDrawnBefore(WrappedBackend):
 
 
 class IgnoresASlidingWindow(WrappedBackend):
-    """Attends to everything where the model has a window."""
+    """Attends to every position although the model has a window."""
 
     found_by = ("family_mistral",)
 

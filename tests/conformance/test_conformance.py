@@ -31,7 +31,7 @@ BACKENDS = {
     "torch-compiled": ("torch", {"kernels": "compiled"}),
 }
 SLOW_TWINS = {"steps_in_flight_1", "steps_in_flight_3"}
-"""Beside depths 2 and 4, these would tell nothing more of a backend whose steps take effect at once."""
+"""Beside depths 2 and 4, these say nothing more about a backend whose steps take effect at once."""
 NEEDS_A_MODEL = {
     "a_model_that_is_not_there",
     *(scenario.name for scenario in SCENARIOS if "family" in scenario.name),
@@ -43,7 +43,7 @@ NEEDS_SPECULATION = {"proposals_change_no_token"}
 
 
 def expected_of(scenario: Scenario, lacking: Collection[str]) -> Outcome:
-    """Exactly what a backend lacks does not apply to it: a scenario that were left out without a word would prove nothing."""
+    """Exactly the scenarios for what a backend lacks do not apply: a silently skipped scenario would prove nothing."""
     return Outcome.NOT_APPLICABLE if scenario.name in lacking else Outcome.PASSED
 
 
@@ -64,7 +64,7 @@ def test_built_in_backends(backend, scenario, checkpoints):
 @pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.name not in SLOW_TWINS], ids=str)
 def test_the_triton_backend(scenario, checkpoints):
-    """On a device if there is one; or else interpreted, where every step is over when it has been launched."""
+    """On a device if there is one; otherwise interpreted."""
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
     assert outcome is expected_of(scenario, NEEDS_SPECULATION)
@@ -86,7 +86,7 @@ def test_low_precision_is_held_to_log_probabilities(name, dtype, checkpoints):
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_backend_is_found(broken, checkpoints):
-    """Each differs from a working one in what its docstring says, and fails in the scenarios that are about it."""
+    """Each has the mistake of its docstring, and fails in the scenarios about it."""
     for name in broken.found_by:
         with pytest.raises(ConformanceFailure, match=name):
             check(scenario_named(name), broken, directory=checkpoints, timeout_s=broken.timeout_s)

@@ -1,21 +1,18 @@
-"""What "a backend works" means: scenarios that any ``ExecutorBackend`` must pass.
+"""The definition of "a backend works": scenarios that any ``ExecutorBackend`` must pass.
 
-Owns: the public names of the suite.
-Must not know: any particular backend under test, sockets, the scheduler, pytest.
+Owns: the public names of the suite. Must not know: any backend under test, sockets, the scheduler, pytest.
 
     from headway_conformance import SCENARIOS, check
 
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-    def test_my_backend(scenario, tmp_path):
-        check(scenario, MyBackend, directory=tmp_path)
+    def test_my_backend(scenario, tmp_path): check(scenario, MyBackend, directory=tmp_path)
 
-or, for a backend that is installed: ``python -m headway_conformance --backend NAME``.
+For an installed backend: ``python -m headway_conformance --backend NAME``.
 
-A scenario is a script: it makes real ``SchedulerOutput`` messages, which pass through the executor's ``BatchState`` to
-``move_blocks`` and ``execute``, on a thread of their own unless the backend executes inline, several steps ahead of what
-is known of their results. What comes back is held to the shape that the protocol demands and to a reference: for a real
-model the ``torch`` backend's eager operators in float32, one request at a time; for a backend without one, itself with
-each request alone.
+A scenario is a script. Its ``SchedulerOutput`` messages pass through the executor's ``BatchState`` to the backend,
+several steps ahead of the results. The suite checks the form of each answer, and compares tokens with a reference: for
+a real model the ``torch`` backend's eager operators in float32, one request at a time; for a backend without a model,
+the backend itself with each request alone.
 """
 
 from headway_conformance.failures import CannotCheck, ConformanceFailure

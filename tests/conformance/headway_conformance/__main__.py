@@ -2,8 +2,7 @@
 
 Owns: the flags, the table and the exit code. Must not know: what a scenario does.
 
-Exit code 0: everything passed or does not apply. 1: something failed. 2: it could not be checked (an unknown backend or
-scenario, a missing package).
+Exit code 0: everything passed or does not apply. 1: something failed. 2: it could not be checked.
 """
 
 import argparse
@@ -26,7 +25,7 @@ EXIT_CANNOT_CHECK = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the flags ask for; return the exit code."""
+    """Run the scenarios of the flags; return the exit code."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     chosen = _chosen(flags.scenario, parser)

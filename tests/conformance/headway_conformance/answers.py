@@ -1,6 +1,6 @@
 """The form of a step's answer, whatever the tokens are.
 
-Owns: what ``StepResult`` must look like for a given step. Must not know: which tokens are right.
+Owns: the checks of a ``StepResult`` against its step. Must not know: which tokens are right.
 """
 
 import itertools
@@ -20,10 +20,10 @@ _ROUNDING = 1e-5
 
 
 class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What a result must answer to.
+    """What the answer to a step must contain.
 
-    ``rows`` ran; ``sampling_rows`` (ascending) drew a token, and asked for ``num_logprobs`` (``NO_LOGPROBS``: none).
-    ``has_moves`` tells whether blocks were moved before, ``prompts`` (rows ascending) whose prompts are reported.
+    ``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``. ``has_moves``: blocks were
+    moved before. ``prompts``: the reported prompts, rows ascending.
     """
 
     where: str
@@ -35,7 +35,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedPrompt(msgspec.Struct, frozen=True):
-    """What a step owes of the prompt of ``row``: positions ``first`` to ``end - 1``, with so many alternatives."""
+    """The part of a prompt that a step reports: positions ``first`` to ``end - 1``, and the number of alternatives."""
 
     row: int
     first: int
@@ -44,7 +44,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Hold a result to the form that the step protocol gives it.
+    """Check the form of a result.
 
     Raises:
         ConformanceFailure: says what is wrong, in one line.
@@ -65,12 +65,12 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
 
 
 def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[StepResult, tuple[int, ...]]]:
-    """The result of a step that speculates as several of which each has one token a row: first tokens, second ones...
+    """Split the result of a speculating step into parts with one token a row: first tokens, second ones and so on.
 
-    With each, its rows: those that brought so many.
+    Each part comes with its rows.
 
     Raises:
-        ConformanceFailure: tokens or log probabilities are not as many as ``accepted_tokens`` says.
+        ConformanceFailure: there are more or fewer tokens or log probabilities than ``accepted_tokens`` says.
     """
     accepted = {} if result.accepted_tokens is None else dict(result.accepted_tokens[[0, 2]].T.tolist())
     num_tokens = {row: 1 + accepted.get(row, 0) for row in sampling_rows}
@@ -186,7 +186,7 @@ def _check_times(asked: AskedStep, result: StepResult) -> None:
 
 
 def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
-    """The result must fit into its message: a number of numpy's, for one, does not."""
+    """The result must fit into its message; a numpy number, for example, does not."""
     output = ExecutorOutput(
         epoch=1,
         step=0,

@@ -1,10 +1,10 @@
 """Tiny checkpoints with random weights, one per family of models.
 
-Owns: their configuration files, their tensors, written as safetensors, and a tokenizer of single characters.
-Must not know: how a model computes, or what reads the files.
+Owns: their configuration, tensors and tokenizer of single characters. Must not know: how a model computes, or what
+reads the files.
 
-Every value is exact in bfloat16, so that all dtypes load the same weights and differ in their arithmetic only. Weights
-are wide and values and outputs of attention wider, so that logits lie far apart and depend on every token attended to.
+Every value is exact in bfloat16, so all dtypes load the same weights. Weights are wide, so that logits lie far apart
+and depend on every token attended to.
 """
 
 import json
@@ -54,12 +54,12 @@ def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """What the tokenizer makes of tokens; nothing of those that stand for no character."""
+    """The text of tokens; those without a character give nothing."""
     return "".join(_CHARACTERS[token_id - 1] for token_id in token_ids if 0 < token_id <= len(_CHARACTERS))
 
 
 def _tokenizer(size: Size) -> dict[str, Any]:
-    """Token 0 ends a text, and each later one is a printable character, as byte-level tokenizers write it."""
+    """Token 0 ends a text; each later one is a printable character, in byte-level form."""
     characters = ["Ġ" if character == " " else character for character in _CHARACTERS[: size.vocab_size - 1]]
     kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": EOS_TOKEN_ID, "content": _END, "special": True}

@@ -1,7 +1,7 @@
 """The executor's side of a step, without frames: from a message to the backend and back.
 
-Owns: ``BatchState``, the calls of the backend in the order in which ``headway_executor.loop`` makes them, and waiting.
-Must not know: what is scheduled, or what a result should be.
+Owns: ``BatchState``, the calls of the backend in the order of ``headway_executor.loop``, and waiting. Must not know:
+what is scheduled, or what a result should be.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,8 @@ from headway_proto.step import BackendInfo, SchedulerOutput
 
 
 class ExecutorSide:
-    """An open backend behind a ``BatchState``, on a thread of its own unless it executes inline.
-
-    ``timeout_s`` is how long a step may take before it counts as never finished.
+    """An open backend behind a ``BatchState``, on its own thread unless it executes inline. A step may take
+    ``timeout_s``.
     """
 
     def __init__(
@@ -32,11 +31,11 @@ class ExecutorSide:
         self._state = BatchState(self.info)
 
     def begin_epoch(self) -> None:
-        """Forget every row, as with a ``NewEpoch``. The backend hears of it with the next step."""
+        """Forget every row, as after a ``NewEpoch``. The next step informs the backend."""
         self._state.begin_epoch()
 
     def submit(self, output: SchedulerOutput) -> Future[StepResult]:
-        """Apply one step and give it to the backend.
+        """Apply one step and run it.
 
         Raises:
             ImpossibleDiff: the message contradicts the state; the backend has not seen it.
@@ -51,16 +50,16 @@ class ExecutorSide:
         """The result of a step.
 
         Raises:
-            ConformanceFailure: it has not come in time.
+            ConformanceFailure: it did not come in time.
             Exception: the backend's.
         """
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Take note of how many proposals a step has accepted.
+        """Count the accepted proposals of a step.
 
         Raises:
-            ConformanceFailure: it cannot be so many.
+            ConformanceFailure: the number is impossible.
         """
         accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
         try:
@@ -74,7 +73,7 @@ class ExecutorSide:
 
 
 def execute(backend: ExecutorBackend, batch: StepBatch) -> Future[StepResult]:
-    """``ExecutorBackend.execute``; a result that comes at once is a future that is done."""
+    """``ExecutorBackend.execute``, always as a future."""
     result = backend.execute(batch)
     if isinstance(result, Future):
         return result
@@ -84,12 +83,7 @@ def execute(backend: ExecutorBackend, batch: StepBatch) -> Future[StepResult]:
 
 
 def wait(future: Future[StepResult], timeout_s: float) -> StepResult:
-    """The result of a step.
-
-    Raises:
-        ConformanceFailure: it has not come in time.
-        Exception: the backend's.
-    """
+    """The result of a step; see ``ExecutorSide.wait``."""
     try:
         return future.result(timeout_s)
     except FutureTimeoutError as error:

@@ -1,6 +1,6 @@
-"""How the suite says that a backend does not conform, or that a scenario has nothing to ask of it.
+"""The exceptions of the suite.
 
-Owns: its exceptions. Must not know: what is checked.
+Owns: these. Must not know: what is checked.
 """
 
 
@@ -9,11 +9,11 @@ class ConformanceFailure(AssertionError):  # noqa: N818 (it names the finding)
 
 
 class NotApplicable(Exception):  # noqa: N818 (it is an outcome, not an error)
-    """The scenario asks for something that this backend announces it does not have; the message names it."""
+    """The scenario needs something that this backend announces it does not have; the message names it."""
 
 
 class CannotCheck(Exception):  # noqa: N818 (it says so)
-    """The suite lacks something of its own, such as the reference's packages; it says nothing about the backend."""
+    """The suite lacks something itself, such as a package; this says nothing about the backend."""
 
 
 def require(condition: bool, message: str) -> None:

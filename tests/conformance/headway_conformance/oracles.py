@@ -1,7 +1,6 @@
 """Whether the tokens and log probabilities of a request are right.
 
-Owns: the comparison with a reference or with the request alone, and what counts as a tie.
-Must not know: steps, or how the requests were scheduled.
+Owns: the comparison, and the definition of a tie. Must not know: steps, or how the requests were scheduled.
 """
 
 from collections.abc import Callable
@@ -16,14 +15,14 @@ from headway_proto.step import RowLogprobs
 
 EXACT_DTYPE = "float32"
 TOLERANCES = {EXACT_DTYPE: 1e-4, "float16": 0.06, "bfloat16": 0.5}
-"""How far a log probability may be from the reference's, by the dtype that a backend announces."""
+"""The largest error of a log probability, by the backend's announced dtype."""
 
 
 class Oracle(Protocol):
-    """Knows what a request should have drawn."""
+    """Knows the right draws of a request."""
 
     def check(self, request: ScriptedRequest) -> None:
-        """Hold the output of a request that has ended to what it should be.
+        """Check the output of a request that has ended.
 
         Raises:
             ConformanceFailure: says which token or log probability is wrong.
@@ -34,9 +33,9 @@ class Oracle(Protocol):
 class ReferenceOracle:
     """Compares with a reference, token by token, each after the history that the request really had.
 
-    With ``exact_draws`` every token must be the reference's, except that a greedy one may be another where both are as
-    good as equally likely (twice ``tolerance`` apart). Without, which is for low precision, a token that was drawn at random
-    is held to its log probability only.
+    With ``exact_draws`` every token must be the reference's; a greedy one may be another if both are about equally
+    likely (within twice ``tolerance``). Without, for low precision, only the log probability of a random draw is
+    checked.
     """
 
     def __init__(self, reference: Reference, *, tolerance: float, exact_draws: bool) -> None:
@@ -63,13 +62,13 @@ class ReferenceOracle:
             self._check_error(request)
 
     def _prompt_token(self, history: tuple[int, ...], token: int, told: PromptToken) -> str | None:
-        """What is wrong with what was told of ``token`` behind ``history``, if anything."""
+        """The error in the report of ``token`` behind ``history``, if any."""
         drawn = self._reference.draw(history, len(history), GREEDY)
         entry = RowLogprobs(0, told.logprob, told.top_token_ids, told.top_logprobs)
         return self._numbers(history, token, entry, drawn)
 
     def _numbers(self, history: tuple[int, ...], token: int, entry: RowLogprobs, drawn: Draw) -> str | None:
-        """What is wrong with the log probabilities of one draw, if anything."""
+        """The error in the log probabilities of one draw, if any."""
         count = len(entry.top_token_ids)
         reported = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True)) | {token: entry.logprob}
         for known, logprob in reported.items():
@@ -98,7 +97,7 @@ class ReferenceOracle:
 
 
 class AloneOracle:
-    """Compares with the same request alone: its prompt in one step, then one step per token, on a backend of its own."""
+    """Compares with the same request alone on another backend: its prompt in one step, then one step per token."""
 
     def __init__(self, open_scheduler: Callable[[], ScriptedScheduler]) -> None:
         self._open_scheduler = open_scheduler
@@ -132,7 +131,7 @@ class AloneOracle:
 
 
 def _changes_ranks(sampling: SamplingParams) -> bool:
-    """Whether a draw is anything but the likeliest token."""
+    """Whether a draw can be another than the likeliest token."""
     plain = SamplingParams(
         temperature=0.0,
         logprobs=sampling.logprobs,

@@ -1,11 +1,11 @@
-"""A scheduler reduced to its arithmetic: it does what a script says and writes it as step messages.
+"""A scheduler reduced to its arithmetic: it runs a script and writes it as step messages.
 
-Owns: rows, blocks and host blocks, the messages of ``headway_proto.step``, and which results still count.
-Must not know: policies (the script decides), the backend, or which tokens are right.
+Owns: rows, blocks and host blocks, the messages of ``headway_proto.step``, and which results still count. Must not
+know: policies (the script decides), the backend, or which tokens are right.
 
-It learns tokens from results only, so with several steps in flight it schedules a token before it knows the one before.
-Rows, blocks and the order of entries in a message are shuffled, so that nothing can rely on them; what becomes free is
-given out again first, in the same step if it can be.
+It learns tokens only from results, so with several steps in flight it schedules a token before it knows the one before.
+Rows, blocks and the entries of a message are shuffled, so that a backend cannot rely on their order. Freed ones are
+used again first, in the same step if possible.
 """
 
 import random
@@ -31,7 +31,7 @@ _Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A request that draws a token in a step, and the life in which it does."""
+    """A request that draws a token in a step, and its life at that time."""
 
     request: ScriptedRequest
     life: int
@@ -39,7 +39,7 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight: what it must answer to, who draws, and whose prompts are reported, rows ascending."""
+    """A step in flight: the required answer, the drawing requests, and those with reported prompts, rows ascending."""
 
     asked: AskedStep
     drawings: tuple[_Drawing, ...]
@@ -49,7 +49,7 @@ class _Flight:
 
 @dataclass
 class _Diff:
-    """What has been decided for the next step."""
+    """The decisions for the next step."""
 
     admitted: list[ScriptedRequest] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Diff:
 
 
 class _Places:
-    """The free rows, blocks and host blocks of one epoch, shuffled; freed ones are given out again first."""
+    """The free rows, blocks and host blocks of one epoch, shuffled; freed ones are used again first."""
 
     def __init__(self, info: BackendInfo, chance: random.Random) -> None:
         self.rows = list(range(info.max_num_rows))
@@ -128,7 +128,7 @@ class ScriptedScheduler:
         self._diff.admitted.append(request)
 
     def finish(self, request: ScriptedRequest) -> None:
-        """Take the request's row and blocks; what is in flight for it still counts."""
+        """Free the request's row and blocks; its steps in flight still count."""
         del self.live[request.row]
         self._diff.finished_rows.append(request.row)
         self._free.rows.append(request.row)
@@ -138,17 +138,17 @@ class ScriptedScheduler:
         request.blocks = []
 
     def preempt(self, request: ScriptedRequest) -> None:
-        """Take its row and blocks and forget what is in flight; ``admit`` lets it start over from its tokens."""
+        """Free its row and blocks and ignore its steps in flight; ``admit`` starts it again from its tokens."""
         request.life += 1
         self.finish(request)
 
     def swap_out(self, request: ScriptedRequest) -> None:
-        """Take its row and move its blocks to the host. What is in flight for it still counts."""
+        """Free its row and move its blocks to the host. Its steps in flight still count."""
         request.host_blocks = self.copy_to_host(request.blocks)
         self.finish(request)
 
     def swap_in(self, request: ScriptedRequest, *, row: int | None = None) -> None:
-        """Give a swapped request a row and its blocks back. Waits for its tokens, which the message must name."""
+        """Give a swapped request a row and its blocks back. Waits for its tokens, which the message must contain."""
         self.drain()
         num_computed, host_blocks = request.num_computed, request.host_blocks
         request.host_blocks = []
@@ -156,12 +156,12 @@ class ScriptedScheduler:
         self._diff.host_blocks_read += host_blocks
 
     def drop(self, request: ScriptedRequest) -> None:
-        """Give up a swapped request: its host blocks are free, of which the backend hears nothing."""
+        """Give up a swapped request and free its host blocks; the backend gets no message about it."""
         self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
     def copy_to_host(self, blocks: Sequence[int]) -> list[int]:
-        """Swap blocks out; return where to."""
+        """Swap blocks out; return the host blocks."""
         if len(self._free.host_blocks) < len(blocks):
             raise NotApplicable("it has no host blocks")
         host_blocks = [self._free.host_blocks.pop() for _ in blocks]
@@ -169,7 +169,7 @@ class ScriptedScheduler:
         return host_blocks
 
     def copy_from_host(self, host_blocks: Sequence[int]) -> list[int]:
-        """Swap host blocks in, which keep what they hold; return where to, for ``admit``."""
+        """Swap host blocks in, which keep their contents; return the blocks, for ``admit``."""
         blocks = self._free.reserve(len(host_blocks))
         self._diff.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
@@ -181,7 +181,7 @@ class ScriptedScheduler:
         return copies
 
     def new_epoch(self) -> None:
-        """Open a new epoch: rows, blocks, host blocks and results in flight are forgotten; requests may be admitted."""
+        """Open a new epoch: rows, blocks, host blocks and results in flight are forgotten."""
         for flight in self._flights:
             self._abandoned.append(flight.future)
         for request in self.live.values():
@@ -195,7 +195,7 @@ class ScriptedScheduler:
     # Running.
 
     def step(self, counts: Mapping[ScriptedRequest, int] | None = None) -> None:
-        """Send one step: every live row runs one token, but for those in ``counts``. Collects what must be."""
+        """Send one step: every live row runs one token, except those in ``counts``. Collect results down to the depth."""
         planned = {request: (counts or {}).get(request, 1) for request in self.live.values()}
         reported = {request: prompt for request in planned if (prompt := _asked_prompt(request, planned[request]))}
         in_order = sorted(reported, key=lambda request: request.row)
@@ -211,13 +211,13 @@ class ScriptedScheduler:
 
     @property
     def max_speculative_tokens(self) -> int:
-        """How many tokens the backend proposes for a row in one step, at most."""
+        """The most proposals of a row in one step."""
         return self._executor.info.max_speculative_tokens
 
     def step_speculating(self, most: int) -> int:
-        """Send one step in which each row that decodes may run ``most`` proposals, wait for it, and return the tokens accepted.
+        """Send one step in which each decoding row may run ``most`` proposals; return how many were accepted.
 
-        Live rows that are in their prompt sit out.
+        Live rows in their prompt sit out.
         """
         self.drain()
         counts = {request: int(request.remaining == 1) for request in self.live.values()}
@@ -253,13 +253,13 @@ class ScriptedScheduler:
         return num_accepted
 
     def step_whole(self) -> None:
-        """Send one step in which every live row runs all that it has."""
+        """Send one step in which every live row runs all its tokens."""
         self.step({request: request.remaining for request in self.live.values()})
 
     def run(
         self, requests: Iterable[ScriptedRequest] = (), *, budget: int | None = None, chunk: int | None = None
     ) -> None:
-        """Run what is live, and ``requests`` as soon as they fit, until all have ended.
+        """Run the live rows, and ``requests`` as soon as they fit, until all have ended.
 
         Decodes first, then prompts: at most ``budget`` tokens a step, at most ``chunk`` of one row.
         """
@@ -287,7 +287,7 @@ class ScriptedScheduler:
             self._executor.wait(self._abandoned.pop(0))
 
     def submit_raw(self, output: SchedulerOutput) -> None:
-        """Send a message of the script's own making, whose step or result the scheduler takes no note of."""
+        """Send a message that the scheduler does not record."""
         self._executor.submit(output)
 
     def other_free_row(self, row: int) -> int:
@@ -296,7 +296,6 @@ class ScriptedScheduler:
 
     @property
     def num_host_blocks(self) -> int:
-        """How many host blocks the backend announces."""
         return self._executor.info.num_host_blocks
 
     @property
@@ -317,7 +316,7 @@ class ScriptedScheduler:
         self._free = _Places(self._executor.info, self._random)
 
     def _has_room(self, request: ScriptedRequest) -> bool:
-        """Whether the pool holds all that the request may come to, beside what the live ones may."""
+        """Whether the pool can hold the request, beside the most that the live ones may need."""
         promised = sum(self._most_blocks(other) - len(other.blocks) for other in self.live.values())
         return self._most_blocks(request) <= len(self._free.blocks) - promised
 
@@ -326,7 +325,7 @@ class ScriptedScheduler:
         return max(len(request.blocks), -(-(len(request.prompt) + request.max_tokens + surplus) // self._block_size))
 
     def _share(self, budget: int, chunk: int | None) -> tuple[dict[ScriptedRequest, int], int]:
-        """Give each live row its tokens, decodes first; return them and what is left of the budget."""
+        """Give each live row its tokens, decodes first; return them and the rest of the budget."""
         counts: dict[ScriptedRequest, int] = {}
         for request in sorted(self.live.values(), key=lambda request: request.remaining > 1):
             counts[request] = min(request.remaining, budget, chunk or budget)
@@ -363,7 +362,7 @@ class ScriptedScheduler:
         return output, asked, tuple(_Drawing(request, request.life) for request in drawing)
 
     def _grow(self, planned: Mapping[ScriptedRequest, int]) -> _Pairs:
-        """Give every row the blocks that its tokens need; return those of rows that are not new."""
+        """Give every row the blocks for its tokens; return those of rows that are not new."""
         added: _Pairs = []
         for request in self._in_any_order(planned):
             end = request.num_computed + planned[request] + self._diff.ahead.get(request, 0)
@@ -384,7 +383,7 @@ class ScriptedScheduler:
         return shuffled
 
     def _collect(self) -> None:
-        """Wait for the oldest step, check its form, and note what still counts."""
+        """Wait for the oldest step, check its form, and record what still counts."""
         flight = self._flights.popleft()
         self._note_part(flight, self._executor.wait(flight.future))
 
@@ -425,7 +424,7 @@ def _new_request(request: ScriptedRequest) -> NewRequest:
 
 
 def _asked_prompt(request: ScriptedRequest, count: int) -> AskedPrompt | None:
-    """What the next step owes of a prompt of which it runs ``count`` tokens."""
+    """The part of a prompt that the next step reports if it runs ``count`` tokens."""
     start = request.num_computed
     end = min(start + count, len(request.prompt) - 1)
     if request.sampling.prompt_logprobs == NO_LOGPROBS or end <= start:

@@ -1,16 +1,16 @@
-"""How large the models and the scripts of the suite are.
+"""The sizes of the suite's models and scripts.
 
-Owns: the numbers. Must not know: what is done with them.
+Owns: the numbers. Must not know: how they are used.
 """
 
 import msgspec
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """One size: the model's dimensions, then what a backend is opened with, then how much is generated.
+    """The model's dimensions, then the backend's settings, then the length of outputs.
 
-    ``num_output`` tokens are what a request usually generates. A pool of ``num_kv_blocks`` holds at least three requests
-    of ``max_model_len`` tokens.
+    ``num_output`` is the usual output. A pool of ``num_kv_blocks`` holds at least three requests of ``max_model_len``
+    tokens.
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""What a scenario works with: the backend under test, a model, prompts, and somebody who knows the right tokens.
+"""The tools of a scenario: the backend under test, a model, prompts, and an oracle.
 
-Owns: opening and closing backends for one scenario, and the random prompts of its scripts.
-Must not know: any scenario, or what the backend is.
+Owns: opening and closing backends for one scenario, and random prompts. Must not know: any scenario, or the backend.
 """
 
 import random
@@ -29,10 +28,10 @@ NO_DTYPE = "none"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is under test, and how it is opened.
+    """The backend under test, and its settings.
 
-    ``numerics`` tells whether it computes the model's tokens; None: unless it announces the dtype "none".
-    ``tolerance`` is for log probabilities; None: by the dtype that it announces.
+    ``numerics``: whether it computes the model's tokens (None: unless it announces the dtype "none"). ``tolerance`` is
+    for log probabilities (None: by the announced dtype).
     """
 
     create_backend: Callable[[], ExecutorBackend]
@@ -46,7 +45,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage:
-    """A context manager: whatever was opened is closed at its end. ``model`` is the directory of the checkpoint."""
+    """A context manager that closes what it opened. ``model`` is the directory of the checkpoint."""
 
     def __init__(self, target: Target, *, model: Path, family: str, seed: str) -> None:
         self.size = target.size
@@ -68,7 +67,7 @@ class Stage:
             executor.close()
 
     def config(self, **changes: Any) -> BackendConfig:
-        """What the backend is opened with, but for ``changes``."""
+        """The backend's settings, with ``changes``."""
         size = self.size
         config = BackendConfig(
             model=str(self._model),
@@ -94,7 +93,7 @@ class Stage:
         )
 
     def execute(self, backend: ExecutorBackend, batch: StepBatch) -> StepResult:
-        """One step on a backend that the scenario opened itself, waited for."""
+        """One step on a backend that the scenario opened itself, with its result."""
         return wait(execute(backend, batch), self._target.timeout_s)
 
     def prompt(self, length: int) -> list[int]:
@@ -104,11 +103,11 @@ class Stage:
     def request(
         self, length: int, max_tokens: int | None = None, sampling: SamplingParams = GREEDY, *, foreseen: bool = True
     ) -> ScriptedRequest:
-        """A request with a random prompt; it generates ``size.num_output`` tokens unless told otherwise."""
+        """A request with a random prompt, by default of ``size.num_output`` output tokens."""
         return ScriptedRequest(self.prompt(length), max_tokens or self.size.num_output, sampling, foreseen)
 
     def verify(self, *requests: ScriptedRequest) -> None:
-        """Hold every request to what it should have drawn; all must have ended, and none with an error.
+        """Check the draws of every request; all must have ended without an error.
 
         Raises:
             ConformanceFailure: one has not, or drew something else.
@@ -120,7 +119,7 @@ class Stage:
             self.verify_output(request)
 
     def verify_failed(self, request: ScriptedRequest) -> None:
-        """Hold a request to having failed, as it should.
+        """Check that a request failed, and its draws before.
 
         Raises:
             ConformanceFailure: it has not, or drew something else before.
@@ -129,12 +128,12 @@ class Stage:
         self.verify_output(request)
 
     def verify_output(self, request: ScriptedRequest) -> None:
-        """Hold what a request drew so far, and its error if it has one, to what it should be."""
+        """Check a request's draws so far, and its error if it has one."""
         assert self._oracle is not None, "verify comes after scheduler"
         self._oracle.check(request)
 
     def has_numerics(self, info: BackendInfo) -> bool:
-        """Whether the backend computes what the model says."""
+        """Whether the backend computes the model's tokens."""
         numerics = self._target.numerics
         return info.dtype != NO_DTYPE if numerics is None else numerics
 

@@ -1,7 +1,6 @@
 """All scenarios, and running one against a backend.
 
-Owns: their order, and what becomes of whatever a scenario or the backend raises.
-Must not know: what the scenarios do.
+Owns: their order, and the handling of errors. Must not know: what the scenarios do.
 """
 
 import enum
@@ -49,7 +48,7 @@ STEP_TIMEOUT_S = 120.0
 
 
 class Outcome(enum.Enum):
-    """How a scenario ended that did not fail."""
+    """The end of a scenario that did not fail."""
 
     PASSED = "passed"
     NOT_APPLICABLE = "not applicable"
@@ -68,18 +67,14 @@ def check(
     tolerance: float | None = None,
     timeout_s: float = STEP_TIMEOUT_S,
 ) -> Outcome:
-    """Run one scenario.
+    """Run one scenario on closed backends from ``create_backend``, opened with ``device``, ``dtype`` and ``options``.
 
-    ``create_backend`` makes backends that are not open, as an entry point does; it is called as often as the scenario
-    needs one. ``directory`` is where the tiny checkpoints are written, or found. ``device``, ``dtype`` and ``options``
-    are what the backend is opened with. ``numerics`` tells whether it computes what the model says (None: unless it
-    announces the dtype "none"); if not, its tokens are compared with those of each request alone. ``tolerance`` is how far a log
-    probability may be off (None: by the announced dtype). A step that takes ``timeout_s`` counts as never finished.
+    The tiny checkpoints are in ``directory``. ``numerics`` and ``tolerance``: see ``Target``. A step that takes
+    ``timeout_s`` counts as never finished.
 
     Raises:
         ConformanceFailure: the backend does not conform; the message says how.
-        CannotCheck: the reference of a real model needs a package that is not installed, or there is no tolerance for
-            the dtype that the backend announces.
+        CannotCheck: a package of the reference is missing, or the announced dtype has no tolerance.
     """
     target = Target(
         create_backend=create_backend,
@@ -108,9 +103,5 @@ def check(
 
 
 def scenario_named(name: str) -> Scenario:
-    """The scenario of this name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The scenario of this name; raises ``KeyError``."""
     return {scenario.name: scenario for scenario in SCENARIOS}[name]

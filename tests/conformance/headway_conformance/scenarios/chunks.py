@@ -1,6 +1,6 @@
-"""Prompts in chunks: the cut must not show.
+"""Prompts in chunks: the cut must not change a result.
 
-Owns: the scenarios about how many tokens of a row share a step. Must not know: what a backend does with them.
+Owns: scenarios about the number of a row's tokens in a step. Must not know: how a backend handles them.
 """
 
 from headway_conformance.requests import ScriptedRequest
@@ -11,7 +11,7 @@ from headway_conformance.stage import Stage
 
 @scenario
 def every_split_of_a_prompt(stage: Stage) -> None:
-    """Prompts over two blocks, cut in two at every place there is, give the tokens and logprobs of whole ones."""
+    """Prompts over two blocks, cut in two at every place, give the tokens and logprobs of whole ones."""
     length = stage.size.block_size + 4
     scheduler = stage.scheduler()
     cuts = {stage.request(length, 2, LOGPROBS): cut for cut in range(1, length)}
@@ -53,7 +53,7 @@ def lengths_around_block_boundaries(stage: Stage) -> None:
 
 @scenario
 def prompts_beside_decodes(stage: Stage) -> None:
-    """Chunks of prompts and decodes of other rows share every step, and none shows in the other."""
+    """Chunks of prompts and decodes of other rows share every step without a change in either."""
     size = stage.size
     lengths = (3, 2 * size.block_size, size.block_size + 5, 1, 3 * size.block_size - 1, 7)
     requests = [stage.request(length, size.num_output + place, LOGPROBS) for place, length in enumerate(lengths)]

@@ -1,9 +1,9 @@
-"""Rows under a constraint: what they draw follows it, whatever happens to them, and nobody else notices.
+"""Rows under a constraint: they follow it, whatever happens to them, and no other row changes.
 
-Owns: the scenarios about constrained outputs. Must not know: how a backend masks logits.
+Owns: scenarios about constrained outputs. Must not know: how a backend masks logits.
 
-They do not apply to a backend that announces no support; a scheduler sends it no constraint. The checkpoints' tokenizer
-has a token for each printable character and none for anything else.
+They do not apply to a backend that announces no support. The checkpoints' tokenizer has one token per printable
+character.
 """
 
 import json
@@ -25,7 +25,7 @@ _MOST_JSON_TOKENS = 28
 
 @scenario
 def constrained_rows_among_others(stage: Stage) -> None:
-    """Outputs follow their constraints, greedy and drawn, and end when all is said; the rows beside draw what they should."""
+    """Outputs follow their constraints, greedy and drawn, and end when complete; the other rows draw what they should."""
     constrained = [_digits(stage, place) for place in range(3)]
     schema = Constraint("json_schema", json.dumps(_SCHEMA))
     chosen = Constraint("choice", json.dumps(["no", "yes"]))
@@ -46,7 +46,7 @@ def constrained_rows_among_others(stage: Stage) -> None:
 
 @scenario
 def constrained_rows_in_flight_and_taken_over(stage: Stage) -> None:
-    """With steps in flight, rows that are preempted, or begin anew with another epoch, go on behind the tokens they have."""
+    """With steps in flight, rows that are preempted or start again in another epoch continue behind their tokens."""
     requests = [_digits(stage, place) for place in range(4)]
     alone = [ScriptedRequest(request.prompt, request.max_tokens, request.sampling) for request in requests]
     scheduler = _scheduler(stage, depth=3, seed=2)
@@ -68,7 +68,7 @@ def constrained_rows_in_flight_and_taken_over(stage: Stage) -> None:
 
 @scenario
 def constraints_that_end_nowhere(stage: Stage) -> None:
-    """A row whose constraint no token can follow, or that is none, fails alone, and its place is as good as new."""
+    """A row with an invalid constraint, or one that no token can follow, fails alone, and its row can be used again."""
     bad = [
         stage.request(5, 4, SamplingParams(temperature=0.0, constraint=constraint))
         for constraint in (Constraint("regex", "[0-9]é"), Constraint("regex", "("), Constraint("regex", "é"))
@@ -93,7 +93,7 @@ def _scheduler(stage: Stage, *, depth: int = 1, seed: int, **changes: int) -> Sc
 
 
 def _digits(stage: Stage, place: int) -> ScriptedRequest:
-    """Six digits, then the end: of its seven tokens the last is foreseen."""
+    """Six digits, then the end."""
     sampling = SamplingParams(temperature=float(place == 1), seed=place, constraint=_DIGITS, logprobs=place - 1)
     return stage.request(3 + place, 7, sampling)
 
@@ -106,7 +106,7 @@ def _check_digits(request: ScriptedRequest) -> None:
 
 
 def _text(request: ScriptedRequest) -> str:
-    """What was drawn before the end."""
+    """The text before the end."""
     end = request.output.index(EOS_TOKEN_ID) if EOS_TOKEN_ID in request.output else len(request.output)
     return text_of(request.output[:end])
 

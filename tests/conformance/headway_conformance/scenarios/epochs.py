@@ -1,6 +1,6 @@
-"""New epochs: everything is forgotten, and nobody says goodbye to the rows.
+"""New epochs: everything is forgotten, and no row is listed as finished.
 
-Owns: the scenarios about resynchronising. Must not know: why an epoch was lost.
+Owns: scenarios about resynchronising. Must not know: why an epoch was lost.
 """
 
 from headway_conformance.failures import require
@@ -16,7 +16,7 @@ from headway_proto.step import SchedulerOutput
 
 @scenario
 def a_new_epoch(stage: Stage) -> None:
-    """An epoch begins with steps in flight: rows and blocks are given out anew at once, and the old results are ignored."""
+    """An epoch begins with steps in flight: rows and blocks are reused at once, and the old results are ignored."""
     scheduler = stage.scheduler(depth=3, seed=1)
     requests = _fill(stage, scheduler)
     scheduler.new_epoch()

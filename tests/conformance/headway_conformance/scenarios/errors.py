@@ -1,6 +1,6 @@
-"""One bad row never takes others with it.
+"""A row that fails must fail alone.
 
-Owns: the scenarios about rows that fail. Must not know: how a backend notices.
+Owns: scenarios about failing rows. Must not know: how a backend detects the failure.
 """
 
 import msgspec
@@ -25,7 +25,7 @@ def errors_stay_in_their_row(stage: Stage) -> None:
 
 @scenario
 def a_failed_row_runs_once_more(stage: Stage) -> None:
-    """With steps in flight a row that failed runs on until the scheduler learns of it; then its row is as good as new."""
+    """With steps in flight a failed row runs on until the scheduler learns of it; then its row can be used again."""
     requests, bad = _good_and_bad(stage)
     scheduler = stage.scheduler(depth=3, seed=2, max_num_seqs=3)
     scheduler.run([bad[0], requests[0], bad[1], *requests[1:]])

@@ -1,4 +1,4 @@
-"""Each family of models: what makes it different, under mixed traffic.
+"""Each family of models under mixed traffic.
 
 Owns: one scenario per family. Must not know: how a model computes.
 """

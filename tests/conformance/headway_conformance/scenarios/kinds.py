@@ -1,8 +1,8 @@
 """Sampling parameters of every kind, for scenarios that mix them.
 
-Owns: the parameters. Must not know: who uses them.
+Owns: the parameters. Must not know: which scenarios use them.
 
-Penalties and masks are strong enough to change what a short output is.
+Penalties and masks are strong enough to change a short output.
 """
 
 import msgspec
@@ -16,7 +16,7 @@ LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=5)
 
 
 def kinds(size: Size) -> dict[str, SamplingParams]:
-    """One of each kind, by name; each random one with a seed of its own."""
+    """One of each kind, by name; each random one with its own seed."""
     half = tuple(range(0, size.vocab_size, 2))
     return {
         "greedy": GREEDY,

@@ -1,6 +1,6 @@
 """From ``open`` to ``close``.
 
-Owns: the scenarios about what a backend announces, what it refuses, and how it ends. Must not know: any backend's options.
+Owns: scenarios about announcements, refusals and the end. Must not know: any backend's options.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from headway_proto.columns import EMPTY_COLUMN
 
 @scenario
 def what_is_announced(stage: Stage) -> None:
-    """``BackendInfo`` says what was asked for, and the same when the same model is opened again."""
+    """``BackendInfo`` agrees with the settings, and is the same when the same model is opened again."""
     backend = stage.create_backend()
     require(isinstance(backend, ExecutorBackend), "it lacks one of open, execute, move_blocks, close")
     config = stage.config()
@@ -48,7 +48,7 @@ def what_is_announced(stage: Stage) -> None:
 
 @scenario
 def without_host_blocks(stage: Stage) -> None:
-    """With ``swap_space_mib`` 0 there are none."""
+    """With ``swap_space_mib`` 0 there are no host blocks."""
     backend = stage.create_backend()
     info = backend.open(stage.config(swap_space_mib=0))
     backend.close()

@@ -1,6 +1,6 @@
-"""Rows: who has which, who runs, and what a row forgets.
+"""Rows: their numbers, which of them run, and what a row forgets.
 
-Owns: the scenarios about row numbers and live rows. Must not know: what a backend keeps per row.
+Owns: scenarios about row numbers and live rows. Must not know: what a backend keeps per row.
 """
 
 from headway_conformance.requests import ScriptedRequest
@@ -11,7 +11,7 @@ from headway_conformance.stage import Stage
 
 @scenario
 def empty_steps(stage: Stage) -> None:
-    """A step without rows gives no tokens: the first of an epoch, one in between, one whose only news is a finished row."""
+    """A step without rows gives no tokens: the first of an epoch, one in between, one that only finishes a row."""
     scheduler = stage.scheduler()
     scheduler.step()
     request = stage.request(5, 2, LOGPROBS)
@@ -70,7 +70,7 @@ def a_row_changes_hands(stage: Stage) -> None:
 
 @scenario
 def rows_that_sit_out(stage: Stage) -> None:
-    """Rows that run no token for some steps, in their prompt or in decode, go on where they were; so do all at once."""
+    """Rows that run no token for some steps, in their prompt or in decode, continue unchanged; so do all rows at once."""
     block_size = stage.size.block_size
     requests = [stage.request(length, 6, LOGPROBS) for length in (block_size + 2, 3, 2 * block_size, block_size - 1)]
     scheduler = stage.scheduler(seed=3)
@@ -89,7 +89,7 @@ def rows_that_sit_out(stage: Stage) -> None:
 
 @scenario
 def a_row_admitted_to_sit_out(stage: Stage) -> None:
-    """A row may be new in a step in which it runs nothing, and so may all; what is new with it is not lost."""
+    """A row, or all rows, may be new in a step in which they run nothing; their data is not lost."""
     size = stage.size
     requests = [stage.request(size.block_size + 1 + place, 3, LOGPROBS) for place in range(4)]
     scheduler = stage.scheduler(seed=5)

@@ -1,6 +1,6 @@
-"""Sampling: each row by its own parameters, whoever shares the step.
+"""Sampling: each row by its own parameters, in any company.
 
-Owns: the scenarios about drawing tokens and reporting logprobs. Must not know: how a backend draws.
+Owns: scenarios about drawing tokens and reporting logprobs. Must not know: how a backend draws.
 """
 
 import msgspec
@@ -83,7 +83,7 @@ def prompts_that_are_reported(stage: Stage) -> None:
 
 @scenario
 def a_mask_that_leaves_one_token(stage: Stage) -> None:
-    """Until ``min_tokens`` is reached the only token that is left is drawn, at any temperature; then others are, too."""
+    """Until ``min_tokens`` is reached the only allowed token is drawn, at any temperature; then others are, too."""
     left = 5
     others = tuple(token for token in range(stage.size.vocab_size) if token != left)
     samplings = [
@@ -102,7 +102,7 @@ def _with_prompt_logprobs(count: int) -> SamplingParams:
 
 
 def _with_logprobs(place: int, count: int) -> SamplingParams:
-    """Greedy ones and such whose draws are far from the raw distribution."""
+    """Greedy requests, and others whose draws are far from the raw distribution."""
     if place % 2:
         return msgspec.structs.replace(GREEDY, logprobs=count)
     return SamplingParams(temperature=2.5, seed=place, logprobs=count, logit_bias=((place, 6.0),), presence_penalty=1.0)

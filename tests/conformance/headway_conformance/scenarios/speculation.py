@@ -1,6 +1,6 @@
-"""Steps that speculate: a row brings as many tokens as were proposed rightly, and one more.
+"""Steps that speculate: a row returns its accepted proposals and one more token.
 
-Owns: the scenarios about them. Must not know: who proposes.
+Owns: scenarios about these. Must not know: how tokens are proposed.
 """
 
 from headway_conformance.failures import NotApplicable
@@ -25,7 +25,7 @@ def _speculating(stage: Stage) -> ScriptedScheduler:
 
 
 def _requests(stage: Stage) -> list[ScriptedRequest]:
-    """Prompts that repeat themselves, since tokens are proposed for those, under parameters of every kind."""
+    """Prompts with repetitions, for which tokens are proposed, under parameters of every kind."""
     size = stage.size
     found = []
     for place, sampling in enumerate([GREEDY, *kinds(size).values()]):
@@ -37,7 +37,7 @@ def _requests(stage: Stage) -> list[ScriptedRequest]:
 
 @scenario
 def proposals_change_no_token(stage: Stage) -> None:
-    """Rows that run proposals bring the tokens and log probabilities that they bring without, and stay as they would be."""
+    """Rows that run proposals return the same tokens and log probabilities as without, and the state is the same."""
     scheduler = _speculating(stage)
     waiting, ended = _requests(stage), []
     most = scheduler.max_speculative_tokens

@@ -1,6 +1,6 @@
-"""Several steps in flight: a step is given before the tokens of the one before it are known.
+"""Several steps in flight: a step is sent before the tokens of the step before are known.
 
-Owns: the scenarios about depth, and about doing the same twice. Must not know: how a backend runs ahead.
+Owns: scenarios about depth, and about repeating a run. Must not know: how a backend runs ahead.
 """
 
 from functools import partial
@@ -39,7 +39,9 @@ def _in_flight(stage: Stage, *, depth: int) -> None:
 
 
 def _change_hands(stage: Stage, scheduler: ScriptedScheduler) -> None:
-    """A row has another request with every other step, in the same blocks in another order, while its last is in flight."""
+    """A row gets another request with every other step, in the same blocks in another order, while its last is in
+    flight.
+    """
     block_size = stage.size.block_size
     requests = [stage.request(2 * block_size + 1 + place, 1, LOGPROBS) for place in range(4)]
     for request in requests:

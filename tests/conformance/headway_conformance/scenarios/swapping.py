@@ -1,8 +1,8 @@
 """Blocks on their way to main memory and back.
 
-Owns: the scenarios about host blocks. Must not know: how a backend moves a block.
+Owns: scenarios about host blocks. Must not know: how a backend moves a block.
 
-They do not apply to a backend that announces no host blocks.
+They do not apply to a backend without host blocks.
 """
 
 from headway_conformance.requests import ScriptedRequest
@@ -93,7 +93,7 @@ def host_blocks_keep_what_was_last_written(stage: Stage) -> None:
 
 @scenario
 def swapped_in_then_copied(stage: Stage) -> None:
-    """Copies of a step come after its swaps: a block may be copied from where it was swapped in to just now."""
+    """Copies of a step come after its swaps: a block that was just swapped in may be copied."""
     block_size = stage.size.block_size
     scheduler = stage.scheduler(seed=4)
     request = stage.request(block_size + 3, 4, LOGPROBS)
@@ -111,7 +111,7 @@ def swapped_in_then_copied(stage: Stage) -> None:
 def _started(
     stage: Stage, scheduler: ScriptedScheduler, steps_before: int, sampling: SamplingParams
 ) -> ScriptedRequest:
-    """A live request that ran a first chunk, and ``steps_before`` steps more; nobody else ran meanwhile."""
+    """A live request that ran a first chunk and ``steps_before`` more steps alone."""
     block_size = stage.size.block_size
     request = stage.request(block_size + 6, 7, sampling)
     others = dict.fromkeys(scheduler.live.values(), 0)
