@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -633,14 +633,11 @@ class Progress:
     stopped_by_time: bool = False
 
 
-def fit(model: Model, batches: Batches, held_out: list[int], arguments: argparse.Namespace) -> Progress:
-    """Train for the wanted steps, or until the time limit.
-
-    The learning rate follows whichever is further along, so it has decayed at the end of either.
-    """
+def optimizer_of(model: Model, arguments: argparse.Namespace) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only."""
     decayed = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": arguments.weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -649,6 +646,14 @@ def fit(model: Model, batches: Batches, held_out: list[int], arguments: argparse
         betas=(0.9, 0.95),
         fused=True,
     )
+
+
+def fit(model: Model, batches: Batches, held_out: list[int], arguments: argparse.Namespace) -> Progress:
+    """Train for the wanted steps, or until the time limit.
+
+    The learning rate follows whichever is further along, so it has decayed at the end of either.
+    """
+    optimizer = optimizer_of(model, arguments)
     loss_of = torch.compile(model.loss, dynamic=False) if arguments.compile else model.loss
     progress = Progress()
     started = time.monotonic()
@@ -908,10 +913,19 @@ def describe_hardware() -> str:
     return f"{torch.get_num_threads()} cores of an {name}{amx}, without a GPU"
 
 
-def command_train(arguments: argparse.Namespace) -> None:
-    """The `train` command: from the text to the checkpoint directory."""
-    torch.manual_seed(arguments.seed)
-    torch.set_num_threads(arguments.threads)
+class Texts(NamedTuple):
+    """The texts of one training run, and the figures about them for the report."""
+
+    train: list[Document]
+    train_tokens: list[list[int]]
+    tokenizer: Tokenizer
+    held_out_text: str
+    held_out_tokens: list[int]
+    figures: dict[str, Any]
+
+
+def prepare_texts(arguments: argparse.Namespace) -> Texts:
+    """Gather the documents, train the tokenizer and encode everything."""
     documents = gather_documents()
     train, held_out = split_held_out(documents, arguments.held_out_share, arguments.seed)
     kinds = ", ".join(f"{n} {k}" for k, n in Counter(d.kind for d in documents).most_common())
@@ -924,7 +938,7 @@ def command_train(arguments: argparse.Namespace) -> None:
     train_tokens = encode_documents(tokenizer, train_texts)
     held_out_tokens = tokenizer.encode(held_out_text).ids
     epoch_texts, chats = render_epoch(train, seeded(arguments.seed))
-    data: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "python": platform.python_version(),
         "python_copyright": sys.copyright.split("\n", 1)[0],
         "train_documents": len(train),
@@ -936,10 +950,35 @@ def command_train(arguments: argparse.Namespace) -> None:
         "held_out_bytes": len(held_out_text.replace(END_OF_TEXT, "").encode()),
         "held_out_tokens": len(held_out_tokens),
     }
-    log(f"data: {data}")
+    log(f"data: {figures}")
+    return Texts(train, train_tokens, tokenizer, held_out_text, held_out_tokens, figures)
 
+
+def measure_quality(model: Model, texts: Texts) -> dict[str, float]:
+    """Round the weights to bfloat16, as they are written, and measure the held-out loss."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    model.eval()
+    loss = evaluate(model, texts.held_out_tokens)
+    bits = loss * (texts.figures["held_out_tokens"] - 1) / math.log(2)
+    vocabulary = model.shape.vocabulary
+    every_token = itertools.chain.from_iterable(texts.train_tokens)
+    return {
+        "nats_per_token": loss,
+        "bits_per_byte": bits / texts.figures["held_out_bytes"],
+        "uniform_nats_per_token": math.log(vocabulary),
+        "unigram_nats_per_token": unigram_loss(every_token, texts.held_out_tokens, vocabulary),
+    }
+
+
+def command_train(arguments: argparse.Namespace) -> None:
+    """The `train` command: from the text to the checkpoint directory."""
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(arguments.threads)
+    texts = prepare_texts(arguments)
     shape = Shape(
-        vocabulary=tokenizer.get_vocab_size(),
+        vocabulary=texts.tokenizer.get_vocab_size(),
         hidden=arguments.hidden,
         layers=arguments.layers,
         heads=arguments.heads,
@@ -950,45 +989,37 @@ def command_train(arguments: argparse.Namespace) -> None:
     model = Model(shape, arguments.dropout)
     parameters = sum(p.numel() for p in model.parameters())
     log(f"{parameters:,} parameters, {2 * parameters / 1e6:.2f} MB in bfloat16")
-    progress = fit(model, Batches(train, tokenizer, arguments.seed), held_out_tokens, arguments)
-
-    with torch.no_grad():  # measure what is written
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    model.eval()
-    loss = evaluate(model, held_out_tokens)
-    bits = loss * (data["held_out_tokens"] - 1) / math.log(2)
-    quality = {
-        "nats_per_token": loss,
-        "bits_per_byte": bits / data["held_out_bytes"],
-        "uniform_nats_per_token": math.log(shape.vocabulary),
-        "unigram_nats_per_token": unigram_loss(
-            itertools.chain.from_iterable(train_tokens), held_out_tokens, shape.vocabulary
-        ),
-    }
+    batches = Batches(texts.train, texts.tokenizer, arguments.seed)
+    progress = fit(model, batches, texts.held_out_tokens, arguments)
+    quality = measure_quality(model, texts)
     log(f"{progress.steps} steps in {progress.seconds / 60:.1f} min; quality: {quality}")
 
     shown = ("lr", "weight_decay", "dropout", "batch_tokens", "context", "long_share", "seed")
     report = {
         "parameters": parameters,
         "shape": asdict(shape),
-        "data": data,
+        "data": texts.figures,
         "run": asdict(progress)
         | {name: getattr(arguments, name) for name in shown}
         | {"hardware": describe_hardware(), "torch": torch.__version__},
         "quality": quality,
         "command": " ".join(["python tools/train_demo_model.py", *arguments.given]),
     }
+    write_result(arguments.output, model, texts, report)
+
+
+def write_result(output: Path, model: Model, texts: Texts, report: dict[str, Any]) -> None:
+    """Write and check the checkpoint, then move it into place."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        write_checkpoint(directory, model, tokenizer, held_out_text)
-        difference = check_checkpoint(directory, model, held_out_tokens)
+        write_checkpoint(directory, model, texts.tokenizer, texts.held_out_text)
+        difference = check_checkpoint(directory, model, texts.held_out_tokens)
         log(f"transformers loads the checkpoint; logits differ by at most {difference:.2g}")
         write_json(directory / "training_report.json", report)
         write_card(directory, report)
-        move_into_place(directory, arguments.output)
-    size = sum(path.stat().st_size for path in arguments.output.iterdir())
-    log(f"wrote {arguments.output} ({size / 1e6:.2f} MB)")
+        move_into_place(directory, output)
+    size = sum(path.stat().st_size for path in output.iterdir())
+    log(f"wrote {output} ({size / 1e6:.2f} MB)")
 
 
 def command_card(arguments: argparse.Namespace) -> None:

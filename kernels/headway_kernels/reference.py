@@ -199,7 +199,7 @@ def paged_attention(
         if window is not None:
             seen &= key_position > query_position - window
         weights = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        # What no query of the row sees may be anything.
+        # Positions that no query of the row sees may hold anything.
         values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
         out[low:high] = (weights @ values).transpose(0, 1)
     return out.flatten(1)
@@ -277,7 +277,7 @@ def _kept(p: Sequence[float], weights: Sequence[int], top_k: int, top_p: float, 
     kept: list[int] = []
     so_far = 0
     for token_id in ranking:
-        # A top-p of 1 is none: it must not stop at the nominal mass, which the weights may pass by a rounding.
+        # A top-p of 1 is none: the weights may exceed the nominal mass by a rounding.
         if top_p < 1.0 and so_far >= top_p * mass:
             break
         if p[token_id] < min_p * p[ranking[0]]:

@@ -801,14 +801,14 @@ def rows_of_earlier_epochs_kept(original):
     return begin_epoch
 
 
-@_mutant("an executor's steps of an epoch that is over are counted as pending", (ExecutorStatistics, "note_epoch"))
+@_mutant("an executor's steps of an epoch that is over are counted as pending", (ExecutorStatistics, "record_epoch"))
 def pending_steps_kept(original):
-    def note_epoch(self):
+    def record_epoch(self):
         num_pending = self.num_pending
         original(self)
         self.num_pending = num_pending
 
-    return note_epoch
+    return record_epoch
 
 
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:

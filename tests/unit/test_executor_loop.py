@@ -290,10 +290,10 @@ def test_a_backend_that_answers_too_few_tokens_is_caught():
 
 def test_a_step_that_failed_is_not_pending_any_more():
     statistics = ExecutorStatistics()
-    statistics.note_step(8, 2, 1.0)
-    statistics.note_step(8, 2, 1.1)
-    statistics.note_failure("RuntimeError")
-    statistics.note_result(500, 0, 1.2)
+    statistics.record_step(8, 2, 1.0)
+    statistics.record_step(8, 2, 1.1)
+    statistics.record_failure("RuntimeError")
+    statistics.record_result(500, 0, 1.2)
     assert statistics.num_pending == 0
 
 

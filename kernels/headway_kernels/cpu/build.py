@@ -27,7 +27,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 COMPILER = "ziglang"
 
-# No -ffast-math: an infinity is how a kernel leaves a token out, so infinities and NaNs keep their meaning.
+# No -ffast-math: kernels exclude tokens by infinities, so infinities and NaNs must keep their meaning.
 _OPTIONS = (
     *("-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Werror", "-fno-sanitize=undefined"),
@@ -46,8 +46,7 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
-# Says in a library which sources, options and compiler it was made of. In the library and not beside it, because then
-# one rename puts both in place.
+# The sources, options and compiler of a library, stored inside it, so that one rename replaces both.
 _STAMP = "headway-cpu-kernels:"
 _STAMP_SOURCE = '__attribute__((visibility("default"), used)) const char headway_cpu_kernels_stamp[] = "{}";\n'
 
@@ -87,7 +86,7 @@ def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
     linking: tuple[str, ...] = ()
     if system == "Linux" and libc == "glibc":
         # An old glibc to link with, so that a library runs on every distribution that PyTorch's wheels run on.
-        # An undefined symbol shall fail here and not in the process that loads the library.
+        # An undefined symbol must fail here, not in the process that loads the library.
         target, suffix, linking = f"{architecture}-linux-gnu.2.17", "so", ("-Wl,-z,defs",)
     elif system == "Darwin":
         target, suffix = f"{architecture}-macos", "dylib"
@@ -156,7 +155,7 @@ def compile_library(
         (code / name).write_bytes(content)
     (code / "stamp.c").write_text(_STAMP_SOURCE.format(stamp))
     units = [name for name in sources if name.endswith(".c")]
-    # -P: the working directory, with files of any name, must not come before the standard library.
+    # -P: files in the working directory must not hide the standard library.
     command = [sys.executable, "-P", "-m", COMPILER, "cc", *_OPTIONS, *variant.options]
     command += ["-o", variant.library, *units, "stamp.c", "-lm"]
     caches = {name: str(workplace / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}

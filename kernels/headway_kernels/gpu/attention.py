@@ -171,7 +171,7 @@ def _attend_chunks(
     constants: dict[str, Any],
     tuning: KernelTuning,
 ) -> None:
-    # The tile is as large as the plan's tokens need, whatever the tuning says now.
+    # The size of the tile follows the plan's tokens, not the tuning.
     chunk_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,

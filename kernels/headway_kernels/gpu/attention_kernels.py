@@ -76,7 +76,7 @@ def chunk_kernel(
         kv_head = item % NUM_KV_HEADS
         ordinal = item // NUM_KV_HEADS
         row, _, after = find_row(tile_ends, ordinal, num_rows, PADDED_ROWS)
-        # The last tile of a row sees most: from the back, so that no program is left with a long one at the end.
+        # The last tile of a row sees most, so it comes first: no program then ends with a long one.
         first_token = (after - 1 - ordinal) * TOKENS
         start = tl.load(query_start + row)
         num_tokens = tl.load(query_start + row + 1) - start
@@ -92,7 +92,7 @@ def chunk_kernel(
         # Tiles [low, full_low) and [full_high, high) are seen in part: the window's edge and the diagonal.
         lowest = past + first_token
         end = past + tl.minimum(first_token + TOKENS, num_tokens)
-        # A vector that is not real attends as the last token does, and is not stored: so that each sees something.
+        # A padding vector attends as the last token does, so that it sees something; it is not stored.
         query_position = tl.minimum(past + token, end - 1)
         begin = start * 0
         full_low = start * 0
@@ -230,7 +230,7 @@ def decode_kernel(
             maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
             total = tl.zeros([QUERY_TILE], dtype=tl.float32)
             keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
-            # Always masked: the memory does not notice.
+            # Always masked: memory bounds the kernel anyway.
             low = begin // KEY_TILE
             block = load_blocks(table, low, begin, end, BLOCK_SIZE, KEY_TILE)
             for tile in range(low, tl.cdiv(end, KEY_TILE)):

@@ -32,10 +32,10 @@ class AttentionTuning:
     chunk: KernelTuning
 
 
-# (compute capability's first number, padded head size, bytes of an element) -> tuning. Decodes are bound by memory:
-# tiles that keep some 64 KiB on their way in each multiprocessor. Chunks are bound by the tensor cores: accumulators
-# as large as registers hold (128 query vectors by 128 components for 8 warps). float32 has no tensor cores that keep
-# its precision: small tiles, since each thread holds its operands in registers.
+# (compute capability's first number, padded head size, bytes of an element) -> tuning. Memory bounds decodes: their tiles
+# keep some 64 KiB in flight per multiprocessor. The tensor cores bound chunks: their accumulators fill the registers
+# (128 query vectors by 128 components for 8 warps). float32 has no tensor cores of full precision, so its tiles are
+# small: each thread holds its operands in registers.
 _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),

@@ -80,7 +80,7 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
     step = max(WIDE_ELEMENTS // max(num_inputs, 1), 1)
     for first in range(0, num_outputs, step):
         wide = weight[first : first + step].float()
-        # A row of zeros, or of numbers too small to divide by: any scale will do that is a number.
+        # A row of zeros, or of numbers too small to divide by: any finite scale is right.
         scale = (wide.abs().amax(dim=1) / LARGEST_CODE[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
         ratio = (wide / scale[:, None]).clamp_(-LARGEST_CODE[kind], LARGEST_CODE[kind])
         codes[first : first + step] = ratio.round_() if kind == "int8" else ratio
@@ -229,7 +229,7 @@ def _product(
     split = tl.program_id(1)
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    # Beyond the edge, the last token and output again: no mask in the loop, and nobody's results suffer.
+    # Beyond the edge, the last token and output again: this needs no mask in the loop, and changes no result.
     x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
     code_rows = codes + tl.minimum(outputs, OUTPUTS - 1).to(tl.int64) * INPUTS
 

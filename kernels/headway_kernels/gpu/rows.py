@@ -151,8 +151,8 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
     )
 
 
-# Columns are slices of packed buffers and counts change from step to step: neither may call for a variant of its own,
-# compiled while requests wait.
+# Columns are slices of packed buffers, and counts change from step to step. Neither may need its own variant of a kernel:
+# Triton would compile it while requests wait.
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])

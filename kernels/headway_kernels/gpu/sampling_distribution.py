@@ -61,7 +61,7 @@ def statistics_kernel(
     tl.store(chunk_place_ptr + here, tl.min(tl.where(logits == largest, places, LARGEST), 0))
     if WITH_SUM:
         scale = scale_of(tl.full((), 1.0, tl.float32) if RAW else tl.load(temperature_ptr + row * WORDS))
-        # A float sum would depend on the layout that the compiler chose, and that on the type of the logits.
+        # A float sum would depend on the compiler's layout, which depends on the type of the logits.
         shares = share_beside(logits, finite_or_zero(largest), scale)
         tl.store(chunk_sum_ptr + here, tl.sum(fixed_point(shares), 0))
 

@@ -56,7 +56,7 @@ def row_logprobs(
     Rows with token -1 get zeros. Uses the workspace: launch it after ``sample``.
     """
     work = workspace
-    # A row without a token is as good as padding.
+    # A row without a token counts as padding.
     statistics_kernel[chunk_grid(token_ids, work)](
         logits,
         logits.stride(0),

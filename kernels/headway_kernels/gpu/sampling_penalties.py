@@ -58,7 +58,7 @@ def _count_kernel(
         places = start + tl.arange(0, TILE)
         held = places < position
         token_ids = tl.load(store_ptr + row * store_stride + places, mask=held, other=0)
-        # A row whose last step failed may run once more; what its store holds then must not lead outside.
+        # A failed row may run once more; its stored token must not lead outside.
         token_ids = tl.minimum(tl.maximum(token_ids, 0), vocab_size - 1)
         in_prompt = places < num_prompt_tokens
         # The two commute, since the count never reaches the mark.
@@ -161,7 +161,7 @@ def adjust_logits(
         PARTS=_HISTORY_PARTS,
         TILE=_HISTORY_TILE,
     )
-    # Without fusion the penalties round as they do anywhere else.
+    # Without fusion the penalties round as in every other implementation.
     _adjust_kernel[grid](
         logits,
         logits.stride(0),

@@ -115,7 +115,7 @@ def _list_kernel(
     bits = bits_of(probability_of(logits, row_max, row_scale, row_share))
     listed = (bits >= cutoff) & (places < vocab_size)
     ones = listed.to(tl.int32)
-    # Which chunk comes first is left to chance: what the list is for does not depend on its order.
+    # Chunks append in any order: the use of the list does not depend on it.
     first = tl.atomic_add(list_length_ptr + i, tl.sum(ones, 0), sem="relaxed")
     tl.store(words_ptr + i * vocab_size + first + tl.cumsum(ones, 0) - 1, bits, mask=listed)
 
@@ -156,8 +156,8 @@ def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl
         is_next = (pivots == next_high) & (next_high < high)
         above_weight = tl.where(next_high < high, tl.sum(tl.where(is_next, weights, 0), 0), above_weight)
         above_count = tl.where(next_high < high, tl.sum(tl.where(is_next, counts, 0), 0), above_count)
-        # Where nothing suffices, as with a top-p that rounding keeps out of reach, all has to end up above the threshold:
-        # so the range is not drawn in beyond its new end.
+        # If nothing suffices (rounding may put a top-p out of reach), all tokens must end up above the threshold, so
+        # the range does not shrink beyond its new end.
         low = tl.minimum(tl.maximum(tl.max(tl.where(suffices, pivots, low), 0), lowest), next_high - 1)
         high = tl.minimum(next_high, highest + 1)
     return low, above_weight, above_count

@@ -90,7 +90,7 @@ class BatchState:
         Raises:
             ValueError: the last step cannot have produced this.
         """
-        # Few rows, which lists go through sooner than arrays.
+        # There are few rows: lists are faster than arrays.
         rows, proposed, accepted = accepted_tokens.tolist()
         expected, limits = self._speculating.tolist()
         self._speculating = _NO_BLOCKS

@@ -17,7 +17,7 @@ from headway_process.link_keys import load_own_keys, load_public_key
 from headway_proto.framing import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 1024
-# See headway_scheduler.transport: a network that falls apart is noticed within a second.
+# As in headway_scheduler.transport: a broken network is noticed within a second.
 _HEARTBEATS_MS = {"tcp": (200, 600), "ipc": (1000, 5000)}
 _CONNECT_TIMEOUT_MS = 1000
 _RECONNECT_MS = 50
@@ -58,7 +58,7 @@ class SchedulerChannel:
 
     def wake(self) -> None:
         """End the ``wait`` that runs, or the next one. Safe from any thread and from a signal handler."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody waits
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: no poll runs
             self._bell_rope.send(b"\0")
 
     def wait(self, timeout: float) -> None:

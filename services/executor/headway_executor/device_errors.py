@@ -25,10 +25,10 @@ def translating(batch: StepBatch | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = translated(error, 0 if batch is None else int(batch.num_scheduled_tokens.sum()))
-        if told is error:
+        raised = translated(error, 0 if batch is None else int(batch.num_scheduled_tokens.sum()))
+        if raised is error:
             raise
-        raise told from error
+        raise raised from error
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:

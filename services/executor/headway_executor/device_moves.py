@@ -113,9 +113,9 @@ class CudaQueues:
         self._layers = layers
         self._host = allocate_blocks((num_host_blocks, layers.shape[0], *layers.shape[2:]), layers.dtype, layers.device)
         self._steps = compute_stream
-        # Before the steps: what is swapped in, a step waits for; and swaps take little of the device.
+        # With priority over steps: a step waits for its swap-in, and swaps take little of the device.
         self._swaps: torch.cuda.Stream = _untyped_cuda.Stream(layers.device, priority=_HIGH_PRIORITY)
-        self._swaps.wait_stream(torch.cuda.current_stream(layers.device))  # which may still fill the pool with zeros
+        self._swaps.wait_stream(torch.cuda.current_stream(layers.device))  # It may still fill the pool with zeros.
 
     @property
     def num_blocks(self) -> int:
@@ -206,7 +206,7 @@ class DeviceMoves:
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Queue the moves of the next step: out, in, then copy. Each int32, shape ``[2, n]``."""
-        self._note_what_ended()
+        self._check_what_ended()
         if swap_out.shape[1]:
             self._swaps_after(self._fences.swap_out(swap_out[0]))
             start = self._queues.mark_swaps()
@@ -227,14 +227,14 @@ class DeviceMoves:
 
     def before_step(self, batch: StepBatch) -> None:
         """Make the step wait for the moves that it must not overtake."""
-        # A row that is new holds nothing, whatever became of the step that was to end it.
+        # A new row holds nothing, even if the step that should have ended the old one failed.
         ended = dict.fromkeys(batch.finished_rows.tolist()) | dict.fromkeys(new.row for new in batch.new_rows)
         if ended:
             self._fences.rows_ended(self._rows.release(ended))
         if batch.new_blocks.shape[1]:
             self._rows.append(batch.new_blocks)
         if self._swaps:
-            self._note_what_ended()
+            self._check_what_ended()
         self._steps_after(self._fences.step(batch.new_blocks[1]))
 
     def after_step(self) -> int:
@@ -242,10 +242,10 @@ class DeviceMoves:
         number = self._fences.step_given()
         self._work.append((number, self._queues.mark_steps()))
         if len(self._work) > _MOST_WATCHED:
-            self._note_what_ended()
+            self._check_what_ended()
         if self._coming:
             self._timed[number], self._coming = self._coming, []
-            # Of steps that failed, nobody asks. A copy, since another thread may be asking.
+            # No caller asks about failed steps. A copy, since another thread may read the times now.
             for forgotten in sorted(self._timed.copy())[:-_MOST_UNASKED]:
                 self._timed.pop(forgotten, None)
         return number
@@ -298,7 +298,7 @@ class DeviceMoves:
         if swap != NOTHING:
             self._queues.steps_wait(_mark_of(self._swaps, swap) or self._queues.mark_swaps())
 
-    def _note_what_ended(self) -> None:
+    def _check_what_ended(self) -> None:
         """Check, without waiting, how far both queues are."""
         self._fences.work_ended(_drop_ended(self._work))
         self._fences.swap_ended(_drop_ended(self._swaps))

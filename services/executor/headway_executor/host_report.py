@@ -74,8 +74,8 @@ def examine_host() -> HostReport:
     )
 
 
-def _one_line(told: object) -> str:
-    return (" ".join(str(told).split()) or type(told).__name__)[:_SHOWN_CHARS]
+def _one_line(message: object) -> str:
+    return (" ".join(str(message).split()) or type(message).__name__)[:_SHOWN_CHARS]
 
 
 def _kernel_variants() -> KernelVariants:
@@ -104,12 +104,12 @@ def _variant_name(path: Path) -> str:
 def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str]:
     if not torch.version.cuda:
         return (), f"this torch ({torch.__version__}) is built without CUDA; {_CUDA_BUILD}"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        if told:
-            return (), _one_line(told[0].message)
+        if warned:
+            return (), _one_line(warned[0].message)
         if not _driver_version():
             return (), "no NVIDIA driver; install it, and give a container the device (docker run --gpus all)"
         return (), "the NVIDIA driver shows no device; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"

@@ -19,7 +19,7 @@ from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
 _DEVICE_SHARE = 0.85
-# Few, so that opening stays quick; but of a large model more than a processor's cache holds, or the time comes out halved.
+# Few, so that opening stays quick. Of a large model they exceed a processor's cache, which would halve the time.
 _TIMED_BLOCKS = 16
 _TIMED_ROUNDS = 2
 

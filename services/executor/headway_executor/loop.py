@@ -127,12 +127,12 @@ class StepCycle:
                 frames += self._execute(event.output, now)
             elif isinstance(event, EpochBegan):
                 self._state.begin_epoch()
-                # The backend still finishes them, in order and before anything of the new epoch; nobody waits for them.
+                # The backend still finishes these steps, before any step of the new epoch; their results are dropped.
                 self._pending.clear()
-                self.statistics.note_epoch()
+                self.statistics.record_epoch()
                 self._log.info("epoch began", epoch=event.epoch)
             else:
-                self._note_loss(event)
+                self._log_loss(event)
         return frames
 
     def _execute(self, output: SchedulerOutput, now: float) -> list[bytes]:
@@ -142,10 +142,10 @@ class StepCycle:
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
         future: Future[StepResult]
-        self.statistics.note_step(output.total_num_scheduled_tokens, len(batch.rows), now)
+        self.statistics.record_step(output.total_num_scheduled_tokens, len(batch.rows), now)
         try:
             if moves is not None:
-                self._note_moves(moves)
+                self._record_moves(moves)
                 self._backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
             result = self._backend.execute(batch)
         except Exception as error:  # noqa: BLE001 (one step must not end the process)
@@ -164,8 +164,8 @@ class StepCycle:
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
 
-    def _note_moves(self, moves: BlockMoves) -> None:
-        self.statistics.note_moves(
+    def _record_moves(self, moves: BlockMoves) -> None:
+        self.statistics.record_moves(
             copied=moves.copies.shape[1], swapped_out=moves.swap_out.shape[1], swapped_in=moves.swap_in.shape[1]
         )
 
@@ -178,25 +178,25 @@ class StepCycle:
             except ValueError as error:
                 return self._fail(step.epoch, step.step, RuntimeError(f"the backend's answer: {error}"), now)
             num_wanted += int(accepted[2].sum())
-            self.statistics.note_speculation(int(accepted[1].sum()), int(accepted[2].sum()))
+            self.statistics.record_speculation(int(accepted[1].sum()), int(accepted[2].sum()))
         if len(result.sampled_token_ids) != num_wanted:
             text = f"the backend answered {len(result.sampled_token_ids)} tokens, not {num_wanted}"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
-        self.statistics.note_result(result.device_time_us, len(result.errors), now)
+        self.statistics.record_result(result.device_time_us, len(result.errors), now)
         return self._link.result(epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest)
 
     def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
-        self.statistics.note_failure(type(error).__name__)
+        self.statistics.record_failure(type(error).__name__)
         self._log.error("step failed", epoch=epoch, step=step, exc_info=error)
         reason = f"step {step} failed: {type(error).__name__}: {error}"
         if isinstance(error, DeviceLostError):
             self.device_lost = error
             return self._link.leave(reason)
-        # Half: memory is used up by what a step takes beyond what is always there, which is not known.
+        # Half of the tokens: how much memory a step takes beside the fixed part is not known.
         limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
         return self._act(self._link.lose_epoch(epoch, reason, now, failed_step=step, max_num_batched_tokens=limit), now)
 
-    def _note_loss(self, event: EpochLost) -> None:
+    def _log_loss(self, event: EpochLost) -> None:
         self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)
 
 
@@ -219,7 +219,7 @@ def serve(
         while (frame := channel.receive()) is not None:
             now = clock()
             if pulse is not None:
-                pulse.beat(now)  # a backend that runs steps at once may find the next one here each time
+                pulse.beat(now)  # a backend without a thread may find a next step here every time
             _send_all(channel, cycle.receive(frame, now))
             if should_stop() or cycle.device_lost is not None:
                 return

@@ -91,6 +91,6 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
         "headway_executor_accepted_tokens", "Proposed tokens that were right.", snapshot.num_accepted_tokens
     )
     families.counter("headway_executor_epochs", "Epochs that have begun.", snapshot.num_epochs)
-    for name, told in snapshot.histograms.items():
-        families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], told)
+    for name, histogram in snapshot.histograms.items():
+        families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], histogram)
     return families.families

@@ -124,7 +124,7 @@ class RowBlocks:
     def append(self, new_blocks: Int32Array) -> None:
         """Add the columns (row, block), shape ``[2, n]``, as in ``StepBatch.new_blocks``."""
         rows, blocks = new_blocks
-        # A prompt's blocks stand together: one piece for each row, and not one for each block.
+        # A prompt's blocks are adjacent, so there is one piece per row, not per block.
         starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
             self._held.setdefault(int(rows[start]), []).extend(blocks[start:end].tolist())

@@ -30,7 +30,7 @@ from headway_executor.setting_checks import (
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _COUNT_S = 20.0
-# The driver's own library is asked, by a process that ends: it would keep the devices open in one that goes on.
+# A short process asks the driver's library, which would keep the devices open in this one.
 _COUNT_DEVICES = """
 import ctypes
 try:
@@ -87,7 +87,7 @@ def check(config: ExecutorConfig) -> None:
 def _check_files(directory: Path) -> None:
     """Check the files that every checkpoint has. Loading checks their contents and the shards."""
     lacking = [] if (directory / CONFIG_FILE).exists() else [CONFIG_FILE]
-    # Weights of another kind are told of by who refuses them.
+    # Loading reports weights of another kind.
     has_others = any(path.suffix in _OTHER_WEIGHTS for path in directory.iterdir())
     if not has_others and not any((directory / name).exists() for name in _WEIGHT_FILES):
         lacking.append(_WEIGHT_FILES[0])

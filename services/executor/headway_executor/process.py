@@ -82,16 +82,20 @@ def run(config: ExecutorConfig) -> int:
         device_lost = _serve(config, link, info, backend, channel, log, snapshots)
         if device_lost is not None:
             channel.close(linger_s=_LAST_FRAMES_S)
-            log.critical("the device is lost; the process ends", reason=str(device_lost))
-            sink.drain(_LOG_DRAIN_S)
-            # Not by the usual way: what cleans up a device that does not answer may never come back.
-            os._exit(EXIT_DEVICE_LOST)
+            _end_without_device(device_lost, log, sink)
     finally:
         channel.close()
         backend.close()
     log.info("executor stopped", damaged_frames=link.num_damaged_frames)
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
+
+
+def _end_without_device(error: DeviceLostError, log: FilteringBoundLogger, sink: LogSink) -> NoReturn:
+    """End at once, without the usual clean-up, which may hang on a device that does not answer."""
+    log.critical("the device is lost; the process ends", reason=str(error))
+    sink.drain(_LOG_DRAIN_S)
+    os._exit(EXIT_DEVICE_LOST)
 
 
 def _create_backend(name: str) -> ExecutorBackend:
@@ -165,9 +169,9 @@ class _StopRequest:
         self.requested = False
         self._channel = channel
         for number in _STOP_SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._request)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _request(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame
         self.requested = True
         self._channel.wake()

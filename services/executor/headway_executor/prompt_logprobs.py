@@ -152,7 +152,7 @@ def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
     """The step without the first ``num_ahead[i]`` tokens of its row i, and without rows that are then empty."""
     stays = num_ahead < rows.num_new
     starts = np.cumsum(rows.num_new) - rows.num_new
-    # A token moves forward by all that went before it, in its own row and in those before that.
+    # A token moves forward by the number of removed tokens before it, in its row and in earlier rows.
     place_of = np.searchsorted(starts, rows.wanted, side="right") - 1
     return StepRows(
         numbers=rows.numbers[stays],

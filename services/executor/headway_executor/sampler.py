@@ -78,8 +78,8 @@ class Sampler:
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # Entries stay with their row here. The pool that they would share elsewhere is of a size that cannot run out,
-        # not even where each gap in it is just too small.
+        # Here, entries stay with their row. The pool, which only a device uses, is large enough even if every gap in it
+        # is just too small.
         self._columns = SamplingColumns(
             vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=2 * max_num_rows * vocab_size
         )
@@ -293,13 +293,13 @@ class Sampler:
         weights = _integer_weights(probabilities)
         weights = torch.where((top_k == 0) | (torch.arange(width, device=weights.device) < top_k), weights, 0)
         cumulative = weights.cumsum(-1)
-        # What top-p is a share of: all that top-k left, which lies among the candidates where there is a top-k.
+        # Top-p takes a share of the weight that top-k left; with a top-k, all of it is among the candidates.
         mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << _SCALE_BITS).double()
         enough = top_p * mass
         kept = (weights > 0) & ((cumulative - weights).double() < enough)
         kept &= probabilities >= self._column("min_p", rows) * probabilities[:, :1]
 
-        # Among equals at the edge, which ones are candidates is topk's whim: the kept must outweigh the edge.
+        # topk chooses freely among equals at the edge, so the kept tokens must outweigh the edge.
         least_kept = probabilities.masked_fill(~kept, torch.inf).amin(-1)
         settled = (((top_k > 0) | (cumulative[:, -1:].double() >= enough)).squeeze(1)) & (
             least_kept > probabilities[:, -1]
@@ -324,7 +324,7 @@ class Sampler:
         own = distribution.gather(1, drawn.index_select(0, where)[:, None]).squeeze(1).tolist()
         wanted = self._columns.num_logprobs(rows[asking])
         if wanted.any():
-            # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
+            # Always the same width: the choice between equal tokens must not depend on other rows.
             best = distribution.topk(min(MAX_LOGPROBS, self._vocab_size), dim=-1)
             top_ids, top_logprobs = best.indices.tolist(), best.values.tolist()
         else:

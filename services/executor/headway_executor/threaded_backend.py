@@ -34,7 +34,7 @@ class ThreadedBackend:
         self._moves: dict[str, Int32Array] | None = None
         self._block_size = 1
         self._is_closed = False
-        # A backend that keeps block tables of its own says so, and spares a copy with each step.
+        # A backend with its own block tables needs no copy.
         self._reads_block_table = getattr(backend, "reads_block_table", True)
         self._thread = threading.Thread(target=self._work, name="backend", daemon=True)
         self._thread.start()

@@ -163,7 +163,7 @@ def _open(path: Path) -> Any:
         raise ModelFilesError(f"{path}: no such file, though the index names it")
     try:
         path.open("rb").close()
-    except OSError as error:  # To the library, what it cannot open is damaged.
+    except OSError as error:  # The library reports a file that it cannot open as damaged.
         raise ModelFilesError(f"{path}: {error.strerror or error}") from None
     try:
         return safe_open(path, framework="pt")

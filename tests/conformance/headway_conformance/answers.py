@@ -80,10 +80,10 @@ def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[S
     columns: dict[int, list[int]] = {row: [] for row in sampling_rows}
     for row, token in zip(owners, result.sampled_token_ids.tolist(), strict=True):
         columns[row].append(token)
-    told: dict[int, list[RowLogprobs]] = {}
+    reported: dict[int, list[RowLogprobs]] = {}
     for entry in result.logprobs:
-        told.setdefault(entry.row, []).append(entry)
-    for row, entries in told.items():
+        reported.setdefault(entry.row, []).append(entry)
+    for row, entries in reported.items():
         require(
             len(entries) <= num_tokens.get(row, 0), f"row {row}: {len(entries)} log probabilities of too many tokens"
         )
@@ -92,7 +92,7 @@ def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[S
         rows = tuple(row for row in sampling_rows if num_tokens[row] > place)
         part = StepResult(
             sampled_token_ids=np.array([columns[row][place] for row in rows], dtype=np.int32),
-            logprobs=tuple(told[row][place] for row in rows if len(told.get(row, ())) > place),
+            logprobs=tuple(reported[row][place] for row in rows if len(reported.get(row, ())) > place),
             errors=() if place else result.errors,
             device_time_us=result.device_time_us,
         )
@@ -160,9 +160,9 @@ def _check_prompts(asked: AskedStep, result: StepResult, info: BackendInfo) -> N
         where, values = f"{asked.where}: the prompt of row {entry.row}", entry.values
         problem = values.problem()
         require(problem is None, f"{where}: {problem}")
-        told = (values.first_position, values.end, values.num_alternatives)
+        reported = (values.first_position, values.end, values.num_alternatives)
         owed = (prompt.first, prompt.end, min(prompt.num_alternatives, info.vocab_size))
-        require(told == owed, f"{where}: first position, end and alternatives are {told}, and should be {owed}")
+        require(reported == owed, f"{where}: first position, end and alternatives are {reported}, and should be {owed}")
         own, top_ids, tops = values.values()
         both = np.concatenate((own, tops.ravel()))
         require(

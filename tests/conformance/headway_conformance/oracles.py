@@ -55,16 +55,16 @@ class ReferenceOracle:
                 reason = f"the numerics are off: {wrong}" if wrong else known
                 require(condition=False, message=f"{where} is {token}; expected {drawn.token} ({reason})")
             require(wrong is None, f"{where}: {wrong}")
-        for position, told in request.prompt_logprobs.items():
-            wrong = self._prompt_token(tuple(request.prompt[:position]), request.prompt[position], told)
+        for position, reported in request.prompt_logprobs.items():
+            wrong = self._prompt_token(tuple(request.prompt[:position]), request.prompt[position], reported)
             require(wrong is None, f"position {position} of the prompt of {_described(request)}: {wrong}")
         if request.error is not None:
             self._check_error(request)
 
-    def _prompt_token(self, history: tuple[int, ...], token: int, told: PromptToken) -> str | None:
+    def _prompt_token(self, history: tuple[int, ...], token: int, reported: PromptToken) -> str | None:
         """The error in the report of ``token`` behind ``history``, if any."""
         drawn = self._reference.draw(history, len(history), GREEDY)
-        entry = RowLogprobs(0, told.logprob, told.top_token_ids, told.top_logprobs)
+        entry = RowLogprobs(0, reported.logprob, reported.top_token_ids, reported.top_logprobs)
         return self._numbers(history, token, entry, drawn)
 
     def _numbers(self, history: tuple[int, ...], token: int, entry: RowLogprobs, drawn: Draw) -> str | None:
@@ -113,9 +113,9 @@ class AloneOracle:
         if request.ended:
             errors = (request.error, alone.error)
             require((errors[0] is None) == (errors[1] is None), f"{where} has the error {errors[0]}; alone {errors[1]}")
-        for position, told in request.prompt_logprobs.items():
+        for position, reported in request.prompt_logprobs.items():
             same = alone.prompt_logprobs.get(position)
-            require(told == same, f"{where}: position {position} of its prompt {told}; alone {same}")
+            require(reported == same, f"{where}: position {position} of its prompt {reported}; alone {same}")
         for mine, expected in zip(request.logprobs, alone.logprobs, strict=False):
             require(_without_row(mine) == _without_row(expected), f"{where}: logprobs {mine}; alone {expected}")
 

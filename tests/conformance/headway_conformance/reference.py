@@ -1,10 +1,10 @@
-"""What a real model draws after a given history, and how likely it finds it.
+"""The right draws of a real model after a given history, and their likelihoods.
 
-Owns: the reference, the ``torch`` backend's eager operators in float32 on one row, and what it has answered before.
-Must not know: the backend under test, steps, or what is compared.
+Owns: the reference (the ``torch`` backend's eager operators in float32 on one row) and its earlier answers. Must not
+know: the backend under test, steps, or comparisons.
 
-It is asked token by token, each with the history that the backend under test really had. So one draw that falls
-differently, which low precision makes likely, says nothing about the draws after it.
+It answers token by token, each after the history that the backend really had. So one different draw, likely in low
+precision, says nothing about later draws.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _History = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Draw:
-    """What was drawn: a token with its logprobs, or an error."""
+    """A drawn token with its logprobs, or an error."""
 
     token: int
     logprobs: RowLogprobs | None
@@ -66,11 +66,11 @@ class Reference:
 
     @property
     def info(self) -> BackendInfo:
-        """What the reference announces."""
+        """The reference's announcement."""
         return self._executor.info
 
     def draw(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
-        """What a request with these parameters draws next, with the most logprobs there can be."""
+        """The next draw of a request with these parameters, with as many logprobs as possible."""
         asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS, prompt_logprobs=NO_LOGPROBS)
         key = (history, num_prompt_tokens, asked)
         if key not in self._draws:
@@ -78,7 +78,7 @@ class Reference:
         return self._draws[key]
 
     def logprob(self, history: _History, token: int) -> float:
-        """How likely ``token`` is after ``history``."""
+        """The log probability of ``token`` after ``history``."""
         key = (history, token)
         if key not in self._logprobs:
             forcing = msgspec.structs.replace(GREEDY, logit_bias=((token, _FORCING_BIAS),))
@@ -87,7 +87,7 @@ class Reference:
         return self._logprobs[key]
 
     def _run(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
-        """One step: what the cache does not hold of the history, at least its last token."""
+        """Run the part of the history that the cache lacks, at least its last token."""
         num_computed = min(_common(history, self._history), len(history) - 1)
         result = self._executor.wait(
             self._executor.submit(self._message(history, num_prompt_tokens, num_computed, sampling))
@@ -106,7 +106,7 @@ class Reference:
     def _message(
         self, history: _History, num_prompt_tokens: int, num_computed: int, sampling: SamplingParams
     ) -> SchedulerOutput:
-        """The row starts anew with every question; its blocks stay and still hold what it computed before."""
+        """A step that starts the row again; its blocks keep what was computed before."""
         count = len(history) - num_computed
         request = NewRequest(
             row=0,
@@ -127,7 +127,7 @@ class Reference:
 
 
 def _common(first: _History, second: _History) -> int:
-    """How many tokens two histories begin with alike."""
+    """The length of the common beginning of two histories."""
     return next(
         (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -137,7 +137,7 @@ _OPEN: dict[tuple[str, str], Reference] = {}
 
 
 def reference_for(directory: Path, family: str, size: Size) -> Reference:
-    """The reference of a checkpoint that ``write_checkpoint`` made; one per family and size in this process.
+    """The reference of a checkpoint of ``write_checkpoint``; one per family and size in this process.
 
     Raises:
         CannotCheck: torch is not installed.

@@ -1,6 +1,6 @@
-"""One request of a script: what is asked, where it is, and what came of it.
+"""One request of a script: its parameters, its place, and its results.
 
-Owns: the fields of a request and the arithmetic of rule 3. Must not know: steps, or who runs it.
+Owns: the fields of a request and the arithmetic of rule 3. Must not know: steps, or the scheduler.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class PromptToken:
-    """What was told of one token of a prompt."""
+    """The report of one token of a prompt."""
 
     logprob: float
     top_token_ids: tuple[int, ...]
@@ -23,13 +23,12 @@ class PromptToken:
 
 @dataclass(eq=False)
 class ScriptedRequest:
-    """One request; ``output``, ``logprobs``, ``prompt_logprobs`` (by position) and ``error`` are what results told of it.
+    """One request; results fill ``output``, ``logprobs``, ``prompt_logprobs`` (by position) and ``error``.
 
-    A request that is not ``foreseen`` ends as if by a stop token: that it has had ``max_tokens`` is only known from its
-    results, and steps that are in flight by then draw surplus tokens for it.
-
-    ``row`` is -1 while it has none. ``num_computed`` and ``num_tokens`` run ahead of the results, as a scheduler's do.
-    ``life`` changes whenever what is in flight for the request no longer counts.
+    A request that is not ``foreseen`` ends as if by a stop token: only its results show that it has had ``max_tokens``,
+    and steps in flight then draw surplus tokens for it. ``row`` is -1 without a row. ``num_computed`` and
+    ``num_tokens`` run ahead of the results, as a scheduler's do. ``life`` changes when its steps in flight no longer
+    count.
     """
 
     prompt: list[int]
@@ -49,27 +48,27 @@ class ScriptedRequest:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and output, as far as results told."""
+        """Prompt and output so far."""
         return self.prompt + self.output
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known or in flight and not yet computed; 1 in decode."""
+        """Tokens known or in flight that are not computed yet; 1 in decode."""
         return self.num_tokens - self.num_computed
 
     @property
     def ended(self) -> bool:
-        """Whether results told that it has what it asked for, or failed."""
+        """Whether the results complete the request, or it failed."""
         return self.error is not None or len(self.output) >= self.max_tokens
 
     @property
     def fully_scheduled(self) -> bool:
-        """Whether no further step is needed, as far as can be foreseen."""
+        """Whether it is foreseen that no further step is needed."""
         return self.foreseen and self.num_tokens >= len(self.prompt) + self.max_tokens
 
-    def note_prompt(self, values: PromptLogprobColumns) -> None:
-        """Take in what a result told of the prompt."""
+    def record_prompt(self, values: PromptLogprobColumns) -> None:
+        """Record a result's report of the prompt."""
         own, top_ids, tops = (column.tolist() for column in values.values())
         for place, (logprob, ids, alternatives) in enumerate(zip(own, top_ids, tops, strict=True)):
-            told = PromptToken(logprob, tuple(ids), tuple(alternatives))
-            self.prompt_logprobs[values.first_position + place] = told
+            reported = PromptToken(logprob, tuple(ids), tuple(alternatives))
+            self.prompt_logprobs[values.first_position + place] = reported

@@ -1,6 +1,6 @@
-"""One scenario: a name, what it proves, and the script.
+"""One scenario: a name, the sentence that it proves, and the script.
 
-Owns: the shape of a scenario. Must not know: any one of them, or how backends are opened.
+Owns: the shape of a scenario. Must not know: any of them, or how backends are opened.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,7 @@ from headway_conformance.stage import Stage
 
 @dataclass(frozen=True)
 class Scenario:
-    """``run`` raises ``ConformanceFailure`` where the backend on its stage does not conform.
-
-    ``proves`` is one sentence. ``family`` names the model that the backend is opened with.
-    """
+    """``run`` raises ``ConformanceFailure`` if the backend does not conform. ``family`` names its model."""
 
     name: str
     proves: str
@@ -27,6 +24,6 @@ class Scenario:
 
 
 def scenario(run: Callable[[Stage], None]) -> Scenario:
-    """A function as a scenario of its name; its docstring tells what it proves."""
+    """Make a scenario of a function; its docstring is what it proves."""
     proves = " ".join((run.__doc__ or "").split())
     return Scenario(name=run.__name__, proves=proves, run=run)

@@ -245,7 +245,7 @@ class ScriptedScheduler:
             drawing = [by_row[row] for row in rows]
             wanted = tuple(entry.request.sampling.logprobs for entry in drawing)
             part_asked = msgspec.structs.replace(asked, sampling_rows=rows, num_logprobs=wanted)
-            self._note_part(_Flight(part_asked, tuple(drawing), (), Future()), part)
+            self._take_answer(_Flight(part_asked, tuple(drawing), (), Future()), part)
             for entry in drawing if place else ():
                 entry.request.num_computed += 1
                 entry.request.num_tokens += 1
@@ -385,9 +385,9 @@ class ScriptedScheduler:
     def _collect(self) -> None:
         """Wait for the oldest step, check its form, and record what still counts."""
         flight = self._flights.popleft()
-        self._note_part(flight, self._executor.wait(flight.future))
+        self._take_answer(flight, self._executor.wait(flight.future))
 
-    def _note_part(self, flight: _Flight, result: StepResult) -> None:
+    def _take_answer(self, flight: _Flight, result: StepResult) -> None:
         check_answer(flight.asked, result, self._executor.info)
         logprobs = {entry.row: entry for entry in result.logprobs}
         errors = {error.row: error.message for error in result.errors}
@@ -395,10 +395,10 @@ class ScriptedScheduler:
         for row, token, drawing in zip(flight.asked.sampling_rows, tokens, flight.drawings, strict=True):
             request = drawing.request
             if drawing.life == request.life and not request.ended:
-                _note(request, token, logprobs.get(row), errors.get(row))
+                _record(request, token, logprobs.get(row), errors.get(row))
         for entry, reported in zip(result.prompt_logprobs, flight.prompts, strict=True):
             if reported.life == reported.request.life:
-                reported.request.note_prompt(entry.values)
+                reported.request.record_prompt(entry.values)
 
 
 def _advance(planned: Mapping[ScriptedRequest, int]) -> list[ScriptedRequest]:
@@ -432,7 +432,7 @@ def _asked_prompt(request: ScriptedRequest, count: int) -> AskedPrompt | None:
     return AskedPrompt(request.row, start + 1, end + 1, request.sampling.prompt_logprobs)
 
 
-def _note(request: ScriptedRequest, token: int, logprobs: RowLogprobs | None, error: str | None) -> None:
+def _record(request: ScriptedRequest, token: int, logprobs: RowLogprobs | None, error: str | None) -> None:
     if token == ERRORED_ROW:
         request.error = error
         return

@@ -74,14 +74,14 @@ class TorchBackend:
             model_config, dtype, max_model_len = settings
             forward = _load(config, settings, checkpoint, device, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
-            constraints = ConstrainedRows(
-                compiler_for(directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
+            compiler = compiler_for(
+                directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
             )
+            constraints = ConstrainedRows(compiler)
             sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
             proposer: Proposer | None = PromptLookup() if config.speculation == "ngram" else None
             if draft is not None:
-                draft_pass = _load_draft(config, draft._replace(dtype=dtype), forward.pool, device)
-                proposer = DraftModel(draft_pass, sampler, draft.max_model_len)
+                proposer = _draft_proposer(config, draft._replace(dtype=dtype), forward.pool, device, sampler)
             self._model = _OpenModel(config, forward, max_model_len, device, sampler, constraints, proposer)
             self._model.warm_up()
             swap_us_per_block = forward.pool.measure_swap_us()
@@ -325,11 +325,14 @@ def _load(
     return CompiledModel(compiled, _pool(config, settings, (compiled.block_floats,), device, block_bytes_beside))
 
 
-def _load_draft(config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device) -> ForwardPass:
+def _draft_proposer(
+    config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
+) -> DraftModel:
     """The draft model, with as many blocks as ``pool`` and no host blocks."""
     own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
     with Checkpoint(Path(config.draft_model)) as checkpoint:
-        return _load(own, _checked(checkpoint, draft, own), checkpoint, device)
+        forward = _load(own, _checked(checkpoint, draft, own), checkpoint, device)
+    return DraftModel(forward, sampler, draft.max_model_len)
 
 
 def _checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:

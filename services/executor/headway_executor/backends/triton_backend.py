@@ -77,7 +77,7 @@ class TritonBackend:
         runtime = runtime_for(device)
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
-        # Sums of products in bfloat16 would save little and lose much.
+        # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
             constraints = ConstrainedRows(

@@ -235,18 +235,7 @@ def load_decoder(
 
     def layer(index: int) -> LayerWeights:
         progress(index, config.num_layers)
-        qk_norm = tensors.qk_norm(index)
-        return LayerWeights(
-            attention_norm=here(tensors.attention_norm(index)),
-            qkv=linear(*tensors.qkv(index)),
-            query_norm=None if qk_norm is None else here(qk_norm[0]),
-            key_norm=None if qk_norm is None else here(qk_norm[-1]),
-            output=linear(*tensors.output(index)),
-            window=config.sliding_windows[index],
-            mlp_norm=here(tensors.mlp_norm(index)),
-            gate_up=linear(*tensors.gate_up(index)),
-            down=linear(*tensors.down(index)),
-        )
+        return _layer(tensors, index, config.sliding_windows[index], here, linear)
 
     table = rotations(config.rope, config.head_dim, max_model_len)
     embedding = here(tensors.embedding())
@@ -257,4 +246,25 @@ def load_decoder(
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=here(tensors.final_norm()),
         head=DenseLinear(embedding if config.tie_word_embeddings else here(tensors.head()), None),
+    )
+
+
+def _layer(
+    tensors: ModelTensors,
+    index: int,
+    window: int | None,
+    here: Callable[[Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor | None], DeviceLinear],
+) -> LayerWeights:
+    qk_norm = tensors.qk_norm(index)
+    return LayerWeights(
+        attention_norm=here(tensors.attention_norm(index)),
+        qkv=linear(*tensors.qkv(index)),
+        query_norm=None if qk_norm is None else here(qk_norm[0]),
+        key_norm=None if qk_norm is None else here(qk_norm[-1]),
+        output=linear(*tensors.output(index)),
+        window=window,
+        mlp_norm=here(tensors.mlp_norm(index)),
+        gate_up=linear(*tensors.gate_up(index)),
+        down=linear(*tensors.down(index)),
     )

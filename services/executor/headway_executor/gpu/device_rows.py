@@ -70,14 +70,14 @@ class DeviceRows:
             in_order = rows[order]
             places = np.empty_like(rows)
             places[order] = self._num_blocks[in_order] + np.arange(len(rows)) - np.searchsorted(in_order, in_order)
-        # In this order, so that the last of a row's blocks decides.
+        # In this order: the last of a row's blocks is written last.
         self._num_blocks[rows] = places + 1
         return places
 
     def _upload(self, parts: tuple[NDArray[np.int32], ...], size: int) -> Tensor:
         """Send ``parts`` one after another, ``size`` numbers in all; return them on the device."""
         if size > self._uploads.size:
-            # Rare: prompts of more tokens than a slot holds. torch keeps pinned memory until the copy is over.
+            # Rare: prompts with more tokens than a slot. torch keeps pinned memory until the copy is over.
             sent = self._runtime.host_tensor((size,), torch.int32)
             np.concatenate(parts, out=sent.numpy())
             return sent.to(self._runtime.device, non_blocking=True)

@@ -167,7 +167,7 @@ class DeviceSampler:
         row_logprobs(logits, token_ids, self._workspace, own, normalisers)
         if not len(top_places):
             return self._fetched(own), None
-        # Always the same width: which of two equal tokens makes the cut must not depend on the neighbours.
+        # Always the same width: the choice between equal tokens must not depend on other rows.
         width = min(MAX_LOGPROBS, self._vocab_size)
         where = self._sent(top_places)
         ids, values = top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))

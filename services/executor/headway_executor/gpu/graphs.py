@@ -98,7 +98,7 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
-            # Once without recording: compiles the kernels' variants and chooses the products', which no graph can hold.
+            # First without recording: this compiles the kernels and chooses products, which a graph cannot record.
             self._forward(size)
             self._runtime.mark().wait()
             graph = torch.cuda.CUDAGraph()

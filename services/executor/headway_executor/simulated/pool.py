@@ -55,7 +55,7 @@ class SimulatedPool:
         blocks = batch.block_table[batch.rows, :width]
         expected = prefixes[:, self._block_size : width * self._block_size + 1 : self._block_size][batch.rows]
         right = (self._slots[:, -1][blocks] == expected) & (self._filled[blocks] == self._block_size)
-        # Shorter rows compare unused places too; what those say is ignored.
+        # Shorter rows also compare unused places, which are ignored.
         wrong = ~right & (np.arange(width) < num_full[:, None])
         if wrong.any():
             place, index = (int(axis[0]) for axis in np.nonzero(wrong))

@@ -40,7 +40,7 @@ class DraftModel:
             return
         first = 0
         for new in batch.new_rows:
-            # The blocks of new rows come first, in their order; those that were computed before are shared with others.
+            # The blocks of new rows come first, in their order; computed ones among them are shared with other rows.
             num_held = -(-new.num_computed_tokens // self._forward.pool.block_size)
             own = int(np.count_nonzero(rows[first:] == new.row))
             self.forget_blocks(blocks[first + num_held : first + own])

@@ -98,11 +98,11 @@ def result_of(
     failed = set(draws.numbers[kept][drawn == ERRORED_ROW].tolist())
     errors = {error.row: error for error in sampled.errors if error.row in failed}
     most = dict(zip(asked.numbers.tolist(), (1 + accepted).tolist(), strict=True)) | dict.fromkeys(failed, 0)
-    told: Counter[int] = Counter()
+    counts_of_row: Counter[int] = Counter()
     logprobs = []
     for values in sampled.logprobs:
-        told[values.row] += 1
-        if told[values.row] <= most.get(values.row, 1):
+        counts_of_row[values.row] += 1
+        if counts_of_row[values.row] <= most.get(values.row, 1):
             logprobs.append(values)
     return StepResult(
         sampled_token_ids=drawn,

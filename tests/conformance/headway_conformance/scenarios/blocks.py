@@ -1,6 +1,6 @@
-"""Blocks: their order, who shares them, and copies.
+"""Blocks: their order, sharing, and copies.
 
-Owns: the scenarios about block tables within the device. Must not know: how a backend stores a block.
+Owns: scenarios about block tables within the device. Must not know: how a backend stores a block.
 """
 
 from headway_conformance.requests import ScriptedRequest
@@ -11,7 +11,7 @@ from headway_conformance.stage import Stage
 
 @scenario
 def blocks_in_any_order(stage: Stage) -> None:
-    """A table may go down, jump, and lie between another row's blocks; the last block of the pool is as good as any."""
+    """A table may descend, jump, and lie between another row's blocks; the pool's last block works like any other."""
     size = stage.size
     last = size.num_kv_blocks - 1
     tables = [[last, last - 2, last - 4, 0], [last - 1, last - 3, 1, last - 5], [5, 3, 4, 2]]
@@ -68,7 +68,7 @@ def a_prefix_of_the_same_step(stage: Stage) -> None:
 
 @scenario
 def copied_blocks(stage: Stage) -> None:
-    """A copied block holds what its source held: one to many, a block that is not full, and the source goes on alone."""
+    """A copied block holds what its source held: one to many, a block that is not full, and a source that runs on."""
     block_size = stage.size.block_size
     scheduler = stage.scheduler(seed=6)
     first = stage.request(2 * block_size + 4, 6, LOGPROBS)
@@ -106,7 +106,7 @@ def preempted_and_computed_again(stage: Stage) -> None:
 
 
 def _after_prefix(stage: Stage, other: ScriptedRequest, num_blocks: int, tail: int) -> ScriptedRequest:
-    """A request that begins as ``other`` does, for ``num_blocks`` blocks, and goes on differently."""
+    """A request that begins as ``other`` for ``num_blocks`` blocks, and then differs."""
     prefix = other.prompt[: num_blocks * stage.size.block_size]
     return ScriptedRequest(prefix + stage.prompt(tail), 3, LOGPROBS)
 

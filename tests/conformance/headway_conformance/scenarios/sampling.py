@@ -77,8 +77,10 @@ def prompts_that_are_reported(stage: Stage) -> None:
     for request in (*requests, again):
         wants = request.sampling.prompt_logprobs != NO_LOGPROBS
         positions = list(range(1, len(request.prompt))) if wants else []
-        told = sorted(request.prompt_logprobs)
-        require(told == positions, f"positions {told} were reported of a prompt of {len(request.prompt)} tokens")
+        reported = sorted(request.prompt_logprobs)
+        require(
+            reported == positions, f"positions {reported} were reported of a prompt of {len(request.prompt)} tokens"
+        )
 
 
 @scenario
