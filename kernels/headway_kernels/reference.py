@@ -256,7 +256,6 @@ def _adjusted(
     prompt: Sequence[int],
     generated: Sequence[int],
 ) -> Tensor:
-    """``logits`` as float32 under the three penalties."""
     adjusted = logits.float().clone()
     for token_id in {*prompt, *generated}:
         logit = adjusted[token_id].clone()
@@ -268,7 +267,6 @@ def _adjusted(
 
 
 def _kept(p: Sequence[float], weights: Sequence[int], top_k: int, top_p: float, min_p: float) -> list[int]:
-    """The tokens that top-k, top-p and min-p keep."""
     ranking = sorted(range(len(p)), key=lambda token_id: (-p[token_id], token_id))
     mass = 2**52
     if top_k:

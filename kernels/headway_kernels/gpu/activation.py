@@ -34,7 +34,6 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _silu_and_multiply(gate_up, out, gate_up_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and ``BLOCK`` channels."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channels < WIDTH

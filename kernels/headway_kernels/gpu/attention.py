@@ -112,8 +112,7 @@ def paged_attention(
     ``query`` ``[tokens, heads * head_dim]``, any row stride, rotated. ``pool_layer`` ``[num_blocks, 2 * num_kv_heads,
     block_size, head_dim]``, contiguous, key heads first, block_size a power of two; unused positions may hold NaN.
     ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. One dtype: float32, bfloat16 or
-    float16; head_dim a multiple of 8. Query head h uses key-value head ``h // group``, with group = heads /
-    num_kv_heads. ``rows`` must be planned.
+    float16; head_dim a multiple of 8. ``rows`` must be planned.
 
     A token at position p sees the last ``window`` positions up to p, or all. Logits are ``scale`` (more than 0) times
     the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products, softmax and sums are in
@@ -121,8 +120,7 @@ def paged_attention(
     without rows is not launched.
 
     A decode of n visible positions reads ``2 * n * num_kv_heads * head_dim`` elements of the pool for ``4 * n * heads *
-    head_dim`` FLOPs, so memory bounds it; several splits also move ``8 * heads * (head_dim + 1)`` bytes each. A chunk
-    has as many FLOPs per token, and reads the pool once per query tile, mostly from the L2 cache.
+    head_dim`` FLOPs. A chunk has as many FLOPs per token, and reads the pool once per query tile.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
@@ -148,7 +146,6 @@ def paged_attention(
 def _check(
     query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
 ) -> tuple[int, int]:
-    """Assert what the kernels rely on; return query heads and head size."""
     _, pool_heads, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
@@ -244,7 +241,6 @@ def _attend_decodes(
 
 
 def _padded_rows(num_rows: int) -> int:
-    """A tile of rows; small batches share one variant."""
     return max(128, power_of_two(num_rows))
 
 

@@ -4,13 +4,10 @@ Owns: the CUDA source, the division of a move, and the launch through CuPy. Must
 its contents may be read or overwritten.
 
 ``layers`` is the device's pool, ``[num_layers, num_blocks, *block]``; ``host`` is the pinned one in main memory,
-``[num_host_blocks, num_layers, *block]``, which the device reads and writes through its mapped address. Both
-contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2, n]``, contiguous, on the device, unchecked.
-
-The order of the moves is undefined: no destination may be listed twice or be a source of the same copy.
-
-A few dozen thread blocks saturate the link to main memory, so a step that computes meanwhile loses little. Copies
-inside the device, for which a step waits, use as much of it as they can.
+``[num_host_blocks, num_layers, *block]``. Both contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2,
+n]``, contiguous, on the device, unchecked. The order of the moves is undefined: no destination may be listed twice or
+be a source of the same copy. A few dozen thread blocks saturate the link to main memory, so a step that computes
+meanwhile loses little.
 """
 
 import functools
@@ -235,7 +232,6 @@ def _kernel(name: str, piece_bytes: int) -> Any:
 
 @functools.cache
 def _module(piece_bytes: int) -> Any:
-    """The kernels for pieces of that size; CuPy compiles one per device."""
     import cupy
 
     return cupy.RawModule(code=SOURCE, options=compile_options(piece_bytes))
@@ -260,7 +256,6 @@ def _cupy_stream(stream: torch.cuda.Stream) -> Any:
 
 
 def _mapped_address(host: Tensor) -> int:
-    """The device's address of pinned memory."""
     import cupy
 
     address = cupy.cuda.runtime.pointerGetAttributes(host.data_ptr()).devicePointer

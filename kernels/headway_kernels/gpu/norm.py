@@ -62,7 +62,6 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK)
     within = channels < WIDTH

@@ -5,11 +5,10 @@ tokens are padding.
 
 Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1712.05877), fp8 is E4M3 of Micikevicius
 et al. 2022 (arXiv 2209.05433). Inputs are not quantised. In registers a code becomes a number of the inputs' dtype,
-exactly: bfloat16 and float16 have all codes of both kinds. Scales multiply the float32 sum.
+exactly. Scales multiply the float32 sum.
 
-With few tokens a product takes as long as reading the codes, and every processor must read. So narrow layers cut their
-inputs into *splits*, whose sums a second kernel adds in a fixed order. The cut depends on the weight's shape and the
-tiling alone; the number of tokens only selects the tiling.
+With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The cut
+depends on the weight's shape and the tiling alone; the number of tokens only selects the tiling.
 """
 
 from dataclasses import dataclass

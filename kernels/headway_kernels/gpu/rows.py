@@ -157,7 +157,6 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
 def _gather_rows(source, index, out, source_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and ``BLOCK`` channels."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(index + row).to(tl.int64)
@@ -188,7 +187,6 @@ def _expand_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per ``BLOCK`` tokens."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = tokens < num_tokens
     live = within & (tokens < tl.load(query_start + num_rows))
@@ -205,7 +203,6 @@ def _expand_rows(
 
 @triton.jit(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["edit_rows", "edit_places", "edit_blocks"])
 def _edit_tables(edit_rows, edit_places, edit_blocks, block_tables, table_stride, num_edits, BLOCK: tl.constexpr):
-    """One program per ``BLOCK`` edits."""
     edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = edits < num_edits
     row = tl.load(edit_rows + edits, mask=within, other=-1).to(tl.int64)
@@ -229,7 +226,6 @@ def _store_tokens(
     search_steps,
     BLOCK: tl.constexpr,
 ):
-    """One program per ``BLOCK`` tokens."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = (places < num_tokens) & (places < tl.load(token_starts + num_rows))
     entry = _entry_of(places, token_starts, num_rows, live, search_steps)
@@ -241,7 +237,6 @@ def _store_tokens(
 
 @triton.jit(do_not_specialize=["num_sampled"], do_not_specialize_on_alignment=["sampled", "rows", "positions"])
 def _store_sampled(sampled, rows, positions, token_store, store_stride, num_sampled, BLOCK: tl.constexpr):
-    """One program per ``BLOCK`` samples."""
     samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = samples < num_sampled
     row = tl.load(rows + samples, mask=within, other=-1).to(tl.int64)

@@ -6,11 +6,11 @@ parameters.
 The rule, also in ``headway_kernels.reference.sample``: ``p`` is the float32 softmax of the adjusted logits divided by
 the temperature, and ``floor(p * 2^52)`` a token's weight. Tokens rank by ``p``, equal ones by lower id. Top-k, top-p
 and min-p each keep a beginning of the ranking. The draw inverts the cumulative weights of the kept tokens, in the order
-of their ids, at the row's Philox uniform. Sums of integer weights are exact, so neither the order of additions nor the
-rest of the batch can change a token.
+of their ids, at the row's Philox uniform. Sums of integer weights are exact, so the rest of the batch cannot change a
+token.
 
-Two numbers describe the kept tokens: a **threshold** (the bits of a float32; bits order as non-negative floats do), and
-how many of the tokens exactly at the threshold are kept, lowest ids first. The stages:
+Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at the
+threshold are kept, lowest ids first. The stages:
 
 1. ``statistics``, per chunk of the vocabulary: largest logit, its first place, sum of exponentials;
 2. ``merge``, per row: the scale of the distribution; greedy rows end here;
@@ -21,12 +21,8 @@ how many of the tokens exactly at the threshold are kept, lowest ids first. The 
 6. ``weigh``, per chunk: the weight above the threshold and the number of tokens at it;
 7. ``draw``, per row: the chunk in which the uniform falls, then the token.
 
-``sampling_distribution`` has stages 1 and 2, ``sampling_truncation`` 3 to 5, ``sampling_draw`` 6 and 7. Every stage
-computes probabilities by ``sampling_numbers.probability_of``: kernels may compare bits only if all compute the same
-bits.
-
 The shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size.
-The host chooses only the variant: which stages no row needs.
+The host chooses only which stages run.
 """
 
 from typing import Literal

@@ -58,7 +58,6 @@ def _weigh_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """The weight above the threshold and the number of tokens at it."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) == DONE:
         return

@@ -20,7 +20,6 @@ _ENTRY_TILE = 256
 
 @triton.jit
 def _clear_kernel(rows_ptr, flags_ptr, words_ptr, vocab_size, CHUNK: tl.constexpr):
-    """Zero the counters of rows with penalties."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -85,7 +84,6 @@ def _adjust_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """Copy logits as float32, with the penalties of their rows."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:

@@ -126,8 +126,6 @@ def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl
 
     They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
     more are needed at it than there are. Returns the threshold, and the weight and number of tokens strictly above it.
-    Each pass tries several pivots and shrinks the range to the tokens in it, so a range with one probability ends the
-    search.
     """
     steps = tl.arange(0, PIVOTS) + 1
     above_weight = tl.zeros((), tl.int64)

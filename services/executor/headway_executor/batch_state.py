@@ -3,8 +3,7 @@
 Owns: applying and checking a ``SchedulerOutput`` by the rules of ``headway_proto.step``, and the state digest. Must not
 know: token values after admission, sockets, or what a backend does with a step.
 
-A step costs a few array operations over the live rows, plus work for what changed. Everything is checked: a wrong but
-plausible diff would make a backend read another request's cache.
+Everything is checked: a wrong but plausible diff would make a backend read another request's cache.
 """
 
 from typing import NamedTuple
@@ -184,7 +183,6 @@ class BatchState:
         )
 
     def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
-        """Append the blocks of new rows, then ``new_blocks``; return all of them."""
         groups = [_columns(output.new_blocks, "new_blocks")]
         for request in reversed(output.scheduled_new_reqs):
             blocks = _column(request.block_ids, "block_ids")
@@ -290,7 +288,6 @@ class BatchState:
         return _read_only(speculative)
 
     def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
-        """The running rows and their token counts, where some do not run one token."""
         rows, counts = _columns(column, "num_scheduled_tokens")
         _check_range(rows, len(self._live), "num_scheduled_tokens: row")
         _check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")

@@ -26,11 +26,11 @@ _KEEPALIVE_IDLE_SECONDS = 10
 
 
 class SchedulerChannel:
-    """A DEALER connected to the scheduler's ROUTER at ``address``. It connects and reconnects in the background.
+    """A DEALER connected to the scheduler's ROUTER at ``address``; it reconnects in the background and drops sends
+    without a peer.
 
     It sets no ``zmq.IDENTITY``: a ROUTER ignores a new connection under a name whose old connection it has not yet seen
-    end. While there is no peer, sends are dropped, so that no stale frames wait for a new scheduler. ``curve_keys``
-    names a directory of key files; empty means a plain link.
+    end. ``curve_keys`` names a directory of key files; empty means a plain link.
     """
 
     def __init__(self, address: str, curve_keys: str = "") -> None:

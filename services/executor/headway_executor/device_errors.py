@@ -1,9 +1,6 @@
 """Device errors: too little memory, a lost device, or neither.
 
 Owns: telling these apart by what torch, Triton and CuPy raise. Must not know: steps, rows, or what happens next.
-
-After an error such as an illegal address, a CUDA context answers every call with that error until the process ends. New
-versions of torch raise a type for it; the others only have the text.
 """
 
 import contextlib

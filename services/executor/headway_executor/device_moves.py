@@ -10,8 +10,7 @@ A backend calls for each step, on one thread:
 3. ``after_step``, behind its last launch, also if the step failed: part of it may run;
 4. ``move_time_us``, once the step's result is there, from any thread.
 
-Only opening, measuring and closing wait for the device. ``before_step`` and ``after_step`` launch no more than a wait
-and an event, outside of captured graphs.
+Only opening, measuring and closing wait for the device.
 """
 
 from collections import deque
@@ -299,7 +298,6 @@ class DeviceMoves:
             self._queues.steps_wait(_mark_of(self._swaps, swap) or self._queues.mark_swaps())
 
     def _check_what_ended(self) -> None:
-        """Check, without waiting, how far both queues are."""
         self._fences.work_ended(_drop_ended(self._work))
         self._fences.swap_ended(_drop_ended(self._swaps))
 
@@ -313,7 +311,6 @@ def _mark_of(marks: deque[tuple[int, Mark]], number: int) -> Mark | None:
 
 
 def _drop_ended(marks: deque[tuple[int, Mark]]) -> int:
-    """Drop the leading marks that are passed; return the last one's number, or 0."""
     ended = 0
     while marks and marks[0][1].query():
         ended, _ = marks.popleft()

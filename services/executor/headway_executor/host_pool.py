@@ -67,7 +67,6 @@ class HostPool:
         _wait_for(layers.device)
 
     def _parts(self, count: int) -> Iterator[slice]:
-        """Cut ``count`` blocks into parts, to bound the device memory in use."""
         for start in range(0, count, self._in_one_go):
             yield slice(start, min(start + self._in_one_go, count))
 

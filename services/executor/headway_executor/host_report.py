@@ -144,7 +144,6 @@ def _without_device(package: str) -> str:
 
 
 def _missing(package: str) -> str:
-    """Why a package cannot be imported; empty if it can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -159,7 +158,6 @@ def _missing(package: str) -> str:
 
 
 def _problem_of(package: str, trial: Callable[[torch.device], None]) -> str:
-    """Why a toolkit does not run on the first device; empty if it does."""
     missing = _missing(package)
     if missing:
         return missing

@@ -100,10 +100,9 @@ def num_pool_blocks(
     device: torch.device,
     device_share: float = _DEVICE_SHARE,
 ) -> int:
-    """How many blocks of ``block_bytes`` the pool gets: as many as the user named, or as many as fit.
+    """How many blocks of ``block_bytes`` the pool gets: as many as the user named, or as many as fit and can be used.
 
-    A pool that must fit takes half of the free memory on a CPU, which other processes use too, and ``device_share`` of
-    it on a device, where steps need room; never more than all rows together could fill.
+    They may take half of the free memory on a CPU, and ``device_share`` of it on a device, where steps need room.
 
     Raises:
         BackendConfigError: one request of ``max_model_len`` tokens does not fit into the pool.

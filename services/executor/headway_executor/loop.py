@@ -5,7 +5,6 @@ epoch, or into the end of the process if the device is lost. Must not know: how 
 signals.
 
 ``StepCycle`` is synchronous and pure: frames and the time go in, frames come out. ``serve`` is the loop around it.
-While a future is pending, further steps are received.
 """
 
 import time
@@ -48,8 +47,6 @@ class Channel(Protocol):
 
 
 class _Pending(msgspec.Struct, frozen=True):
-    """A step that the backend runs; ``future`` gives its result."""
-
     epoch: int
     step: int
     num_samples: int

@@ -79,7 +79,6 @@ def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_mode
 
 
 def _have_same_tokens(model: str, draft_model: str) -> bool:
-    """Whether both tokenizer files have the same vocabulary; true if one is missing."""
     files = [Path(directory) / "tokenizer.json" for directory in (model, draft_model)]
     if not all(file.is_file() for file in files):
         return True

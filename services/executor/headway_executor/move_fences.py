@@ -6,14 +6,12 @@ streams, events, tensors, or why a block moves.
 Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue works in order. Both kinds are
 numbered from 1; 0 means nothing. To wait for a number is to wait for all work of that queue up to it.
 
-- A swap-out waits for all earlier work: the rows of the last step may have written its blocks.
-- A step or a copy waits for the newest swap-out that still reads a block of which it is the first writer: a step's new
-  blocks and a copy's destinations. A row writes no other block while it is swapped out: its earlier blocks are full.
-- A swap-in waits for the last work that may use its blocks. If a row holds one of them, that is the newest work (the
-  row may end with the next step, which is not known yet); otherwise the last work before their last row ended.
+- A swap-out waits for all earlier work: the last step may have written its blocks.
+- A step or a copy waits for the newest swap-out of a block that it is the first to write: a step's new blocks, a copy's
+  destinations. A row's earlier blocks are full.
+- A swap-in waits for the last work that may use its blocks: the newest if a row holds one of them, else the last before
+  their last row ended.
 - A step or a copy waits for every earlier swap-in, since its rows may read those blocks.
-
-The cost depends on what changes, not on the number of running rows.
 """
 
 from collections.abc import Iterable

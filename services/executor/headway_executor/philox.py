@@ -2,9 +2,8 @@
 
 Owns: the map from (seed, position) to one uniform number. Must not know: what is drawn with it.
 
-The algorithm and its constants are of J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC 2011. The key is the 64-bit seed, the counter is the position. There is no state: a number does not depend
-on other draws.
+Algorithm and constants: J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
+2011. The key is the 64-bit seed, the counter is the position; there is no state.
 """
 
 import numpy as np

@@ -99,7 +99,6 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_int8(config: ExecutorConfig) -> None:
-    """Check what the CPU kernels never do; loading finds out whether they are installed."""
     if config.backend == "torch" and config.quantization == "int8":
         if config.device != "cpu":
             raise BackendConfigError(

@@ -99,7 +99,6 @@ def _end_without_device(error: DeviceLostError, log: FilteringBoundLogger, sink:
 
 
 def _create_backend(name: str) -> ExecutorBackend:
-    """The backend, on its own thread unless its steps take very little time."""
     backend = create_backend(name)
     return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
 
@@ -113,7 +112,6 @@ def _serve(
     log: FilteringBoundLogger,
     snapshots: Snapshots[ExecutorSnapshot],
 ) -> DeviceLostError | None:
-    """Serve until a stop (None) or until the device is lost."""
     stop = _StopRequest(channel)
     cycle = StepCycle(
         link=link,
@@ -163,8 +161,6 @@ class _OpeningProgress:
 
 
 class _StopRequest:
-    """Whether SIGTERM or SIGINT came since this object was made."""
-
     def __init__(self, channel: SchedulerChannel) -> None:
         self.requested = False
         self._channel = channel

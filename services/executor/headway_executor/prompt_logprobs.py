@@ -4,9 +4,7 @@ Owns: which rows want them, which tokens give them, and how many logits there ar
 forward pass computes, sampling, or where a step comes from.
 
 The tokens that give them run **ahead of the step**, in passes of their own with the logits of every token. The rest of
-each row stays in the step: at most the last token of a prompt, and output behind it. A pass takes as many tokens as
-have ``MOST_LOGITS_BYTES`` of logits (128 tokens of a vocabulary of 128k); their exponentials take as much again for a
-moment.
+each row stays in the step. A pass takes as many tokens as have ``MOST_LOGITS_BYTES`` of logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,7 +97,6 @@ def run_ahead(
 
 
 def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[PromptChunk]]:
-    """The chunks in order, cut into pieces of at most ``most_tokens`` tokens."""
     piece: list[PromptChunk] = []
     room = most_tokens
     for chunk in chunks:

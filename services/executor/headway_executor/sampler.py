@@ -3,21 +3,20 @@
 Owns: the rows' sampling state, the processing of logits, the truncation and the draw. Must not know: steps, blocks, the
 model, or requests.
 
-**A row's token depends only on its own logits, parameters, seed and position, bit for bit**, whatever else is in the
-batch. The order of floating-point sums may change with the shape of the batch. So the distribution first becomes
-integer weights: ``floor(p * 2^52)`` of the float32 softmax ``p``, which works row by row. Integer sums do not depend on
-their order, and these fit the 53 bits that float64 holds exactly. Tokens less likely than ``2^-52`` cannot be drawn.
+**A row's token depends only on its own logits, parameters, seed and position, bit for bit.** The order of
+floating-point sums may change with the shape of the batch. So the float32 softmax ``p``, which works row by row, first
+becomes integer weights ``floor(p * 2^52)``, whose sums are exact in float64.
 
 Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the shortest beginning
 whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps tokens with ``p``
-of at least ``min_p`` times the best. Together they keep a beginning of the ranking.
+of at least ``min_p`` times the best.
 
 A draw inverts the cumulative weights of the kept tokens, **in the order of their ids**, at one Philox uniform keyed by
-(seed, position): one random number per row, where the Gumbel-max trick needs one per vocabulary entry. So a draw needs
-the kept tokens but not their ranks; ``headway_kernels.gpu.sampling`` computes the same without sorting.
+(seed, position). So it needs the kept tokens but not their ranks; ``headway_kernels.gpu.sampling`` computes the same
+without sorting.
 
 Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
-temperature; top-k; top-p; min-p. A row pays only for the stages that it asks for; a plain greedy batch is one argmax.
+temperature; top-k; top-p; min-p. A row pays only for the stages that it asks for.
 """
 
 from dataclasses import dataclass
@@ -164,7 +163,6 @@ class Sampler:
     def _draw_processed(
         self, working: Tensor, flags: NDArray[np.int32], rows: _HostIndex, positions: _HostIndex
     ) -> tuple[Tensor, Tensor]:
-        """Draw from adjusted float32 logits."""
         random = np.flatnonzero(flags & RANDOM)
         if not len(random):
             return _argmax(working)
@@ -183,7 +181,6 @@ class Sampler:
         positions: _HostIndex,
         token_ids: Tensor,
     ) -> None:
-        """Apply penalties, logit bias and the ``min_tokens`` mask to ``working`` in place."""
         penalised = np.flatnonzero(flags & PENALTIES)
         if len(penalised):
             where = self._to_device(penalised)
@@ -205,7 +202,6 @@ class Sampler:
             working[place].masked_fill_(excluded[number], -torch.inf)
 
     def _apply_entries(self, working: Tensor, places: _HostIndex, rows: _HostIndex, positions: _HostIndex) -> None:
-        """Apply logit bias and the ``min_tokens`` mask to the rows of ``working`` at ``places``."""
         entries = [self._entries[row] for row in rows.tolist()]
         num_entries = [len(entry.token_ids) for entry in entries]
         stored = np.concatenate([entry.token_ids for entry in entries])
@@ -236,7 +232,6 @@ class Sampler:
         return working - frequency * counts - presence * (counts > 0)
 
     def _draw_random(self, working: Tensor, rows: _HostIndex, positions: _HostIndex) -> tuple[Tensor, Tensor]:
-        """Draw from the truncated softmax of ``working``, shape ``[m, vocab_size]``, float32."""
         probabilities, usable = _probabilities(working, self._column("temperature", rows))
         uniform = self._to_device(uniforms(self._columns["seed"][rows], positions))[:, None]
         is_ranked = (self._columns["top_k"][rows] > 0) | (self._columns["top_p"][rows] < 1.0)
@@ -254,7 +249,6 @@ class Sampler:
         return drawn, usable
 
     def _draw_unranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Draw from all tokens, or from those that min-p keeps."""
         if self._columns["min_p"][rows].any():
             least = self._column("min_p", rows) * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
@@ -315,7 +309,6 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, flags: NDArray[np.int32], rows: _HostIndex, drawn: Tensor, usable: Tensor
     ) -> tuple[RowLogprobs, ...]:
-        """Report the raw distribution of the rows that asked for it and drew a token."""
         asking = np.flatnonzero((flags & LOGPROBS != 0) & usable.cpu().numpy())
         if not len(asking):
             return ()

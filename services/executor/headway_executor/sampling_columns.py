@@ -125,7 +125,6 @@ class SamplingColumns:
         return SamplingNeeds(variant, bool(flags & (PENALTIES | ENTRIES)), top_logprobs)
 
     def _place(self, row: int, count: int) -> int:
-        """Reserve the first gap that holds ``count`` entries."""
         if not count:
             return 0
         first = 0

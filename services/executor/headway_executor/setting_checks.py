@@ -2,8 +2,8 @@
 
 Owns: each backend's packages, quantizations and options. Must not know: how a backend runs, or what a host has.
 
-The preflight checks and the backends share these functions, so both report a mistake in the same words. Every function
-raises ``BackendConfigError`` with one line: the setting, its value and what is allowed.
+The preflight checks use these too. All raise ``BackendConfigError`` with one line: the setting, its value and what is
+allowed.
 """
 
 from collections.abc import Collection, Mapping

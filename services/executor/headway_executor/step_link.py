@@ -3,29 +3,23 @@
 Owns: when the executor says hello, accepts an epoch or a step, asks for a new epoch, and shows life. Must not know:
 sockets, the wall clock (time comes in as seconds of any monotonic clock), rows, or backends.
 
-The rules, which the scheduler's side mirrors:
+The scheduler's side mirrors these rules:
 
-* **Sequence.** Each side numbers its frames within an epoch from 0. The scheduler's frame 0 is ``NewEpoch``; steps and
-  heartbeats follow. The executor's frame 0 is a heartbeat (next step 0), which acknowledges the epoch. Before the first
-  epoch the executor sends epoch 0. Leaving an epoch does not change the numbering: later hellos and resync requests
-  carry the epoch that was left.
+* **Sequence.** Each side numbers its frames within an epoch from 0. The scheduler's frame 0 is ``NewEpoch``; the
+  executor's is a heartbeat (next step 0), which acknowledges it. Before the first epoch the executor sends epoch 0;
+  after an epoch it keeps that epoch and its numbering.
 * **HELLO** (from the start). ``ExecutorHello`` every ``hello_interval`` until an epoch is opened. A hello and a
-  ``NewEpoch`` may cross, so a scheduler may see hellos of the epoch below the one that it just opened; it opens another
-  only if they go on.
+  ``NewEpoch`` may cross; a scheduler opens another epoch only if hellos go on.
 * **NewEpoch** is accepted, in any state, if it has this executor's incarnation, is frame 0 of its epoch, and is new: a
-  later epoch of the known scheduler, or the first epoch of an unknown one. Epoch numbers are 1 or more and rise within
-  one scheduler incarnation. A new incarnation starts from a random number, so that late frames of its predecessor do
-  not fit.
-* **RUNNING.** A frame of this epoch with the expected sequence number is taken; one with a lower number is a duplicate
-  and is dropped. A higher number, an undecodable frame, or an unexpected step loses the epoch.
+  later epoch of the known scheduler, or the first epoch of an unknown one. Epochs are 1 or more and rise within one
+  scheduler incarnation; a new incarnation starts from a random number.
+* **RUNNING.** A frame with the expected sequence number is taken; one with a lower number is dropped as a duplicate. A
+  higher number, an undecodable frame, or an unexpected step loses the epoch.
 * **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
-* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch (its
-  ``NewEpoch`` never arrived), or when nothing intact arrived for ``silence_timeout``. Frames of earlier epochs are
-  ignored.
-* **Leaving.** A process that must end sends one ``ResyncRequest`` (``is_leaving``), so that the scheduler does not
-  wait.
-* **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``. In the other states the repeated message
-  is the sign of life.
+* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch, or when
+  nothing intact arrived for ``silence_timeout``. Frames of earlier epochs are ignored.
+* **Leaving.** A process that must end sends one ``ResyncRequest`` (``is_leaving``).
+* **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``; otherwise the repeated message.
 """
 
 import enum
@@ -225,7 +219,6 @@ class StepLink:
         outcome.events.append(EpochBegan(body.epoch, body.scheduler_incarnation))
 
     def _scheduler_moved_on(self, frame: Frame) -> bool:
-        """Whether a frame shows that the scheduler has left our epoch."""
         if self._state is _State.HELLO:
             return False
         if isinstance(frame.body, SchedulerHeartbeat):
@@ -235,7 +228,6 @@ class StepLink:
         return frame.epoch > self._epoch and not isinstance(frame.body, NewEpoch)
 
     def _take(self, frame: Frame, now: float, outcome: LinkOutcome) -> None:
-        """Judge a frame of the current epoch while RUNNING."""
         if frame.sequence < self._expected_sequence:
             return
         if frame.sequence > self._expected_sequence:

@@ -91,7 +91,6 @@ class ThreadedBackend:
         return future
 
     def _put(self, call: Callable[[], None]) -> None:
-        """Queue a call for the thread; refuse it if the thread has ended."""
         if self._is_closed:
             raise RuntimeError("the backend is closed")
         self._calls.put(call)
@@ -110,7 +109,6 @@ def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Make the call and give its result or exception to the future."""
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)

@@ -130,7 +130,6 @@ class Checkpoint:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """The index's tensor-to-file map, or None for a single file."""
     if (directory / _SINGLE_FILE).exists():  # It wins over an index, as in transformers.
         return None
     if (directory / _INDEX_FILE).exists():

@@ -143,6 +143,5 @@ def _values(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDA
 
 
 def _in_bfloat16(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Cut the values to the 8 significant bits of bfloat16."""
     bits = values.astype(np.float32).view(np.uint32)
     return (bits & np.uint32(0xFFFF_0000)).view(np.float32)

@@ -62,13 +62,11 @@ class ReferenceOracle:
             self._check_error(request)
 
     def _prompt_token(self, history: tuple[int, ...], token: int, reported: PromptToken) -> str | None:
-        """The error in the report of ``token`` behind ``history``, if any."""
         drawn = self._reference.draw(history, len(history), GREEDY)
         entry = RowLogprobs(0, reported.logprob, reported.top_token_ids, reported.top_logprobs)
         return self._numbers(history, token, entry, drawn)
 
     def _numbers(self, history: tuple[int, ...], token: int, entry: RowLogprobs, drawn: Draw) -> str | None:
-        """The error in the log probabilities of one draw, if any."""
         count = len(entry.top_token_ids)
         reported = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True)) | {token: entry.logprob}
         for known, logprob in reported.items():
@@ -131,7 +129,6 @@ class AloneOracle:
 
 
 def _changes_ranks(sampling: SamplingParams) -> bool:
-    """Whether a draw can be another than the likeliest token."""
     plain = SamplingParams(
         temperature=0.0,
         logprobs=sampling.logprobs,

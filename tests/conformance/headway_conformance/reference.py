@@ -87,7 +87,6 @@ class Reference:
         return self._logprobs[key]
 
     def _run(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
-        """Run the part of the history that the cache lacks, at least its last token."""
         num_computed = min(_common(history, self._history), len(history) - 1)
         result = self._executor.wait(
             self._executor.submit(self._message(history, num_prompt_tokens, num_computed, sampling))
@@ -127,7 +126,6 @@ class Reference:
 
 
 def _common(first: _History, second: _History) -> int:
-    """The length of the common beginning of two histories."""
     return next(
         (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -31,8 +31,6 @@ _Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A request that draws a token in a step, and its life at that time."""
-
     request: ScriptedRequest
     life: int
 
@@ -49,8 +47,6 @@ class _Flight:
 
 @dataclass
 class _Diff:
-    """The decisions for the next step."""
-
     admitted: list[ScriptedRequest] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
     copies: _Pairs = field(default_factory=list)
@@ -72,17 +68,14 @@ class _Places:
         self._users: Counter[int] = Counter()
 
     def reserve(self, count: int) -> list[int]:
-        """Take blocks; a later ``hold`` finds them taken."""
         return [self.blocks.pop() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """Count one more user of a block."""
         if not self._users[block] and block in self.blocks:
             self.blocks.remove(block)
         self._users[block] += 1
 
     def release(self, block: int) -> None:
-        """Count one user less; the last one frees the block."""
         self._users[block] -= 1
         if not self._users[block]:
             self.blocks.append(block)
@@ -316,7 +309,6 @@ class ScriptedScheduler:
         self._free = _Places(self._executor.info, self._random)
 
     def _has_room(self, request: ScriptedRequest) -> bool:
-        """Whether the pool can hold the request, beside the most that the live ones may need."""
         promised = sum(self._most_blocks(other) - len(other.blocks) for other in self.live.values())
         return self._most_blocks(request) <= len(self._free.blocks) - promised
 
@@ -325,7 +317,6 @@ class ScriptedScheduler:
         return max(len(request.blocks), -(-(len(request.prompt) + request.max_tokens + surplus) // self._block_size))
 
     def _share(self, budget: int, chunk: int | None) -> tuple[dict[ScriptedRequest, int], int]:
-        """Give each live row its tokens, decodes first; return them and the rest of the budget."""
         counts: dict[ScriptedRequest, int] = {}
         for request in sorted(self.live.values(), key=lambda request: request.remaining > 1):
             counts[request] = min(request.remaining, budget, chunk or budget)
@@ -362,7 +353,6 @@ class ScriptedScheduler:
         return output, asked, tuple(_Drawing(request, request.life) for request in drawing)
 
     def _grow(self, planned: Mapping[ScriptedRequest, int]) -> _Pairs:
-        """Give every row the blocks for its tokens; return those of rows that are not new."""
         added: _Pairs = []
         for request in self._in_any_order(planned):
             end = request.num_computed + planned[request] + self._diff.ahead.get(request, 0)
@@ -383,7 +373,6 @@ class ScriptedScheduler:
         return shuffled
 
     def _collect(self) -> None:
-        """Wait for the oldest step, check its form, and record what still counts."""
         flight = self._flights.popleft()
         self._take_answer(flight, self._executor.wait(flight.future))
 
@@ -424,7 +413,6 @@ def _new_request(request: ScriptedRequest) -> NewRequest:
 
 
 def _asked_prompt(request: ScriptedRequest, count: int) -> AskedPrompt | None:
-    """The part of a prompt that the next step reports if it runs ``count`` tokens."""
     start = request.num_computed
     end = min(start + count, len(request.prompt) - 1)
     if request.sampling.prompt_logprobs == NO_LOGPROBS or end <= start:

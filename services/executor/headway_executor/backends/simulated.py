@@ -121,7 +121,6 @@ class SimulatedBackend:
         )
 
     def _inject(self, batch: StepBatch) -> None:
-        """Fail as the options ask if the prompt of a running row has the token for it."""
         options = self._options
         if options.fail_on_token is None and options.kill_on_token is None and options.lose_device_on_token is None:
             return
@@ -179,7 +178,6 @@ class SimulatedBackend:
         return tuple(reports)
 
     def _sample(self, rows: Int32Array, positions: Int32Array) -> StepResult:
-        """Draw the tokens at ``positions`` and append them to the histories of ``rows``."""
         prefixes = self._prefixes[rows, positions]
         tokens = self._hash.next_tokens(prefixes, self._salts[rows])
         messages: dict[int, str] = {}

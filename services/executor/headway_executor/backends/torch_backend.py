@@ -133,8 +133,6 @@ class TorchBackend:
 
 
 class _OpenModel:
-    """A loaded model with the token ids of every row."""
-
     def __init__(
         self,
         config: BackendConfig,
@@ -185,7 +183,6 @@ class _OpenModel:
         return msgspec.structs.replace(result, device_time_us=elapsed_us)
 
     def _run(self, batch: StepBatch) -> StepResult:
-        """Run a step without speculation."""
         drawn: Int32Array = EMPTY_COLUMN
         logprobs: tuple[RowLogprobs, ...] = ()
         errors: tuple[RowError, ...] = ()
@@ -209,7 +206,6 @@ class _OpenModel:
         return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _speculate(self, batch: StepBatch) -> StepResult:
-        """Run a step in which rows also draw a token behind each of their proposals."""
         assert batch.num_speculative_tokens is not None
         assert self._proposer is not None
         asked = asked_of(batch, batch.num_speculative_tokens, frozenset(self._refusals.among(batch.rows)))
@@ -259,7 +255,6 @@ class _OpenModel:
         return sampled, drawn
 
     def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
-        """The proposals of all rows, one row after another."""
         owner = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
         rows, positions = asked.numbers[owner], asked.num_tokens[owner] + places
@@ -328,7 +323,6 @@ def _load(
 def _draft_proposer(
     config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
 ) -> DraftModel:
-    """The draft model, with as many blocks as ``pool`` and no host blocks."""
     own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
     with Checkpoint(Path(config.draft_model)) as checkpoint:
         forward = _load(own, _checked(checkpoint, draft, own), checkpoint, device)

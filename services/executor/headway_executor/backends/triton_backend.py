@@ -1,17 +1,14 @@
 """The backend for GPUs: Triton and CuPy kernels, CUDA graphs, and a host that never makes the device wait.
 
-Owns: opening a model on a device, and one step from a ``StepBatch`` to launches to a ``StepResult``. Must not know:
-sockets, frames, epochs, or what a kernel computes.
+Owns: opening a model on a device, and one step from a ``StepBatch`` to a ``StepResult``. Must not know: sockets,
+frames, epochs, or what a kernel computes.
 
-Token ids, block tables and sampling parameters of every row stay on the device; a step brings only changes. Step k
-leaves its sampled tokens where step k + 1 reads them, and the host reads them later. So step k + 1 is launched while
-step k runs, and ``execute`` returns a future.
+Token ids, block tables and sampling parameters stay on the device; a step brings only changes. Step k leaves its tokens
+where step k + 1 reads them, so step k + 1 is launched while step k runs, and ``execute`` returns a future.
 
-Steps of decodes and small steps with chunks are CUDA graphs; larger ones take the device longer than their launches
-take the host. Opening runs a step of the largest size, which allocates everything; the pool gets the memory that is
-left.
-
-Under ``TRITON_INTERPRET=1`` all but graphs, streams and CuPy runs on a CPU, for tests.
+Steps of decodes and small steps with chunks are CUDA graphs. Opening runs a step of the largest size, which allocates
+everything; the pool gets the memory that is left. Under ``TRITON_INTERPRET=1`` all but graphs, streams and CuPy runs on
+a CPU, for tests.
 """
 
 from collections import deque
@@ -136,8 +133,6 @@ class TritonBackend:
 
 
 class _OpenModel:
-    """A loaded model and everything that its steps use."""
-
     def __init__(
         self,
         config: BackendConfig,
@@ -183,7 +178,6 @@ class _OpenModel:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
         return self._pool.shape[1]
 
     def prepare(self, *, record_graphs: bool) -> None:
@@ -210,7 +204,6 @@ class _OpenModel:
             )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        """Launch one step."""
         self.mover.before_step(batch)
         started = self.runtime.mark()
         try:
@@ -274,7 +267,6 @@ class _OpenModel:
         self._constraints.forget(rows)
 
     def _admit(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
-        """Set the rows' parameters; return the rows with token ids that the model has."""
         admitted = tuple(
             [msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids)) for new in new_rows]
         )
@@ -297,7 +289,6 @@ class _OpenModel:
         return masks
 
     def close(self) -> None:
-        """Wait for running steps and moves."""
         self._constraints.close()
         self.mover.close()
         if self._readback is not None:
@@ -379,7 +370,6 @@ def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) ->
 def _open_weights(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint | RandomCheckpoint:
-    """The checked checkpoint, or random weights of its shapes."""
     if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))

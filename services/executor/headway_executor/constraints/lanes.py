@@ -103,7 +103,6 @@ class Lane:
         return self.num_steps_made, 0 if current is None else current.num_made
 
     def _spent_s(self) -> float:
-        """The thread's processor time, or the time on the clock if the system has no such figure."""
         try:
             return time.clock_gettime(self._clock)
         except OSError:  # It has ended, with all its tasks.

@@ -3,8 +3,8 @@
 Owns: compiling each constraint once, following the drawn tokens, preparing the next masks, and failing a row without a
 mask alone. Must not know: what a constraint means, how logits are masked, or requests.
 
-All of this runs beside the forward pass. A new row's grammar is compiled and its output so far is matched from its
-arrival on; the next masks are made as soon as this step's tokens are known. The sampler waits for the rest.
+All of this runs beside the forward pass, from a row's arrival on and as soon as a step's tokens are known. The sampler
+waits for the rest.
 """
 
 from collections import OrderedDict
@@ -46,11 +46,9 @@ class _Row:
         self.place = 0
 
     def await_task(self, lane: Lane, task: Task, place: int) -> None:
-        """Its mask is ready once ``lane`` has made the step at ``place`` of ``task``."""
         self.lane, self.task, self.place = lane, task, place
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Call what may fail; a failure is this row's only."""
         try:
             work()
         except ConstraintError as error:
@@ -59,11 +57,9 @@ class _Row:
             self.fail(f"its constraint failed: {type(error).__name__}")
 
     def fail(self, reason: str) -> None:
-        """Draw nothing any more; the first ``reason`` stays."""
         self.failure, self.matcher = self.failure or reason, None
 
     def begin(self, grammar: Callable[[], Grammar], output: Sequence[int]) -> None:
-        """Start a constraint behind the ``output`` so far."""
         matcher = grammar().matcher()
         if output:
             matcher.accept(output)
@@ -188,7 +184,6 @@ class ConstrainedRows:
         self._rows.clear()
 
     def _wait_for(self, row: _Row) -> None:
-        """Wait until ``row`` has its mask, or has failed."""
         while row.lane is not None and row.task is not None and not row.task.is_over and not row.failure:
             if row.lane.wait(row.task, PATIENCE_S):
                 row.task = None
@@ -212,7 +207,6 @@ class ConstrainedRows:
         lane.abandon(rest if rest.steps else None)
 
     def _grammar(self, compiler: GrammarCompiler, constraint: Constraint) -> Grammar:
-        """The compiled ``constraint``, or None. Runs on the compiling thread."""
         known = self._grammars.pop(constraint, None)
         if known is None:
             try:

@@ -3,9 +3,7 @@
 Owns: the weights on the device, the memory of activations, and the launches of one step. Must not know: where a step
 comes from, graphs, or how tokens are drawn.
 
-Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it. A step
-reads its columns and the rows, and leaves the normalised hidden state of every token; ``logits`` takes the sampling
-ones.
+Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it.
 """
 
 from collections.abc import Callable
@@ -60,8 +58,6 @@ class DecoderWeights:
 
 
 class _Activations:
-    """Activations of up to ``num_tokens`` tokens and ``num_rows`` sampling rows."""
-
     def __init__(
         self, config: ModelConfig, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -163,7 +159,6 @@ class Decoder:
         return logits
 
     def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
-        """Compute the columns per token, and plan attention; once a step."""
         space, columns = self._space, self._columns
         expand_rows(
             columns.rows[:num_rows],

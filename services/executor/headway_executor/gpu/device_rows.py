@@ -62,7 +62,6 @@ class DeviceRows:
         )
 
     def _places(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The place of each block in its row's table, behind the row's blocks, in the listed order."""
         if (rows[1:] > rows[:-1]).all():
             places = self._num_blocks[rows]
         else:
@@ -75,7 +74,6 @@ class DeviceRows:
         return places
 
     def _upload(self, parts: tuple[NDArray[np.int32], ...], size: int) -> Tensor:
-        """Send ``parts`` one after another, ``size`` numbers in all; return them on the device."""
         if size > self._uploads.size:
             # Rare: prompts with more tokens than a slot. torch keeps pinned memory until the copy is over.
             sent = self._runtime.host_tensor((size,), torch.int32)

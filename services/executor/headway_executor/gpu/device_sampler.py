@@ -186,7 +186,6 @@ class DeviceSampler:
         return staged.to(self._runtime.device, non_blocking=True)
 
     def _fetched(self, values: Tensor) -> Tensor:
-        """``values`` in main memory, once the device has passed this copy."""
         return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 

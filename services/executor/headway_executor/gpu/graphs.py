@@ -2,8 +2,7 @@
 
 Owns: the recorded sizes, and the choice of one for a step. Must not know: what a step computes.
 
-Without a graph, a step costs the host some hundred launches. A graph runs its own size, so a smaller step is padded
-with rows without tokens.
+A smaller step is padded to the size of its graph with rows without tokens.
 """
 
 import bisect

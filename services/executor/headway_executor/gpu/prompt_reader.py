@@ -2,8 +2,7 @@
 
 Owns: how many logits there are at a time, and the form of the reports. Must not know: graphs, sampling, or blocks.
 
-Nothing runs twice: if a row wants its prompt reported, the head takes its chunk in pieces, behind the step and before
-it samples. Nothing here waits.
+The head takes a chunk in pieces, behind the step and before it samples. Nothing here waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +79,6 @@ class PromptReader:
         return _Piece(self._fetched(own), self._fetched(best.indices.to(torch.int32)), self._fetched(top))
 
     def _fetched(self, values: Tensor) -> Tensor:
-        """``values`` in main memory, once the device has passed this copy."""
         return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 

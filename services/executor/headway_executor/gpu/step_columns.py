@@ -2,17 +2,6 @@
 
 Owns: the layout, and filling it from a ``StepBatch`` (numpy only: the host does this in every step). Must not know:
 devices, kernels, token values, or block tables.
-
-For at most ``m`` rows, the columns follow each other (``m`` numbers each, ``query_start`` one more):
-
-- ``rows``: each running row's number in the token store and the block tables;
-- ``query_start``: its first token in the flat batch; the last entry is the number of tokens;
-- ``first_position``: the position of its first token in this step;
-- ``kv_length``: its positions after this step;
-- ``sampled_token``: the last token of each sampling row in the flat batch;
-- ``sampled_row``, ``sampled_position``: each sampling row, and the position of its draw.
-
-Padding rows have no tokens.
 """
 
 from typing import NamedTuple
@@ -50,7 +39,15 @@ def shape_of(batch: StepBatch) -> StepShape:
 
 
 class ColumnViews(NamedTuple):
-    """The columns on the device: int32; ``query_start`` has ``m + 1`` entries."""
+    """The columns on the device: int32, for at most ``m`` rows. Padding rows have no tokens.
+
+    - ``rows`` ``[m]``: each running row's number in the token store and the block tables;
+    - ``query_start`` ``[m + 1]``: its first token in the flat batch; the last entry is the number of tokens;
+    - ``first_position`` ``[m]``: the position of its first token in this step;
+    - ``kv_length`` ``[m]``: its positions after this step;
+    - ``sampled_token`` ``[m]``: the last token of each sampling row in the flat batch;
+    - ``sampled_row``, ``sampled_position`` ``[m]``: each sampling row, and the position of its draw.
+    """
 
     rows: Tensor
     query_start: Tensor

@@ -3,11 +3,9 @@
 Owns: the order and the groups of a step's tokens, and the attention of each group. Must not know: requests, sampling,
 or layers beyond their keys, values and window.
 
-There are two kinds of group, chosen by shape only, so that the rest of the step changes a row by rounding at most:
-
-- **decode rows**: their keys and values are gathered and padded to the longest of the group; grouping by length at most
-  doubles the work;
-- **chunks**: scaled-dot-product attention; a chunk with only new keys does not read the pool.
+Groups depend on shape only, so the rest of the step changes a row by rounding at most. Decode rows are gathered and
+padded to the longest of their group, which at most doubles the work. Chunks use scaled-dot-product attention; a chunk
+with only new keys does not read the pool.
 """
 
 from collections.abc import Sequence
@@ -189,7 +187,6 @@ def _similar(lengths: _Int64Array) -> list[tuple[int, int]]:
 
 
 def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, block_size: int) -> list[_Int64Array]:
-    """The slots of each row's positions ``[first, end)``."""
     found = []
     for i in range(len(end)):
         positions = np.arange(first[i], end[i])

@@ -1,9 +1,9 @@
-"""A model on the CPU kernels.
+"""A model on the CPU kernels, which compute in float32.
 
 Owns: which models they can run, loading their weights, and their arguments. Must not know: how they compute.
 
-They compute in float32. A row's logits are the same to the last bit whatever else is in the step and however the row
-was cut into chunks. Other variants of the kernels (on other processors) may differ in the last bits.
+A row's logits are the same to the last bit in any step and with any chunks. Another variant of the kernels may differ
+in the last bits.
 """
 
 import torch

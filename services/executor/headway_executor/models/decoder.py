@@ -3,9 +3,8 @@
 Owns: the forward pass from token ids to logits, and the form of its weights. Must not know: how keys and values are
 paged, or how logits are used.
 
-Every layer sees one flat ``[tokens, hidden]`` tensor; only attention knows rows. Query, key and value projections are
-one product, gate and up projections another. Loading permutes query and key channels so that rotated pairs lie side by
-side (see ``rope``).
+Query, key and value projections are one product, gate and up projections another. Query and key channels are permuted
+so that rotated pairs lie side by side (see ``rope``).
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,6 @@ class EagerModel:
 
 
 def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
-    """The place of every token of ``rows`` among those of ``ordered``: shape ``[tokens]``."""
     starts = np.empty_like(ordered.starts)
     starts[ordered.order] = ordered.starts
     places, positions = rows.token_places()

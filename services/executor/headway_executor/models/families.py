@@ -3,9 +3,9 @@
 Owns: architecture names, each family's defaults, and the refusal of other models. Must not know: tensors, or how a
 model computes.
 
-Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. They differ in biases, in the norm of
-queries and keys, and in sliding windows. Files of transformers 4 (``torch_dtype``, ``rope_theta``, ``rope_scaling``)
-and 5 (``dtype``, ``rope_parameters``) are read; an absent field means what it means there.
+Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. Files of transformers 4
+(``torch_dtype``, ``rope_theta``, ``rope_scaling``) and 5 (``dtype``, ``rope_parameters``) are read; an absent field
+means what it means there.
 """
 
 import stat
@@ -63,7 +63,6 @@ def _architecture(fields: ConfigFields) -> str:
 
 
 def _with_generation_config(config: ModelConfig, path: Path) -> ModelConfig:
-    """Take the end-of-sequence ids of generation_config.json, if it has any."""
     named = read_json_object(path).token_ids("eos_token_id") if path.exists() else ()
     token_ids = named or config.eos_token_ids
     wide = [token_id for token_id in token_ids if token_id >= config.vocab_size]
@@ -120,7 +119,6 @@ _FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 
 
 def _qwen_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """The windows per ``layer_types``, or for the layers from ``max_window_layers`` on."""
     used = fields.flag("use_sliding_window", default=False)
     absent = "sliding_window" not in fields.values
     window = _DEFAULT_WINDOW if absent else fields.optional_integer("sliding_window")

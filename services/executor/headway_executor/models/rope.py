@@ -105,7 +105,6 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """YaRN's scale of queries and keys, from the file or its recommended value."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:

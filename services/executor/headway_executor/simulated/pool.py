@@ -2,8 +2,8 @@
 
 Owns: the contents of device and host blocks. Must not know: tokens, or how a row's hashes are made.
 
-A slot holds the hash of the prefix that ends with its token. ``CacheMismatch`` finds a wrong block table, a block that
-was reused too early, and a wrong prefix hit. A block that is swapped out takes its contents along.
+A slot holds the hash of the prefix that ends with its token. This finds wrong block tables, blocks reused too early,
+and wrong prefix hits.
 """
 
 import numpy as np

@@ -132,7 +132,6 @@ def _parse_options(options: dict[str, str]) -> SimulatedOptions:
 
 
 def _describe_model(model: str, options: SimulatedOptions) -> _Model:
-    """The model of the checkpoint's config.json if ``model`` is a directory, else of the options."""
     path = Path(model)
     if not model or not (path.is_dir() or "/" in model):
         return _Model(options.vocab_size, (options.eos_token_id,), options.context_length)

@@ -3,13 +3,10 @@
 Owns: the draft's passes, and how far its own keys and values reach. Must not know: how the model computes, or how
 proposals are verified.
 
-The draft's pool has as many blocks as the target's, and both share the block tables. Per block, the draft counts its
-leading computed positions. A row first computes the missing ones in one chunk, then one token after another. A block
-that is given out, swapped in or copied into counts as empty; a shared block does not. Wrong proposals are subtracted. A
-wrong count could only make proposals worse.
-
-The target's sampler draws with the random numbers that the target will use: where the distributions agree, so do the
-draws.
+The draft's pool has as many blocks as the target's, and both share the block tables. The draft counts the computed
+positions of each block. A row first computes the missing ones in one chunk, then one token after another. A block that
+is given out, swapped in or copied into counts as empty; a shared block does not. The target's sampler draws with the
+random numbers that the target will use: where the distributions agree, so do the draws.
 """
 
 import numpy as np
@@ -90,7 +87,6 @@ class DraftModel:
     def _draw(
         self, asked: Asked, places: Int64Array, starts: Int64Array, ends: Int64Array, token_ids: Tensor
     ) -> Int32Array:
-        """Run positions ``starts`` to ``ends`` of some rows; draw and store the token at ``ends``."""
         num_new = ends - starts
         rows = StepRows(asked.numbers[places], num_new, starts, asked.tables[places], last_tokens(num_new))
         logits = self._forward.run(rows, token_ids)

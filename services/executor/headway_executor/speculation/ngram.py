@@ -3,9 +3,8 @@
 Owns: the search. Must not know: models, or how proposals are verified.
 
 The search takes the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens that occurs earlier, and its latest
-occurrence. If that is closer to the end than the number of tokens to propose, the repetition goes on (Saxena, "Prompt
-lookup decoding", 2023). It compares every token of the row once, then only places that still match: some microseconds
-for thousands of tokens.
+occurrence. If that is closer to the end than the number of proposals, the repetition goes on (Saxena, "Prompt lookup
+decoding", 2023).
 """
 
 import numpy as np

@@ -83,7 +83,6 @@ def constraints_that_end_nowhere(stage: Stage) -> None:
 
 
 def _scheduler(stage: Stage, *, depth: int = 1, seed: int, **changes: int) -> ScriptedScheduler:
-    """A scheduler over a backend that supports constraints."""
     backend = stage.create_backend()
     supports_constraints = backend.open(stage.config()).supports_constraints
     backend.close()
@@ -93,7 +92,6 @@ def _scheduler(stage: Stage, *, depth: int = 1, seed: int, **changes: int) -> Sc
 
 
 def _digits(stage: Stage, place: int) -> ScriptedRequest:
-    """Six digits, then the end."""
     sampling = SamplingParams(temperature=float(place == 1), seed=place, constraint=_DIGITS, logprobs=place - 1)
     return stage.request(3 + place, 7, sampling)
 
@@ -106,13 +104,11 @@ def _check_digits(request: ScriptedRequest) -> None:
 
 
 def _text(request: ScriptedRequest) -> str:
-    """The text before the end."""
     end = request.output.index(EOS_TOKEN_ID) if EOS_TOKEN_ID in request.output else len(request.output)
     return text_of(request.output[:end])
 
 
 def _is_list(text: str) -> bool:
-    """Whether ``text`` follows the schema."""
     try:
         value = json.loads(text)
     except ValueError:
