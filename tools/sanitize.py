@@ -164,11 +164,7 @@ class Sanitized:
         )  # fmt: skip
 
     def find_planted_faults(self) -> None:
-        """Check that the sanitizer works.
-
-        Raises:
-            SanitizeError: it overlooks a fault.
-        """
+        """Check that the sanitizer works. Raises ``SanitizeError``: it overlooks a fault."""
         for name, words in self._sanitizer.finds.items():
             code = f"import ctypes; ctypes.CDLL({str(self._directory / 'planted.so')!r}).headway_{name}(100)"
             done = self.run("-c", code)
@@ -190,11 +186,7 @@ def say(line: str) -> None:
 
 
 def kernels_tests(library: Sanitized) -> None:
-    """Run the kernels' tests.
-
-    Raises:
-        SanitizeError: one fails, or the sanitizer reports something.
-    """
+    """Run the kernels' tests. Raises ``SanitizeError``: one fails, or the sanitizer reports something."""
     # -s: a report comes when the process dies, and would die with it in pytest's hands. One test compiles its own library.
     own = f"{TESTS}::test_nothing_undefined_happens"
     done = library.run("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", TESTS, "--deselect", own)

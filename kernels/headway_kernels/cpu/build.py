@@ -128,11 +128,7 @@ def is_up_to_date(library: Path, stamp: str) -> bool:
 
 
 def compiler_version() -> str:
-    """The version of the compiler.
-
-    Raises:
-        CompilerMissingError: it is not installed.
-    """
+    """The version of the compiler. Raises ``CompilerMissingError``: it is not installed."""
     try:
         return importlib.metadata.version(COMPILER)
     except importlib.metadata.PackageNotFoundError:

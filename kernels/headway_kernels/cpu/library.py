@@ -136,11 +136,7 @@ class LayerWeights:
 
 
 class CpuLibrary:
-    """One loaded variant.
-
-    Raises:
-        PermissionError: the system does not allow its registers.
-    """
+    """One loaded variant. Raises ``PermissionError``: the system does not allow its registers."""
 
     def __init__(self, path: Path) -> None:
         self.functions = _declared(ctypes.CDLL(str(path)))

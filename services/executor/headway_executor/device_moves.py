@@ -100,7 +100,7 @@ class MoveQueues(Protocol):
         ...
 
 
-class CudaQueues:
+class _CudaQueues:
     """The queues of the pool ``layers`` (``[num_layers, num_blocks, *block]``, contiguous); steps run on
     ``compute_stream``.
 
@@ -118,53 +118,43 @@ class CudaQueues:
 
     @property
     def num_blocks(self) -> int:
-        """See ``MoveQueues``."""
         return self._layers.shape[1]
 
     @property
     def num_host_blocks(self) -> int:
-        """See ``MoveQueues``."""
         return len(self._host)
 
     def mark_steps(self, *, timed: bool = False) -> Mark:
-        """See ``MoveQueues``."""
         return cast(Mark, self._steps.record_event(_untyped_cuda.Event(enable_timing=timed)))
 
     def mark_swaps(self) -> Mark:
-        """See ``MoveQueues``."""
         return cast(Mark, self._swaps.record_event(_untyped_cuda.Event(enable_timing=True)))
 
     def steps_wait(self, mark: Mark) -> None:
-        """See ``MoveQueues``."""
         self._steps.wait_event(cast(torch.cuda.Event, mark))
 
     def swaps_wait(self, mark: Mark) -> None:
-        """See ``MoveQueues``."""
         self._swaps.wait_event(cast(torch.cuda.Event, mark))
 
     def swap_out(self, pairs: Int32Array) -> None:
-        """See ``MoveQueues``."""
         from headway_kernels.gpu import block_moves
 
         with torch.cuda.stream(self._swaps):
             block_moves.swap_out(self._layers, self._host, self._column(pairs))
 
     def swap_in(self, pairs: Int32Array) -> None:
-        """See ``MoveQueues``."""
         from headway_kernels.gpu import block_moves
 
         with torch.cuda.stream(self._swaps):
             block_moves.swap_in(self._layers, self._host, self._column(pairs))
 
     def copy(self, pairs: Int32Array) -> None:
-        """See ``MoveQueues``."""
         from headway_kernels.gpu import block_moves
 
         with torch.cuda.stream(self._steps):
             block_moves.copy_blocks(self._layers, self._column(pairs))
 
     def synchronize(self) -> None:
-        """See ``MoveQueues``."""
         self._steps.synchronize()
         self._swaps.synchronize()
 
@@ -195,8 +185,8 @@ class DeviceMoves:
 
     @classmethod
     def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """The moves of a CUDA pool; see ``CudaQueues``."""
-        return cls(CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
+        """The moves of a CUDA pool; see ``MoveQueues``."""
+        return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
 
     @property
     def num_host_blocks(self) -> int:

@@ -50,11 +50,7 @@ class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_host(say: Say) -> HostSpeed:
-    """Measure the CPU, with as many threads as torch takes.
-
-    Raises:
-        RuntimeError: there is too little memory.
-    """
+    """Measure the CPU, with as many threads as torch takes. Raises ``RuntimeError``: there is too little memory."""
     say("copying in main memory")
     size = min(_COPIED_BYTES, int(_MOST_SHARE * free_host_bytes()))
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
@@ -67,11 +63,7 @@ def measure_host(say: Say) -> HostSpeed:
 
 
 def measure_device(index: int, say: Say) -> DeviceSpeed:
-    """Measure a CUDA device.
-
-    Raises:
-        RuntimeError: there is too little memory, or the device fails.
-    """
+    """Measure a CUDA device. Raises ``RuntimeError``: there is too little memory, or the device fails."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         return DeviceSpeed(

@@ -44,11 +44,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Check the form of a result.
-
-    Raises:
-        ConformanceFailure: says what is wrong, in one line.
-    """
+    """Check the form of a result. Raises ``ConformanceFailure``: says what is wrong, in one line."""
     require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
     tokens = _check_tokens(asked, result)
     errors = _check_errors(asked, result)

@@ -56,11 +56,7 @@ class ExecutorSide:
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Count the accepted proposals of a step.
-
-        Raises:
-            ConformanceFailure: the number is impossible.
-        """
+        """Count the accepted proposals of a step. Raises ``ConformanceFailure``: the number is impossible."""
         accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)

@@ -50,7 +50,7 @@ class BlockMover(Protocol):
         ...
 
 
-class ImmediateMoves:
+class _ImmediateMoves:
     """A ``BlockMover`` of a pool in main memory: the call makes the move."""
 
     def __init__(self, pool: KvPool) -> None:
@@ -61,20 +61,17 @@ class ImmediateMoves:
 
     @property
     def num_host_blocks(self) -> int:
-        """See ``BlockMover``."""
         return self._pool.num_host_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """See ``BlockMover``."""
         started = time.perf_counter_ns()
         self._pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
         self._coming_us = (time.perf_counter_ns() - started) // 1000
 
     def before_step(self, batch: StepBatch) -> None:
-        """See ``BlockMover``."""
+        """Do nothing: the moves are made."""
 
     def after_step(self) -> int:
-        """See ``BlockMover``."""
         self._num_steps += 1
         if self._coming_us:
             self._times_us = {self._num_steps: self._coming_us}
@@ -82,15 +79,13 @@ class ImmediateMoves:
         return self._num_steps
 
     def move_time_us(self, number: int) -> int:
-        """See ``BlockMover``."""
         return self._times_us.pop(number, 0)
 
     def measure_swap_us(self) -> float:
-        """See ``BlockMover``."""
         return self._pool.measure_swap_us()
 
     def close(self) -> None:
-        """See ``BlockMover``."""
+        """Do nothing: no move runs."""
 
 
 def open_pool(
@@ -121,4 +116,4 @@ def open_pool(
         device=runtime.device,
         num_host_blocks=num_beside,
     )
-    return pool.layers, ImmediateMoves(pool)
+    return pool.layers, _ImmediateMoves(pool)

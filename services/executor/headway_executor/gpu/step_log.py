@@ -25,11 +25,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLog:
-    """Appends to ``path``, which is emptied first.
-
-    Raises:
-        BackendConfigError: the file cannot be written.
-    """
+    """Appends to ``path``, which is emptied first. Raises ``BackendConfigError``: the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -155,7 +155,7 @@ def _group(
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
         part = slice(low, high)
         visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], vectors.block_size)
-        groups.append((part, PaddedDecode(shape, vectors, visible, like)))
+        groups.append((part, _PaddedDecode(shape, vectors, visible, like)))
     low = rows.num_decodes
     while low < len(rows.num_new):
         high = low + 1
@@ -163,12 +163,12 @@ def _group(
         if past == 0:
             while high < len(rows.num_new) and rows.num_new[high] == new == rows.kv_length[high]:
                 high += 1
-            group: Group = NewChunks(shape, high - low, new, window, like)
+            group: Group = _NewChunks(shape, high - low, new, window, like)
         else:
             first = 0 if window is None else max(0, past + 1 - window)
             ends = rows.kv_length[low:high]
             (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, vectors.block_size)
-            group = ContinuedChunk(shape, vectors, keys, past - first, new, window, like)
+            group = _ContinuedChunk(shape, vectors, keys, past - first, new, window, like)
         start = int(rows.starts[low])
         groups.append((slice(start, start + new * (high - low)), group))
         low = high
@@ -194,7 +194,7 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
     return found
 
 
-class PaddedDecode:
+class _PaddedDecode:
     """Decode rows, gathered and padded to the longest: any device and dtype."""
 
     def __init__(self, shape: AttentionShape, vectors: KvVectors, visible: Sequence[_Int64Array], like: Tensor) -> None:
@@ -209,7 +209,6 @@ class PaddedDecode:
         self._seen = torch.from_numpy(seen).to(like.device)
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
-        """See ``Group.attend``."""
         shape = self._shape
         keys, values = self._gather.of(vectors)
         # Padding reads slot 0, whose owner may hold NaN: a weight of zero would not hide it.
@@ -236,7 +235,7 @@ class _Gather:
         return keys, values
 
 
-class NewChunks:
+class _NewChunks:
     """``num_rows`` chunks of ``num_new`` tokens at the start of their sequences: they see only each other."""
 
     def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
@@ -246,7 +245,6 @@ class NewChunks:
         self._mask = _mask(0, num_new, window, like) if binding else None
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:  # noqa: ARG002 - all keys are new
-        """See ``Group.attend``."""
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
         first_value = shape.num_heads + shape.num_kv_heads
@@ -262,7 +260,7 @@ class NewChunks:
         return attended.transpose(1, 2).reshape(-1, shape.query_width)
 
 
-class ContinuedChunk:
+class _ContinuedChunk:
     """One chunk of ``num_new`` tokens after ``past`` visible positions, with the ``slots`` of all of them."""
 
     def __init__(
@@ -280,7 +278,6 @@ class ContinuedChunk:
         self._mask = _mask(past, num_new, window, like)
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
-        """See ``Group.attend``."""
         shape = self._shape
         keys, values = self._gather.of(vectors)
         queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
