@@ -37,12 +37,11 @@ def _nobody_is_warned(what: str) -> None:
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a backend.
 
-    ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide (free memory; the model's context).
-    ``swap_space_mib`` is main memory for swapped-out blocks. ``max_num_seqs`` limits the live rows,
-    ``max_num_batched_tokens`` the tokens of one step. ``quantization``: "none", "int8" or "fp8". ``speculation``:
-    "off", "ngram", or "draft" with the checkpoint ``draft_model``. ``options`` are the backend's own, as text. A long
-    opening calls ``progress(what, done, total)``. ``warn`` gets one line about anything unusual in a model that is
-    served nevertheless.
+    ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide. ``swap_space_mib`` is main memory for
+    swapped-out blocks. ``max_num_seqs`` limits the live rows, ``max_num_batched_tokens`` the tokens of one step.
+    ``quantization``: "none", "int8" or "fp8". ``speculation``: "off", "ngram", or "draft" with the checkpoint
+    ``draft_model``. A long opening calls ``progress(what, done, total)``; ``warn`` gets one line about anything unusual
+    in a model.
     """
 
     model: str
@@ -109,8 +108,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step; all entries have rows ascending.
 
     ``sampled_token_ids`` int32: one per row with ``samples == 1``, ``ERRORED_ROW`` where ``errors`` has the row.
-    ``device_time_us`` is the step's time. ``move_time_us`` is that of the ``move_blocks`` before it; it may have
-    overlapped the step before. ``prompt_logprobs`` are there if the backend announces ``supports_prompt_logprobs``.
+    ``move_time_us`` is that of the ``move_blocks`` before the step, and not in ``device_time_us``. ``prompt_logprobs``
+    are there if the backend announces ``supports_prompt_logprobs``.
 
     ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has one entry per row that could speculate,
     or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.

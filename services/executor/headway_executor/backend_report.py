@@ -12,9 +12,8 @@ _SIMULATED = "simulated"
 
 
 class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend: the flags of each way to run it here, or the ``problem`` in one line.
-
-    ``runs_models`` is false for the simulated one.
+    """A backend's flags for each way to run it here, or the ``problem`` in one line; the simulated one does not run
+    models.
     """
 
     name: str

@@ -240,20 +240,15 @@ class DeviceMoves:
         return number
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the step's moves took on the device. Ask once, after the step.
+        """Microseconds that the step's moves took on the device, beside steps. Ask once, after the step.
 
-        Moves overlap steps, so a step is not longer by this time. A swap-out that is still running counts with the time
-        that was measured at opening.
+        A swap-out that still runs counts with the time that was measured at opening.
         """
         moves = self._timed.pop(number, ())
         return round(sum(self._time_us(move) for move in moves))
 
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way; 0.0 without host blocks. Call before the first step; blocks keep
-        their contents.
-
-        The best of a few rounds, after one that compiles the kernels.
-        """
+        """Microseconds to swap one block one way, measured before the first step; 0.0 without host blocks."""
         blocks = np.arange(min(_TIMED_BLOCKS, self._queues.num_blocks, self._queues.num_host_blocks), dtype=np.int32)
         if not len(blocks):
             return 0.0

@@ -17,10 +17,8 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that the system provides on first use; torch would write all of them, at a second per gigabyte or more.
-
-    They use huge pages where the system has them: blocks are scattered, and small pages cost more lookups than the
-    reads.
+    """Zeros that the system provides on first use, in huge pages if it can; torch would write them at a second per
+    gigabyte.
 
     Raises:
         OSError: the system has not enough address space.

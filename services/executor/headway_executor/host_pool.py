@@ -23,13 +23,9 @@ _MIB = 1 << 20
 
 
 class HostPool:
-    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device block) for the pool of ``device``.
+    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device block); see ``allocate_blocks``.
 
-    A block is one piece of memory, so neighbouring blocks move in one transfer. Beside a CPU the memory is untouched
-    before its first use. Beside a GPU it is pinned and taken at once (by torch, in powers of two).
-
-    Raises:
-        BackendConfigError: the memory cannot be had.
+    A block is one piece of memory, so neighbouring blocks move in one transfer.
     """
 
     def __init__(
@@ -95,9 +91,9 @@ def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
     """How many blocks the configured swap space holds.
 
-    ``AUTOMATIC_SWAP_SPACE`` is as many as the device has, since requests that are preempted together never have more
-    (W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
-    section 4.5), within a share of the free memory.
+    ``AUTOMATIC_SWAP_SPACE``: as many as the device has, within a share of the free memory. Requests that are preempted
+    together never have more (W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", SOSP 2023, section 4.5).
 
     Raises:
         BackendConfigError: the space does not hold a single block.

@@ -58,10 +58,7 @@ class KvPool:
         return self._host.num_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks, all layers at once: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
-
-        When this returns, the blocks have arrived.
-        """
+        """Move whole blocks, all layers at once, and wait: swap out, swap in, then copy. Each int32, shape ``[2, n]``."""
         if swap_out.shape[1]:
             self._host.store(self.layers, *swap_out)
         if swap_in.shape[1]:
@@ -71,9 +68,8 @@ class KvPool:
             self.layers[:, destinations] = self.layers[:, sources]
 
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way; 0.0 without host blocks. Blocks keep their contents.
-
-        The best of a few rounds, after one that touches the memory.
+        """Microseconds to swap one block one way, the best of a few rounds; 0.0 without host blocks. Blocks keep their
+        contents.
         """
         blocks = np.arange(min(_TIMED_BLOCKS, self.num_blocks, self.num_host_blocks), dtype=np.int32)
         if not len(blocks):

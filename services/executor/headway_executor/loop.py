@@ -56,10 +56,9 @@ class _Pending(msgspec.Struct, frozen=True):
 
 
 class StepCycle:
-    """One executor, with an open ``backend``; ``link`` and ``state`` are its own.
+    """One executor, with an open ``backend``; ``link`` and ``state`` are its own. Any thread may call ``wake``.
 
-    ``wake`` is called from any thread when ``collect`` has a finished future. A step of more than ``step_timeout_s``
-    means that the device is lost.
+    A step of more than ``step_timeout_s`` means that the device is lost.
     """
 
     def __init__(

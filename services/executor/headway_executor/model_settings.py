@@ -1,9 +1,6 @@
-"""A backend's settings, checked against the model and the host.
+"""A backend's settings, checked against the model and the host; each error is a ``BackendConfigError`` of one line.
 
-Owns: these checks, and the choices for "auto" and 0; ``setting_checks`` has the checks that need neither. Must not
-know: any backend, or how a model runs.
-
-Every function raises ``BackendConfigError`` with one line: the setting, its value and what is allowed.
+Owns: these checks, and the choices for "auto" and 0. Must not know: any backend, or how a model runs.
 """
 
 from pathlib import Path

@@ -1,9 +1,7 @@
 """Errors in an executor's configuration that can be found before it starts.
 
-Owns: the checks that take a moment: they neither import PyTorch nor wake a device in this process. Must not know: how a
-backend runs. The backend checks everything again when it opens.
-
-Of a third party's backend only the name is checked.
+Owns: quick checks, without PyTorch or a device; of a third party's backend only its name. Must not know: how a backend
+runs. The backend checks everything again when it opens.
 """
 
 import os

@@ -49,9 +49,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served; 2 and 3 with
-    one line on stderr. If the device is lost, the process ends with 4 without another call of it; its supervisor starts
-    it again.
+    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served (both with one
+    line on stderr). A lost device ends the process with 4; its supervisor starts it again.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)

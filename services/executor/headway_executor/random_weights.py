@@ -16,11 +16,9 @@ _NORM_SUFFIX = "norm.weight"
 
 
 class RandomCheckpoint:
-    """Has the interface of ``weights.Checkpoint``: the tensors of ``shapes`` (name to shape), in ``dtype``, on
-    ``device``.
+    """A ``weights.Checkpoint`` of tensors with ``shapes``, drawn from their names and ``seed``.
 
-    Each tensor follows from its name and ``seed``: normal, with a variance that keeps activations of order one; norms
-    are ones.
+    Normal, with a variance that keeps activations of order one; norms are ones.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ class Refusals:
         self._messages: dict[int, str] = {}
 
     def admit(self, row: int, token_ids: Int32Array) -> Int32Array:
-        """The tokens that ``row`` runs with: its own, or harmless ones if it is refused.
-
-        The embedding has no entry for others.
-        """
+        """The tokens that ``row`` runs with: its own, or harmless ones that the embedding has."""
         self._messages.pop(row, None)
         outside = (token_ids < 0) | (token_ids >= self._vocab_size)
         if not outside.any():

@@ -58,9 +58,8 @@ _HostIndex = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """``token_ids`` int64, shape ``[n]``, in the order of the logits, ``ERRORED_ROW`` where ``errors`` has the row.
-
-    ``logprobs`` and ``errors`` in the same order, for the rows that have them.
+    """``token_ids`` int64, ``[n]``, in the order of the logits, as ``logprobs`` and ``errors``; ``ERRORED_ROW`` for
+    failed rows.
     """
 
     token_ids: Tensor
@@ -69,10 +68,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Sampling state of up to ``max_num_rows`` rows over logits of width ``vocab_size`` on ``device``.
-
-    The parameters are numpy columns, so a few array operations decide what a step needs.
-    """
+    """Sampling state of up to ``max_num_rows`` rows over logits of width ``vocab_size`` on ``device``."""
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -255,10 +251,8 @@ class Sampler:
         return _invert(_integer_weights(probabilities), uniform)
 
     def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Draw under top-k and top-p.
-
-        Sorting a whole vocabulary is slow and rarely needed: a row is settled once the examined best tokens hold all
-        that it keeps.
+        """Draw under top-k and top-p, by a few best tokens instead of a sort: a row is settled once they hold all that
+        it keeps.
         """
         drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))

@@ -278,10 +278,8 @@ def _check_threads(num_threads: int) -> None:
 
 
 def _threads_that_pay(num_parameters: int) -> int:
-    """One thread per ``_PARAMETERS_PER_THREAD``, at most one per core.
-
-    After every operator the threads wait for each other. In a small model that takes longer than the divided work, and
-    much longer when scheduler and gateway need a core too.
+    """One thread per ``_PARAMETERS_PER_THREAD``, at most one per core: in a small model, threads wait longer than they
+    work.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
@@ -294,9 +292,8 @@ def _load(
     device: torch.device,
     block_bytes_beside: int = 0,
 ) -> ForwardPass:
-    """Choose the way to run, load the weights, and reserve the pool.
-
-    For each block, ``block_bytes_beside`` bytes stay free for the draft model's pool.
+    """Choose the way to run, load the weights, and reserve the pool; ``block_bytes_beside`` is for the draft model's
+    blocks.
     """
     model_config, dtype, max_model_len = settings
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)

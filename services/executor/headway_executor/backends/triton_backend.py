@@ -276,9 +276,8 @@ class _OpenModel:
         return admitted
 
     def _masks(self, sampled_rows: Int32Array) -> StepMasks:
-        """The masks of constrained rows; if there are some, wait for the tokens that earlier steps drew for them.
-
-        Meanwhile the device runs this step's forward pass.
+        """The masks of constrained rows. Waits for earlier draws of these rows, while the device runs this step's
+        forward pass.
         """
         while self._unread:
             reached, masks, drawn = self._unread.popleft()
@@ -324,9 +323,7 @@ class _OpenModel:
         self._pool, self.mover = open_pool(self.runtime, shape, self._dtype, swap_space_mib=swap_space_mib)
 
     def try_largest_step(self) -> None:
-        """Run the largest possible step with every sampling feature, all in block 0: it compiles, and torch keeps its
-        memory.
-        """
+        """Run the largest step with every sampling feature, in block 0: it compiles, and torch keeps its memory."""
         config = self._config
         counts = _largest_step(config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
         rows = np.arange(len(counts), dtype=np.int32)

@@ -67,11 +67,7 @@ class Lane:
             self._has_work.notify()
 
     def wait(self, task: Task, patience_s: float) -> bool:
-        """Wait for ``task``; False if the thread has spent ``patience_s`` seconds of processor time without ending a
-        step.
-
-        Processor time, because a busy machine says nothing about the step.
-        """
+        """Wait for ``task``; False if the thread spends ``patience_s`` seconds of processor time without ending a step."""
         progress, spent_s = self._progress(), self._spent_s()
         while not task.wait(min(patience_s, _LOOK_S)):
             if (now := self._progress()) != progress:

@@ -21,9 +21,7 @@ from headway_proto.grammars import ConstraintError, Grammar, GrammarCompiler, Ma
 from headway_proto.sampling import Constraint
 
 PATIENCE_S = 2.0
-"""Processor time for one grammar or one mask before its row fails. Both are bounded by counts, far below this. Time on
-the clock would blame the row for a busy machine.
-"""
+"""Processor time for one grammar or mask, both bounded by counts far below this, before the row fails."""
 
 _MOST_GRAMMARS = 256
 _MOST_ABANDONED = 8

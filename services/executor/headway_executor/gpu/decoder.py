@@ -81,10 +81,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model, the memory for its steps, and the rows it runs.
-
-    ``pool`` has shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
-    """
+    """A loaded model, the memory for its steps, and its rows."""
 
     def __init__(
         self,
@@ -109,7 +106,10 @@ class Decoder:
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
-        """Run the step in the columns, launched for at least as many tokens and rows as it has."""
+        """Run the step in the columns, padded to ``num_tokens`` tokens and ``num_rows`` rows.
+
+        ``pool`` has shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+        """
         config, space, weights = self._config, self._space, self._weights
         rows = self._expand(num_tokens, num_rows)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
@@ -142,18 +142,14 @@ class Decoder:
         add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
 
     def logits(self, num_sampled: int) -> Tensor:
-        """Logits of the sampling rows of the last step: shape ``[num_sampled, vocab]``, in memory that the next call
-        reuses.
-        """
+        """Logits of the last step's sampling rows: ``[num_sampled, vocab]``, in memory that the next call reuses."""
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
         self._weights.head(last, logits)
         return logits
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens of the last step from ``first`` on, at most one per row; in the memory of
-        ``logits``.
-        """
+        """Logits of ``count`` tokens of the last step from ``first`` on, at most one per row; in memory of ``logits``."""
         logits = self._space.logits[:count]
         self._weights.head(self._space.normed[first : first + count], logits)
         return logits
@@ -211,11 +207,7 @@ def load_decoder(
     quantization: QuantizationKind | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load a checked checkpoint, tensor by tensor straight to ``device``.
-
-    ``quantization`` applies to the layers; the embedding and the head keep their dtype. ``progress`` gets the loaded
-    and all layers.
-    """
+    """Load a checked checkpoint, tensor by tensor straight to ``device``; embedding and head are not quantised."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
     workspace = SplitWorkspace(device)
 

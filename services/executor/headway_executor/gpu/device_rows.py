@@ -3,8 +3,7 @@
 Owns: both stores, their edits, and the number of blocks per row. Must not know: sampling, the model, or what a token
 means.
 
-The host never sends a token that the device drew: ``store_sampled`` puts those where the next step reads them, so a
-step can be launched before the one before it has ended.
+The host never sends a token that the device drew: ``store_sampled`` puts it where the next step reads it.
 """
 
 import numpy as np

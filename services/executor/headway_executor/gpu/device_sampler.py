@@ -1,7 +1,7 @@
 """Draw the next tokens on the device, and bring them to main memory.
 
-Owns: the rows' sampling parameters on the device, the choice of kernels, and the form of the results. Must not know:
-how a token is drawn, the model, or blocks.
+Owns: the rows' parameters on the device, the choice of kernels, and the form of results. Must not know: how a token is
+drawn, the model, or blocks.
 """
 
 from typing import NamedTuple
@@ -115,9 +115,8 @@ class DeviceSampler:
         token_store: Tensor,
         masks: StepMasks | None = None,
     ) -> DrawnTokens:
-        """Draw a token for each of ``rows`` from its ``logits``, and store it for the next step. Waits for nothing.
-
-        ``views`` are the step's columns, whose sampled rows are ``rows``. ``masks`` are those of constrained rows.
+        """Draw a token for each of ``rows``, the sampled rows of ``views``, and store it for the next step. Waits for
+        nothing.
         """
         count = len(rows)
         needs = self._host.needs(rows)

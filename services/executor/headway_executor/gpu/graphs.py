@@ -38,9 +38,8 @@ class ForwardPass(Protocol):
 
 
 def decode_ladder(max_num_rows: int) -> list[int]:
-    """The recorded batch sizes of decode steps, ascending, up to ``max_num_rows``.
-
-    Padding costs little while reading weights bounds a step, so the rungs lie a quarter apart at first, then 16 rows.
+    """The recorded batch sizes of decode steps, ascending: a quarter apart at first, then 16 rows, since padding costs
+    little.
     """
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows + 32, 32)]
     return [*[rung for rung in rungs if rung < max_num_rows], max_num_rows]
@@ -52,10 +51,7 @@ def mixed_ladder(max_num_tokens: int) -> list[int]:
 
 
 class StepSizes:
-    """The launch size of each step, and which sizes are ``recorded``, if any.
-
-    Without a recorded size, tokens are rounded up to a multiple of ``alignment``, so that kernels see few sizes.
-    """
+    """The launch size of each step, and which sizes are ``recorded``; other sizes are multiples of ``alignment``."""
 
     def __init__(self, *, max_num_rows: int, max_num_tokens: int, recorded: bool, alignment: int) -> None:
         self._alignment = alignment

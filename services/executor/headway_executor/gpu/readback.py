@@ -14,7 +14,7 @@ from headway_executor.gpu.runtime import Mark
 
 
 class Readback:
-    """Turns running steps into results, in order. The launching thread must not wait: it has the next step to launch."""
+    """Turns running steps into results, in order, because the launching thread must not wait."""
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (

@@ -131,10 +131,7 @@ def runtime_for(device: torch.device) -> Runtime:
 
 
 class UploadRing:
-    """Host memory for uploads: slots of ``size`` int32 numbers, used in turn.
-
-    A slot is rewritten only after its copy; with more slots than steps in flight nobody waits.
-    """
+    """Host memory for uploads: slots of ``size`` int32 numbers, used in turn; a slot is rewritten only after its copy."""
 
     def __init__(self, runtime: Runtime, size: int, *, num_slots: int = 8) -> None:
         self._runtime = runtime

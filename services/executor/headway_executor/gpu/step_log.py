@@ -11,11 +11,7 @@ from headway_executor.backend import BackendConfigError, StepBatch
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Times in microseconds on the device's clock; ``idle_us`` is from the end of the step before, None at
-    first.
-
-    In steady decode, ``idle_us`` is the cost of the host.
-    """
+    """One step, in microseconds of the device's clock; ``idle_us`` is from the end of the step before, None at first."""
 
     step: int
     num_rows: int

@@ -19,10 +19,7 @@ _HEAD = "lm_head.weight"
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this configuration.
-
-    A tied checkpoint may hold embedding, head or both: those that are ``stored``, else the embedding.
-    """
+    """Name and shape of every tensor of this configuration; of a tied embedding and head those that are ``stored``."""
     words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
     expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
     expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
@@ -33,7 +30,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that a checkpoint may have and the model does not need: old Llama ones store the rope frequencies."""
+    """Tensors that the model does not need: old Llama checkpoints store the rope frequencies."""
     return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
 
 

@@ -67,9 +67,8 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
     """Dynamic NTK: the base grows with the sequence beyond the original context.
 
-    The sequence is everything up to the position itself, so that a rotation depends on nothing else and cached keys
-    stay valid. Token-by-token decoding in transformers gives the same; there, a longer prompt rotates all its positions
-    by its total length.
+    The sequence ends at the position itself, so that cached keys stay valid; decoding in transformers gives the same.
+    There, a longer prompt rotates all its positions by its total length.
     """
     length = (positions + 1).clamp(min=rope.original_context)
     stretch = rope.factor * length / rope.original_context - (rope.factor - 1)

@@ -44,10 +44,7 @@ class SimulatedPool:
             raise _mismatch(rows[first], blocks[first], indices[first], ends[first] - offsets[first], ends[first])
 
     def check_full_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """After the step wrote: each full block that a row attends to must hold that row's prefix.
-
-        Another row may fill a block of a shared prefix in the same step.
-        """
+        """After the step wrote (rows may fill shared blocks): each full block of a row must hold that row's prefix."""
         num_full = batch.num_computed_tokens // self._block_size
         width = int(num_full.max(initial=0))
         if not width:

@@ -19,10 +19,9 @@ from headway_proto.step import ERRORED_ROW
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The ``m`` draws of a step, row after row, position after position.
+    """The ``m`` draws of a step, row after row, position after position; all int64, ``[m]``.
 
-    ``numbers``, ``positions``: row and position of each. ``places``: the draws of its row before it. All int64, shape
-    ``[m]``.
+    ``numbers``, ``positions``: row and position of each. ``places``: the draws of its row before it.
     """
 
     numbers: Int64Array
