@@ -140,7 +140,7 @@ class CpuLibrary:
 
     def __init__(self, path: Path) -> None:
         self.functions = _declared(ctypes.CDLL(str(path)))
-        self.variant = _variant(path)
+        self.variant = variant_of(path)
         if not self.functions.headway_permitted():
             raise PermissionError(f"the system does not let this process use the processor's {self.variant}")
         self.lanes = int(self.functions.headway_lanes())
@@ -188,13 +188,13 @@ def load_library() -> CpuLibrary | None:
 
 def installed_variants() -> list[Path]:
     """Libraries beside this file, the best first."""
-    found = {_variant(path): path for path in _DIRECTORY.glob("libheadway_cpu.*.*")}
+    found = {variant_of(path): path for path in _DIRECTORY.glob("libheadway_cpu.*.*")}
     return [found[variant] for variant in _FEATURES if variant in found]
 
 
 def runs_here(path: Path) -> bool:
     """Whether this processor and the system support a variant."""
-    variant = _variant(path)
+    variant = variant_of(path)
     has = torch.cpu.get_capabilities()
     if has.get("architecture") != _ARCHITECTURES[variant] or not all(has.get(name) for name in _FEATURES[variant]):
         return False
@@ -210,7 +210,8 @@ def _is_permitted(path: Path) -> bool:
     return True
 
 
-def _variant(path: Path) -> str:
+def variant_of(path: Path) -> str:
+    """The name of a library's variant."""
     return path.stem.rpartition(".")[2]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from headway_executor.host_memory import free_host_bytes
 from headway_kernels.cpu.build import variants_here
-from headway_kernels.cpu.library import installed_variants, runs_here
+from headway_kernels.cpu.library import installed_variants, runs_here, variant_of
 from headway_process.installation import install_advice
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -91,14 +91,10 @@ def _kernel_variants() -> KernelVariants:
     elif not usable:
         problem = "this processor runs none of them: PyTorch operators run instead"
     return KernelVariants(
-        installed=tuple(_variant_name(path) for path in paths),
-        used=_variant_name(usable[0]) if usable else "",
+        installed=tuple(variant_of(path) for path in paths),
+        used=variant_of(usable[0]) if usable else "",
         problem=problem,
     )
-
-
-def _variant_name(path: Path) -> str:
-    return path.stem.rpartition(".")[2]
 
 
 def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str]:

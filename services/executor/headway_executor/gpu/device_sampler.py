@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway_executor.backend import NewRow
 from headway_executor.constraints.rows import StepMasks
-from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.runtime import Runtime, fetched
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.sampler import BAD_LOGITS
 from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError
@@ -138,7 +138,9 @@ class DeviceSampler:
         logprobs, top, top_places = None, None, np.flatnonzero(num_logprobs > 0)
         if needs.top_logprobs >= 0:
             logprobs, top = self._logprobs(logits, drawn[0], top_places)
-        return DrawnTokens(rows, num_logprobs, self._fetched(self._drawn), logprobs, top, top_places.astype(np.int32))
+        return DrawnTokens(
+            rows, num_logprobs, fetched(self._runtime, self._drawn), logprobs, top, top_places.astype(np.int32)
+        )
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
         """Draw for ``rows`` with every feature, and forget it: this compiles, and takes the memory once."""
@@ -165,12 +167,12 @@ class DeviceSampler:
         own, normalisers = self._own_logprobs[:, : len(token_ids)]
         row_logprobs(logits, token_ids, self._workspace, own, normalisers)
         if not len(top_places):
-            return self._fetched(own), None
+            return fetched(self._runtime, own), None
         # Always the same width: the choice between equal tokens must not depend on other rows.
         width = min(MAX_LOGPROBS, self._vocab_size)
         where = self._sent(top_places)
         ids, values = top_logprobs(logits.index_select(0, where), width, normalisers.index_select(0, where))
-        return self._fetched(own), (self._fetched(ids), self._fetched(values))
+        return fetched(self._runtime, own), (fetched(self._runtime, ids), fetched(self._runtime, values))
 
     def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:
         """A copy of ``logits`` without the excluded tokens: log probabilities are of the model's own distribution."""
@@ -183,9 +185,6 @@ class DeviceSampler:
         here = torch.from_numpy(values)
         staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
         return staged.to(self._runtime.device, non_blocking=True)
-
-    def _fetched(self, values: Tensor) -> Tensor:
-        return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 
 _EVERYTHING = SamplingParams(

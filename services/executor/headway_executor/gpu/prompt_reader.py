@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.runtime import Runtime, fetched
 from headway_executor.prompt_logprobs import MOST_LOGITS_BYTES, PromptChunk
 from headway_proto.columns import Int32Array, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
@@ -76,10 +76,11 @@ class PromptReader:
         own = (wide.gather(1, targets.long()[:, None]) - normalisers).squeeze(1)
         best = wide.topk(min(num_alternatives, wide.shape[1]), dim=-1)
         top = best.values - normalisers
-        return _Piece(self._fetched(own), self._fetched(best.indices.to(torch.int32)), self._fetched(top))
-
-    def _fetched(self, values: Tensor) -> Tensor:
-        return self._runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
+        return _Piece(
+            fetched(self._runtime, own),
+            fetched(self._runtime, best.indices.to(torch.int32)),
+            fetched(self._runtime, top),
+        )
 
 
 def _columns(chunk: PromptChunk, pieces: list[_Piece]) -> PromptLogprobColumns:

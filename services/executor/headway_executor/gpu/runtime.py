@@ -130,6 +130,11 @@ def runtime_for(device: torch.device) -> Runtime:
     return InterpretedRuntime()
 
 
+def fetched(runtime: Runtime, values: Tensor) -> Tensor:
+    """``values`` in main memory, valid once the device has passed this copy."""
+    return runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
+
+
 class UploadRing:
     """Host memory for uploads: slots of ``size`` int32 numbers, used in turn; a slot is rewritten only after its copy."""
 
