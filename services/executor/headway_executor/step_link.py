@@ -12,7 +12,7 @@ The scheduler's side mirrors these rules:
   ``NewEpoch`` may cross; a scheduler opens another epoch only if hellos go on.
 * **NewEpoch** is accepted, in any state, if it has this executor's incarnation, is frame 0 of its epoch, and is new: a
   later epoch of the known scheduler, or the first epoch of an unknown one. Epochs are 1 or more and rise within one
-  scheduler incarnation; a new incarnation starts from a random number.
+  scheduler incarnation; a new one starts from a random number, so that late frames of the old one do not fit.
 * **RUNNING.** A frame with the expected sequence number is taken; one with a lower number is dropped as a duplicate. A
   higher number, an undecodable frame, or an unexpected step loses the epoch.
 * **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
