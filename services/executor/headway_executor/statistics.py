@@ -15,7 +15,7 @@ _COUNTS = (1.0, *(float(1 << power) for power in range(1, 15)))
 
 
 class ExecutorStatistics:
-    """Call ``record_*`` as things happen; times in seconds, monotonic."""
+    """Counters and times of one executor; times in seconds, monotonic."""
 
     def __init__(self) -> None:
         self.device_s = Histogram(_STEP_S)
@@ -34,7 +34,7 @@ class ExecutorStatistics:
         self._idle_since: float | None = None
 
     def record_step(self, num_tokens: int, num_rows: int, now: float) -> None:
-        """A step is given to the backend."""
+        """Count a step that starts."""
         self.tokens.observe(num_tokens)
         self.rows.observe(num_rows)
         self.num_pending += 1
@@ -43,13 +43,13 @@ class ExecutorStatistics:
             self._idle_since = None
 
     def record_moves(self, *, copied: int, swapped_out: int, swapped_in: int) -> None:
-        """The backend moves so many blocks before a step."""
+        """Count the blocks that move before a step."""
         self.num_moved_blocks["copy"] += copied
         self.num_moved_blocks["swap_out"] += swapped_out
         self.num_moved_blocks["swap_in"] += swapped_in
 
     def record_result(self, device_time_us: int, num_errors: int, now: float) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self.device_s.observe(device_time_us / 1e6)
         self.num_row_errors += num_errors
         self.num_pending -= 1
@@ -57,17 +57,17 @@ class ExecutorStatistics:
             self._idle_since = now
 
     def record_speculation(self, num_proposed: int, num_accepted: int) -> None:
-        """A step ran so many tokens that were proposed, and so many of them turned out right."""
+        """Count a step's proposed and accepted tokens."""
         self.num_proposed_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
 
     def record_failure(self, kind: str) -> None:
-        """A step that was given to the backend failed as a whole; ``kind`` is the name of its error."""
+        """Count a failed step; ``kind`` is the name of its error."""
         self.failures[kind] += 1
         self.num_pending -= 1
 
     def record_epoch(self) -> None:
-        """An epoch has begun: what was to be done is not waited for any more."""
+        """Begin an epoch: steps of the last one are no longer pending."""
         self.num_epochs += 1
         self.num_pending = 0
         self._idle_since = None
