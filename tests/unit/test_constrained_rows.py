@@ -1,4 +1,4 @@
-"""Constrained rows beside the forward pass: masks in time, and whoever cannot have one fails alone."""
+"""Constrained rows beside the forward pass: masks in time; a row without one fails alone."""
 
 import ctypes
 import json
@@ -122,10 +122,10 @@ def test_a_grammar_is_compiled_once_for_all_its_rows(rows, monkeypatch) -> None:
     assert [one.text for one in compiled] == ["a", "b"]
 
 
-def work_until(told: threading.Event) -> None:
+def work_until(done: threading.Event) -> None:
     """Keep the processor busy."""
     deadline = time.monotonic() + 30
-    while not told.is_set() and time.monotonic() < deadline:
+    while not done.is_set() and time.monotonic() < deadline:
         sum(range(100))
 
 

@@ -1,4 +1,4 @@
-"""Moves beside steps, on a device that only notes what it is told: every conflict is ordered, and nothing else waits.
+"""Moves beside steps, on a device that only records its calls: every conflict is ordered, and nothing else waits.
 
 Each access of a block is known by its queue and its place in it. What is over before work begins is a pair of places, one
 for each queue (a vector clock: F. Mattern, "Virtual time and global states of distributed systems", 1989).
@@ -207,7 +207,7 @@ class History:
         return finished, out
 
     def prefix(self):
-        """The full blocks that a live row begins with: nobody writes them any more."""
+        """The full blocks at the beginning of a live row, which no step writes any more."""
         if not self.rows or self.random.random() < 0.5:
             return []
         blocks = self.rows[self.random.choice(sorted(self.rows))]
@@ -302,7 +302,7 @@ def test_no_host_blocks_no_measurement():
 
 
 def test_a_move_that_failed_leaves_nothing_unordered():
-    """Its number was given and has no mark; whoever needs it waits for all that was given instead."""
+    """It has a number but no mark; work that needs it waits for all earlier work."""
     queues, moves = moves_on()
     copies = queues.copy
     queues.copy = lambda pairs: 1 // 0

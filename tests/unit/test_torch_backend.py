@@ -125,13 +125,15 @@ def test_a_draft_models_odd_head_is_told_as_well(tmp_path):
     assert len(warnings) == 2
 
 
-@pytest.mark.parametrize(("max_model_len", "told"), [(80, []), (0, ["max_model_len 240 is beyond"]), (81, ["81 is"])])
-def test_dynamic_rope_beyond_the_models_own_context_is_told(tmp_path, max_model_len, told):
+@pytest.mark.parametrize(
+    ("max_model_len", "expected"), [(80, []), (0, ["max_model_len 240 is beyond"]), (81, ["81 is"])]
+)
+def test_dynamic_rope_beyond_the_models_own_context_is_reported(tmp_path, max_model_len, expected):
     make_checkpoint(tmp_path, "llama-dynamic")
     warnings = []
     open_backend(tmp_path, max_model_len=max_model_len, warn=warnings.append)
-    assert len(warnings) == len(told)
-    for text, words in zip(warnings, told, strict=True):
+    assert len(warnings) == len(expected)
+    for text, words in zip(warnings, expected, strict=True):
         assert text.startswith("rope_type dynamic: ")
         assert words in text
         assert "context, 80;" in text

@@ -56,7 +56,7 @@ class ThreadedBackend:
                 if moves is not None:
                     self._backend.move_blocks(**moves)
                 result = self._backend.execute(own_batch)
-            except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)
+            except BaseException as error:  # noqa: BLE001 (the caller gets every error)
                 future.set_exception(error)
             else:
                 _pass_on(result, future)
@@ -111,7 +111,7 @@ def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         result = call()
-    except BaseException as error:  # noqa: BLE001 (whatever it is belongs to the caller)
+    except BaseException as error:  # noqa: BLE001 (the caller gets every error)
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -135,7 +135,7 @@ def _values(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDA
         return draw.uniform(0.6, 1.6, shape)
     if name.endswith(".bias"):
         return draw.normal(0.0, 0.3, shape)
-    # Per input, so that what comes out is about as large whatever the size; attention then weighs as much as the rest.
+    # Per input, so that outputs are about as large at any size, and attention weighs as much as the rest.
     gain = 2.0 if "v_proj" in name or "o_proj" in name else 1.0
     if "embed" in name:
         return draw.normal(0.0, 1.0, shape)

@@ -40,7 +40,7 @@ class Readback:
             try:
                 mark.wait()
                 result = build()
-            except Exception as error:  # noqa: BLE001 (a device's failure belongs to whoever waits for the step)
+            except Exception as error:  # noqa: BLE001 (the future carries a device's failure)
                 future.set_exception(translated(error))
             else:
                 future.set_result(result)

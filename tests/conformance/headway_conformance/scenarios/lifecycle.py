@@ -99,7 +99,7 @@ def closed_twice(stage: Stage) -> None:
         stage.execute(backend, _empty_step())
     except ConformanceFailure:
         raise
-    except Exception:  # noqa: BLE001 (whatever it is, it is not an answer)
+    except Exception:  # noqa: BLE001 (no error is an answer)
         return
     raise ConformanceFailure("execute gave a result after close")
 

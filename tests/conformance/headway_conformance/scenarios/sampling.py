@@ -54,7 +54,7 @@ def logprobs_among_rows_without(stage: Stage) -> None:
 
 @scenario
 def prompts_that_are_reported(stage: Stage) -> None:
-    """Log probabilities of prompts come once for each position, whatever the chunks, beside rows without, and again when a
+    """Log probabilities of prompts come once for each position, with any chunks, beside rows without, and again when a
     prompt is computed again behind tokens of the output."""
     scheduler = stage.scheduler(seed=5)
     if not scheduler.reports_prompts:
