@@ -111,7 +111,7 @@ sanitize: kernels  ## the C kernels under sanitizers of addresses, undefined beh
 soak: $(READY) core  ## new schedules of faults until interrupted; ARGS="--minutes N" for so long
 	@PYTHONPATH=tests $(BIN)/python -m simulation.soak $(ARGS)
 
-lint: $(READY)  ## ruff, clang-format, mypy, import contracts
+lint: $(READY)  ## ruff, clang-format, mypy, import contracts, links of the documentation
 	$(say) 'ruff check'
 	@$(BIN)/ruff check
 	$(say) 'ruff format --check'
@@ -122,6 +122,8 @@ lint: $(READY)  ## ruff, clang-format, mypy, import contracts
 	@$(BIN)/mypy
 	$(say) 'import contracts'
 	@$(BIN)/lint-imports
+	$(say) 'links of the documentation'
+	@$(BIN)/python tools/check_links.py
 
 format: $(READY)  ## let ruff and clang-format fix and format
 	@$(BIN)/ruff check --fix
@@ -131,7 +133,7 @@ format: $(READY)  ## let ruff and clang-format fix and format
 stubs: $(READY)  ## generate the protobuf and gRPC stubs from the .proto files
 	@$(BIN)/python tools/generate_stubs.py
 
-flags: $(READY)  ## write the README's table of settings from the code
+flags: $(READY)  ## write the table of settings in docs/settings.md from the code
 	@$(BIN)/python tools/document_flags.py
 
 lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds

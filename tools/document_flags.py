@@ -1,4 +1,4 @@
-"""Writes the table of settings in README.md from the configuration structs.
+"""Writes the table of settings in docs/settings.md from the configuration structs themselves.
 
 Owns: the layout of the table and its marks. Must not know: any setting.
 
@@ -15,7 +15,7 @@ from headway.serve_config import ServeConfig
 from headway.services import SERVICES, SETTLED_BY_SERVE
 from headway.settings import Setting, settings_of
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- settings: written by tools/document_flags.py -->"
 END = "<!-- end of settings -->"
 
@@ -48,7 +48,7 @@ def _default(setting: Setting) -> str:
 
 
 def written(text: str) -> str:
-    """The README's text with the right table between the marks."""
+    """Return the page's text with the table of today between the marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + "\n".join((BEGIN, *rows(), END)) + after
@@ -56,15 +56,15 @@ def written(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite the table, or with ``--check`` compare."""
-    parser = argparse.ArgumentParser(description="Write the table of settings in README.md.")
+    parser = argparse.ArgumentParser(description="Write the table of settings in docs/settings.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the table differs")
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     expected = written(text)
     if parser.parse_args(arguments).check:
         if text != expected:
-            print("README.md: the table of settings is out of date; run `make flags`", file=sys.stderr)
+            print("docs/settings.md: the table of settings is out of date; run `make flags`", file=sys.stderr)
         return int(text != expected)
-    README.write_text(expected, encoding="utf-8")
+    PAGE.write_text(expected, encoding="utf-8")
     return 0
 
 

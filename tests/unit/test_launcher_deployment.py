@@ -196,7 +196,7 @@ def test_the_demonstration_installs_its_lock_and_what_is_for_development_only_wh
     assert "headway_kernels/cpu/build.py" in with_everything
 
 
-def test_the_readme_has_the_settings_as_they_are():
+def test_the_documentation_has_the_settings_as_they_are():
     check = subprocess.run(
         [sys.executable, str(REPOSITORY / "tools" / "document_flags.py"), "--check"],
         capture_output=True,

@@ -40,7 +40,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
     if rope.kind == "dynamic" and max_model_len > rope.original_context:
         config.warn(
             f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, {rope.original_context}; "
-            "a longer prompt gets other tokens than from transformers (see README.md, What it serves)"
+            "a longer prompt gets other tokens than from transformers (see docs/models.md)"
         )
     return ModelSettings(model_config, dtype, max_model_len)
 

@@ -70,7 +70,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="file with the bearer tokens that calls must carry, each for generation, for Admin, or for both: "
-            "see Security in the README; read again when it changes, and on SIGHUP"
+            "see docs/security.md; read again when it changes, and on SIGHUP"
         ),
     ] = ""
     open_health: Annotated[bool, Meta(description="answer health checks without a token")] = False

@@ -57,7 +57,7 @@ _ADDRESSES = (
     ("--address", "host and port of the server are one flag: --address HOST:PORT, such as --address 127.0.0.1:50051"),
 )
 _TOKENS = (
-    ("--auth-token-file", "tokens are in a file: --auth-token-file FILE, see Security in the README"),
+    ("--auth-token-file", "tokens are in a file: --auth-token-file FILE, see docs/security.md"),
     ("--token-file", "the token is read from a file, since others see command lines: --token-file FILE"),
 )
 _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, "--token": _TOKENS}

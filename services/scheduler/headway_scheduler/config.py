@@ -60,11 +60,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     order: Annotated[
         OrderName,
-        Meta(description="who is served first: see Policies in the README"),
+        Meta(description="who is served first: see docs/policies.md"),
     ] = "fcfs"
     batching: Annotated[
         BatchingName,
-        Meta(description="which prompts and decodes share a step: see Policies in the README"),
+        Meta(description="which prompts and decodes share a step: see docs/policies.md"),
     ] = "chunked"
     reserve: Annotated[
         ReserveName,
