@@ -27,7 +27,7 @@ BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_sche
 PYTEST := $(BIN)/python -m pytest
 ALONE := tests/chaos tests/e2e
 # Of tests/e2e, what starts processes but looks at no clock.
-NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files fleet numerical_truth openai_through_smg prompt_logprobs vllm_engine)
+NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files documentation fleet numerical_truth openai_through_smg prompt_logprobs vllm_engine)
 BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 

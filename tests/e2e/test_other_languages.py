@@ -53,8 +53,8 @@ def test_node_streams_by_reflection(node_client):
         assert refused.stderr.startswith("INVALID_ARGUMENT: ")
 
 
-def test_the_readme_s_client_runs_as_it_stands_there(node_client):
-    (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_documented_client_runs_as_it_stands_there(node_client):
+    (example,) = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
     with command("serve", "--backend", "simulated", "--grpc-address", "127.0.0.1:0") as server:
         address = server.wait_for_ready()
         assert example.count("127.0.0.1:50051") == 1

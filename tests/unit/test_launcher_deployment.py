@@ -1,4 +1,4 @@
-"""What ships around the code agrees with the code: compose file, images, locks, README."""
+"""What ships around the code agrees with the code: compose file, images, locks, documentation."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headway.__main__ import COMMANDS, parser_of
+from headway.__main__ import parser_of
 from headway.plan import make_plan
 from headway.services import SERVICES, load
 
@@ -204,13 +204,3 @@ def test_the_documentation_has_the_settings_as_they_are():
         check=False,
     )
     assert check.returncode == 0, check.stderr
-
-
-def test_the_readme_names_no_flag_that_does_not_exist():
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
-    commands = [line for line in blocks.splitlines() if re.match(r"(\.venv/bin/)?headway ", line)]
-    known = {flag for name in COMMANDS for flag in re.findall(r"--[a-z][a-z-]+", parser_of(name).format_help())}
-    used = {flag for line in commands for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
-    assert used
-    assert used - known == set()
