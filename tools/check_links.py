@@ -39,19 +39,26 @@ def anchors_of(text: str) -> set[str]:
     return anchors
 
 
+def files_of(root: Path) -> list[Path]:
+    """Return the files that git tracks or would track; outside of a repository, all that are not hidden."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],  # noqa: S607 (wherever PATH says)
+        cwd=root,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode:
+        found = (path.relative_to(root) for path in root.rglob("*"))
+        return sorted(path for path in found if not any(part.startswith(".") for part in path.parts))
+    return [Path(name) for name in listed.stdout.decode().split("\0") if (root / name).is_file()]
+
+
 class Documentation:
-    """The tracked files of a repository, and the pages among them."""
+    """The files of a repository, and the pages among them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],  # noqa: S607 (git is wherever PATH says)
-            cwd=root,
-            capture_output=True,
-            check=True,
-        )
-        names = listed.stdout.decode().rstrip("\0").split("\0")
-        self._files = [Path(name) for name in names if (root / name).is_file()]
+        self._files = files_of(root)
         self._pages = [path for path in self._files if path.suffix == ".md"]
         self._read = cache(lambda path: (root / path).read_text(encoding="utf-8"))
         self._anchors = cache(lambda path: anchors_of(self._read(path)))

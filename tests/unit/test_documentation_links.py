@@ -1,5 +1,6 @@
 """The link checker of ``make lint``: what it finds, and that the documentation has nothing for it to find."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_other_sites_code_and_repeated_headings_are_no_problem(repository: Path,
     page = repository / "docs" / "page.md"
     page.write_text(f"{page.read_text()}\n{text}\n")
     assert problems(repository) == []
+
+
+def test_a_copy_without_git_is_checked_too(repository: Path) -> None:
+    shutil.rmtree(repository / ".git")
+    assert problems(repository) == []
+    (repository / "README.md").write_text("[a](docs/gone.md)")
+    assert problems(repository) == ["README.md: docs/gone.md: no such file"]
 
 
 def test_the_documentation_here_is_in_order() -> None:
