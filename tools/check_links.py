@@ -48,7 +48,7 @@ def files_of(root: Path) -> list[Path]:
         check=False,
     )
     if listed.returncode:
-        found = (path.relative_to(root) for path in root.rglob("*"))
+        found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
         return sorted(path for path in found if not any(part.startswith(".") for part in path.parts))
     return [Path(name) for name in listed.stdout.decode().split("\0") if (root / name).is_file()]
 
