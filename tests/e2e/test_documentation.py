@@ -29,7 +29,7 @@ RUN_BY_OTHERS = {"js": "tests/e2e/test_other_languages.py"}
 NO_PROGRAM = {"text", "toml", "yaml", "json"}
 ADDRESS = "127.0.0.1:50051"
 SMALLER = {
-    "--num-requests 400 --warmup-requests 40": "--num-requests 12 --warmup-requests 2",
+    "--num-requests 440 --warmup-requests 40": "--num-requests 12 --warmup-requests 2",
     "--num-requests 1024 --warmup-requests 128": "--num-requests 40 --warmup-requests 8",
     "--sweep-budget 192,256,384,512,768,1024,2048": "--sweep-budget 256,512",
     "--arrivals poisson --rate 20 ": "--arrivals poisson --rate 50 ",
