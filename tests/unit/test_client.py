@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 import headway
-from headway import client as client_module
 from headway.client import (
+    DEFAULT_RETRY_S,
     AsyncClient,
     Client,
     DeadlineError,
@@ -25,6 +25,8 @@ from headway.client import (
     StreamCancelledError,
     UnavailableError,
 )
+from headway.client import generation as generation_module
+from headway.client.requests import generate_request
 from headway_gateway.statuses import CallRefusedError
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
@@ -102,8 +104,8 @@ def refuses(code: grpc.StatusCode, message: str, **details):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
-    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.001)
-    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.002)
+    monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.001)
+    monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.002)
 
 
 class Servers:
@@ -215,12 +217,12 @@ def test_values_that_no_message_can_carry(serve, options, words):
     ],
 )
 def test_what_the_output_must_be_is_sent(options, expected):
-    assert client_module._generate_request("x", options).sampling == expected
+    assert generate_request("x", options).sampling == expected
 
 
 def test_two_constraints_are_refused_before_anything_is_sent():
     with pytest.raises(InvalidRequestError, match="json_object: not allowed together with json_schema; allowed: one"):
-        client_module._generate_request("x", {"json_schema": {}, "json_object": True})
+        generate_request("x", {"json_schema": {}, "json_object": True})
 
 
 def test_unknown_options_and_lone_surrogates():
@@ -321,7 +323,7 @@ def test_how_long_a_stream_is_taken_up_again_is_a_setting(serve, kind):
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 def test_thirty_seconds_are_tried_unless_told_otherwise(client):
-    assert inspect.signature(client).parameters["retry_s"].default == client_module.DEFAULT_RETRY_S == 30.0
+    assert inspect.signature(client).parameters["retry_s"].default == DEFAULT_RETRY_S == 30.0
 
 
 @BOTH
@@ -372,8 +374,8 @@ def test_a_gateway_that_is_full_of_those_who_come_back_is_asked_again_when_it_sa
 
 
 def test_who_cancels_while_a_gateway_is_away_sends_nothing_more(serve, monkeypatch):
-    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.5)
-    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.5)
     servicer, address = serve(breaks_after(1), whole)
     with Client(address) as client:
         stream = client.generate("x")
@@ -387,8 +389,8 @@ def test_who_cancels_while_a_gateway_is_away_sends_nothing_more(serve, monkeypat
 
 
 async def test_who_cancels_the_async_stream_meanwhile_sends_nothing_more_either(serve, monkeypatch):
-    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.5)
-    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.5)
+    monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.5)
     servicer, address = serve(breaks_after(1), whole)
     async with AsyncClient(address) as client:
         stream = client.generate("x")
@@ -427,8 +429,8 @@ def test_what_was_never_accepted_or_has_several_continuations_is_not_resumed(ser
 
 
 def test_resuming_ends_with_the_time_given(serve, monkeypatch):
-    monkeypatch.setattr(client_module, "_FIRST_RESUME_DELAY_S", 0.2)
-    monkeypatch.setattr(client_module, "_LONGEST_RESUME_DELAY_S", 0.2)
+    monkeypatch.setattr(generation_module, "_FIRST_RESUME_DELAY_S", 0.2)
+    monkeypatch.setattr(generation_module, "_LONGEST_RESUME_DELAY_S", 0.2)
     _, address = serve(breaks_after(1), breaks_after(0))
     with Client(address) as client, pytest.raises((DeadlineError, UnavailableError)):
         client.generate("x", timeout_s=0.3).result()

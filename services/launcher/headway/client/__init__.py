@@ -1,0 +1,85 @@
+"""The Python client of a Headway gateway: ``Client`` for threads and ``AsyncClient`` for asyncio, with the same calls.
+
+Owns: the names that users import. Must not know: how the server works. It imports gRPC and no other large package.
+
+    from headway import Client
+
+    with Client("127.0.0.1:50051") as client:
+        for delta in client.generate("Once upon a time", max_tokens=64):
+            print(delta.text, end="", flush=True)
+
+A gateway may go away and come back. For ``retry_s`` seconds (30 by default) a broken stream is continued, and a request
+that reached no gateway is sent again. A client that has never heard from a gateway fails at once, because the address may
+be wrong; ``wait_ready`` waits.
+
+Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations``, ``retry_after_s`` and ``reason``:
+
+- ``InvalidRequestError``: the request cannot be served as it is (``violations`` names the fields);
+- ``AuthenticationError``: the token is missing, wrong, or without the right;
+- ``NotFoundError``, ``AlreadyExistsError``: no such request or model; a live request has this id;
+- ``OverloadedError``: try again after ``retry_after_s``;
+- ``UnavailableError``: no gateway, no model, or it was away for longer than ``retry_s``;
+- ``DeadlineError``: ``timeout_s`` passed; ``StreamCancelledError``: ``cancel`` was called;
+- ``ServerError``: anything else.
+"""
+
+from headway.client.answers import (
+    Completion,
+    Delta,
+    FinishReason,
+    GenerationResult,
+    PromptTokens,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from headway.client.calls import GENERATION_SERVICE
+from headway.client.connection import DEFAULT_ADDRESS, DEFAULT_RETRY_S, Endpoint
+from headway.client.errors import (
+    AlreadyExistsError,
+    AuthenticationError,
+    DeadlineError,
+    HeadwayError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    StreamCancelledError,
+    UnavailableError,
+)
+from headway.client.event_loop import AsyncClient, AsyncGenerationStream
+from headway.client.requests import CONSTRAINT_OPTIONS, ChatMessage, GenerateOptions, Prompt
+from headway.client.threads import Client, GenerationStream
+
+__all__ = [
+    "CONSTRAINT_OPTIONS",
+    "DEFAULT_ADDRESS",
+    "DEFAULT_RETRY_S",
+    "GENERATION_SERVICE",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "AuthenticationError",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "DeadlineError",
+    "Delta",
+    "Endpoint",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerationResult",
+    "GenerationStream",
+    "HeadwayError",
+    "InvalidRequestError",
+    "NotFoundError",
+    "OverloadedError",
+    "Prompt",
+    "PromptTokens",
+    "ServerError",
+    "StreamCancelledError",
+    "Timings",
+    "TokenLogprob",
+    "UnavailableError",
+    "Usage",
+]

@@ -1,0 +1,141 @@
+"""Every call but ``generate``, as data: which method, which request, and how the response reads.
+
+Owns: one function per call, and the polling until a gateway is ready. Must not know: threads or event loops.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from headway.client.errors import UnavailableError, error_of
+from headway.client.requests import ChatMessage, Prompt, pin_request, tokenize_request
+from headway_proto import admin_pb2, generation_pb2
+
+READY_POLL_S = 0.1
+GENERATION_SERVICE = "headway.v1.Generation"
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnswerT]):
+    """One call of a service; ``read`` makes the answer from the response."""
+
+    service: Literal["generation", "admin", "health"]
+    method: str
+    request: Any
+    read: Callable[[Any], AnswerT]
+    timeout_s: float | None = None
+
+
+class ReadinessPoll:
+    """Asks until the gateway serves a model, for ``timeout_s`` at most."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def next_call(self) -> Call[bool]:
+        """Return the next question."""
+        return Call(
+            "health",
+            "Check",
+            health_pb2.HealthCheckRequest(service=GENERATION_SERVICE),
+            lambda response: bool(response.status == health_pb2.HealthCheckResponse.SERVING),
+            timeout_s=max(0.05, self._deadline - time.monotonic()),
+        )
+
+    def require_time_left(self) -> None:
+        """Check after an answer that was no.
+
+        Raises:
+            UnavailableError: the time has passed.
+        """
+        if time.monotonic() >= self._deadline:
+            raise UnavailableError(grpc.StatusCode.UNAVAILABLE, f"not ready within {self._timeout_s:g} s")
+
+
+def require_may_wait(error: grpc.RpcError) -> None:
+    """Check a failed question.
+
+    Raises:
+        AuthenticationError: the token is wrong, so waiting does not help.
+    """
+    call: Any = error
+    if call.code() is grpc.StatusCode.UNAUTHENTICATED:
+        raise error_of(error) from error
+
+
+def _nothing(_response: object) -> None:
+    return None
+
+
+def tokenize(text: str | Sequence[ChatMessage]) -> Call[list[int]]:
+    """Ask for token ids."""
+    return Call("generation", "Tokenize", tokenize_request(text), lambda response: list(response.token_ids))
+
+
+def detokenize(token_ids: Sequence[int]) -> Call[str]:
+    """Ask for a text."""
+    request = generation_pb2.DetokenizeRequest(token_ids=token_ids)
+    return Call("generation", "Detokenize", request, lambda response: str(response.text))
+
+
+def model() -> Call[generation_pb2.GetModelResponse]:
+    """Ask which model is served."""
+    return Call("generation", "GetModel", generation_pb2.GetModelRequest(), lambda response: response)
+
+
+def status() -> Call[admin_pb2.GetStatusResponse]:
+    """Ask for the scheduler's figures."""
+    return Call("admin", "GetStatus", admin_pb2.GetStatusRequest(), lambda response: response)
+
+
+def requests() -> Call[list[admin_pb2.RequestState]]:
+    """Ask for the live requests."""
+    return Call("admin", "ListRequests", admin_pb2.ListRequestsRequest(), lambda response: list(response.requests))
+
+
+def explain(request_id: str) -> Call[admin_pb2.ExplainResponse]:
+    """Ask why a request is where it is."""
+    return Call("admin", "Explain", admin_pb2.ExplainRequest(request_id=request_id), lambda response: response)
+
+
+def pause() -> Call[None]:
+    """Admit no more."""
+    return Call("admin", "Pause", admin_pb2.PauseRequest(), _nothing)
+
+
+def resume() -> Call[None]:
+    """Admit again."""
+    return Call("admin", "Resume", admin_pb2.ResumeRequest(), _nothing)
+
+
+def drain() -> Call[None]:
+    """Refuse new requests."""
+    return Call("admin", "Drain", admin_pb2.DrainRequest(), _nothing)
+
+
+def cancel(request_id: str) -> Call[None]:
+    """End a request."""
+    return Call("admin", "Cancel", admin_pb2.CancelRequest(request_id=request_id), _nothing)
+
+
+def pin_prefix(name: str, prefix: Prompt, tenant: str) -> Call[admin_pb2.PinnedPrefix]:
+    """Pin a prefix."""
+    return Call("admin", "PinPrefix", pin_request(name, prefix, tenant), lambda response: response.pinned)
+
+
+def unpin_prefix(name: str) -> Call[None]:
+    """End a pin."""
+    return Call("admin", "UnpinPrefix", admin_pb2.UnpinPrefixRequest(name=name), _nothing)
+
+
+def pinned_prefixes() -> Call[list[admin_pb2.PinnedPrefix]]:
+    """Ask for the pins."""
+    request = admin_pb2.ListPinnedPrefixesRequest()
+    return Call("admin", "ListPinnedPrefixes", request, lambda response: list(response.prefixes))

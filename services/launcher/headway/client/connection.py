@@ -1,0 +1,105 @@
+"""A connection to a gateway, for threads or for an event loop.
+
+Owns: channels and their options, credentials and stubs. Must not know: which calls exist. On a channel for threads a
+call returns its response; on a channel of ``grpc.aio`` it returns an awaitable.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from headway.client.calls import AnswerT, Call
+from headway.client.generation import Generation, Patience
+from headway.client.requests import GenerateOptions, Prompt, generate_request
+from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_RETRY_S = 30.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A gateway's address, and the credentials for it. TLS is used with certificates (PEM) or with ``tls`` alone."""
+
+    address: str
+    token: str | None = None
+    tls: bool = False
+    root_certificates: bytes | None = None
+    client_certificate: tuple[bytes, bytes] | None = None
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether channels use TLS."""
+        return self.tls or self.root_certificates is not None or self.client_certificate is not None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what goes with every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def channel(self) -> grpc.Channel:
+        """Connect, for threads."""
+        if not self.encrypts:
+            return grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return grpc.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
+
+    def aio_channel(self, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
+        """Connect, for the running event loop, with more channel options than the usual ones."""
+        if not self.encrypts:
+            return grpc.aio.insecure_channel(self.address, options=(*_CHANNEL_OPTIONS, *options))
+        return grpc.aio.secure_channel(self.address, self._credentials(), options=(*_CHANNEL_OPTIONS, *options))
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        certificate, key = self.client_certificate or (None, None)
+        return grpc.ssl_channel_credentials(self.root_certificates, key, certificate)
+
+
+class Connection:
+    """The stubs of one channel. With a channel for threads, starting a call blocks until its response is there."""
+
+    def __init__(
+        self, channel: grpc.Channel | grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], patience: Patience
+    ) -> None:
+        self._metadata = metadata
+        self._patience = patience
+        self._stubs: dict[str, Any] = {
+            "generation": generation_pb2_grpc.GenerationStub(channel),  # type: ignore[no-untyped-call]
+            "admin": admin_pb2_grpc.AdminStub(channel),  # type: ignore[no-untyped-call]
+            "health": health_pb2_grpc.HealthStub(channel),
+        }
+
+    def start(self, call: Call[AnswerT]) -> Any:
+        """Start a call: return its response, or an awaitable of it."""
+        method = getattr(self._stubs[call.service], call.method)
+        return method(call.request, timeout=call.timeout_s, metadata=self._metadata)
+
+    def answer(self, call: Call[AnswerT], response: Any) -> AnswerT:
+        """Read a response."""
+        self._patience.has_heard = True
+        return call.read(response)
+
+    def generation(self, prompt: Prompt, options: GenerateOptions) -> Generation:
+        """Return the state of a new generation, of which nothing was sent yet."""
+        return Generation(generate_request(prompt, options), options.get("timeout_s"), self._patience)
+
+    def open_stream(self, generation: Generation) -> Any:
+        """Send the next request of a generation; return the stream of its events."""
+        return self._stubs["generation"].Generate(
+            generation.next_request(), timeout=generation.remaining_s(), metadata=self._metadata
+        )
+
+    def open_flight_log(self) -> Any:
+        """Return the stream of the flight log's pieces."""
+        return self._stubs["admin"].ReadFlightLog(admin_pb2.ReadFlightLogRequest(), metadata=self._metadata)

@@ -1,0 +1,114 @@
+"""The errors of a call, made from gRPC's.
+
+Owns: which status code gives which error. Must not know: which call failed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+
+class HeadwayError(Exception):
+    """A call that failed. ``violations`` are (field, description) pairs; ``retry_after_s`` is the server's advice.
+
+    ``reason`` is the gateway's word for why it refused; it is empty if no gateway answered.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        violations: tuple[tuple[str, str], ...] = (),
+        retry_after_s: float | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+        self.reason = reason
+
+
+class InvalidRequestError(HeadwayError):
+    """The request cannot be served as it is."""
+
+
+class AuthenticationError(HeadwayError):
+    """The token is missing, wrong, or lacks the right."""
+
+
+class NotFoundError(HeadwayError):
+    """No such request or model."""
+
+
+class AlreadyExistsError(HeadwayError):
+    """A live request has this id."""
+
+
+class OverloadedError(HeadwayError):
+    """The server has too much work at the moment."""
+
+
+class UnavailableError(HeadwayError):
+    """No gateway or no model can serve."""
+
+
+class DeadlineError(HeadwayError):
+    """The time given has passed."""
+
+
+class StreamCancelledError(HeadwayError):
+    """The stream was cancelled."""
+
+
+class ServerError(HeadwayError):
+    """The server failed in some other way."""
+
+
+_ERROR_TYPES: dict[grpc.StatusCode, type[HeadwayError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: StreamCancelledError,
+}
+
+
+def error_of(error: grpc.RpcError) -> HeadwayError:
+    """Make the exception for a failed call, with the details that the server sent."""
+    call: Any = error  # Both flavours of RpcError are calls as well, which their types do not say.
+    code: grpc.StatusCode = call.code()
+    violations: list[tuple[str, str]] = []
+    retry_after_s, reason = None, ""
+    for key, value in call.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(bad_request):
+                violations += [(item.field, item.description) for item in bad_request.field_violations]
+            elif detail.Unpack(retry):
+                retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+            elif detail.Unpack(info):
+                reason = info.reason.lower()
+    return _ERROR_TYPES.get(code, ServerError)(code, call.details() or "", tuple(violations), retry_after_s, reason)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise ``HeadwayError`` in place of gRPC's errors."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error) from error

@@ -1,0 +1,198 @@
+"""The client for asyncio: ``AsyncClient`` and its ``AsyncGenerationStream``.
+
+Owns: awaiting calls and streams. Must not know: messages; the modules beside it make and read them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+
+from headway.client import calls
+from headway.client.answers import Delta, GenerationResult, PromptTokens
+from headway.client.calls import AnswerT, Call
+from headway.client.connection import DEFAULT_ADDRESS, DEFAULT_RETRY_S, Connection, Endpoint
+from headway.client.errors import StreamCancelledError, own_errors
+from headway.client.generation import Generation, Patience
+from headway.client.requests import ChatMessage, GenerateOptions, Prompt
+from headway_proto import admin_pb2, generation_pb2
+
+
+class AsyncGenerationStream:
+    """The asyncio form of ``GenerationStream``."""
+
+    def __init__(self, connection: Connection, generation: Generation) -> None:
+        self._connection = connection
+        self._generation = generation
+        self._call = connection.open_stream(generation)
+
+    @property
+    def request_id(self) -> str:
+        """See ``GenerationStream``."""
+        return self._generation.request_id
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """See ``GenerationStream``."""
+        return self._generation.prompt
+
+    def cancel(self) -> None:
+        """See ``GenerationStream``."""
+        self._generation.is_cancelled = True
+        self._call.cancel()
+
+    async def text(self) -> str:
+        """See ``GenerationStream``."""
+        return (await self.result()).text
+
+    async def result(self) -> GenerationResult:
+        """See ``GenerationStream``."""
+        async for _ in self:
+            pass
+        return self._generation.result()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            try:
+                while (response := await self._call.read()) is not grpc.aio.EOF:
+                    delta = self._generation.accept(response)
+                    if delta is not None:
+                        return delta
+            except grpc.RpcError as error:
+                await asyncio.sleep(self._generation.delay_before_resuming(error))
+                self._generation.require_not_cancelled()
+                self._call = self._connection.open_stream(self._generation)
+            except asyncio.CancelledError:
+                if not self._generation.is_cancelled:
+                    self._call.cancel()
+                    raise
+                raise StreamCancelledError(grpc.StatusCode.CANCELLED, "the stream was cancelled") from None
+            else:
+                raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """The asyncio form of ``Client``; it lives in one event loop."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        token: str | None = None,
+        tls: bool = False,
+        root_certificates: bytes | None = None,
+        client_certificate: tuple[bytes, bytes] | None = None,
+        retry_s: float = DEFAULT_RETRY_S,
+    ) -> None:
+        patience = Patience(retry_s)
+        endpoint = Endpoint(address, token, tls, root_certificates, client_certificate)
+        self._channel = endpoint.aio_channel()
+        self._connection = Connection(self._channel, endpoint.metadata(), patience)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
+        """See ``Client``."""
+        return AsyncGenerationStream(self._connection, self._connection.generation(prompt, options))
+
+    async def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
+        """See ``Client``."""
+        return await self._call(calls.tokenize(text))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """See ``Client``."""
+        return await self._call(calls.detokenize(token_ids))
+
+    async def model(self) -> generation_pb2.GetModelResponse:
+        """See ``Client``."""
+        return await self._call(calls.model())
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        """See ``Client``."""
+        return await self._call(calls.status())
+
+    async def requests(self) -> list[admin_pb2.RequestState]:
+        """See ``Client``."""
+        return await self._call(calls.requests())
+
+    async def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
+        """See ``Client``."""
+        return await self._call(calls.explain(request_id))
+
+    async def pause(self) -> None:
+        """See ``Client``."""
+        await self._call(calls.pause())
+
+    async def resume(self) -> None:
+        """See ``Client``."""
+        await self._call(calls.resume())
+
+    async def drain(self) -> None:
+        """See ``Client``."""
+        await self._call(calls.drain())
+
+    async def cancel(self, request_id: str) -> None:
+        """See ``Client``."""
+        await self._call(calls.cancel(request_id))
+
+    async def pin_prefix(self, name: str, prefix: Prompt, *, tenant: str = "") -> admin_pb2.PinnedPrefix:
+        """See ``Client``."""
+        return await self._call(calls.pin_prefix(name, prefix, tenant))
+
+    async def unpin_prefix(self, name: str) -> None:
+        """See ``Client``."""
+        await self._call(calls.unpin_prefix(name))
+
+    async def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
+        """See ``Client``."""
+        return await self._call(calls.pinned_prefixes())
+
+    async def read_flight_log(self) -> AsyncIterator[admin_pb2.ReadFlightLogResponse]:
+        """See ``Client``."""
+        with own_errors():
+            async for piece in self._connection.open_flight_log():
+                yield piece
+
+    async def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """See ``Client``."""
+        poll = calls.ReadinessPoll(timeout_s)
+        while not await self._is_ready(poll):
+            poll.require_time_left()
+            await asyncio.sleep(calls.READY_POLL_S)
+
+    async def close(self) -> None:
+        """See ``Client``."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, call: Call[AnswerT]) -> AnswerT:
+        with own_errors():
+            response = await self._connection.start(call)
+        return self._connection.answer(call, response)
+
+    async def _is_ready(self, poll: calls.ReadinessPoll) -> bool:
+        call = poll.next_call()
+        try:
+            return self._connection.answer(call, await self._connection.start(call))
+        except grpc.RpcError as error:
+            calls.require_may_wait(error)
+            return False

@@ -1,0 +1,188 @@
+"""Requests as messages, from plain Python values.
+
+Owns: the options of ``generate`` and how each is sent. Must not know: ranges and defaults, which are the server's.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import grpc
+
+from headway.client.errors import InvalidRequestError
+from headway_proto import admin_pb2, generation_pb2
+
+
+class ChatMessage(TypedDict):
+    """One message of a chat prompt."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of ``generate``. Ranges and defaults are those of generation.proto.
+
+    A request has at most one constraint: ``json_schema`` (a text, or Python values), ``json_object``, ``regex``,
+    ``grammar`` or ``choice``.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    n: int
+    best_of: int
+    echo: bool
+    request_id: str
+    priority: Literal["realtime", "high", "normal", "low"]
+    ttft_slo_ms: int
+    itl_slo_ms: int
+    tenant: str
+    model: str
+    timeout_s: float
+    json_schema: str | Mapping[str, Any] | bool
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
+_PRIORITIES = {
+    "realtime": generation_pb2.PRIORITY_REALTIME,
+    "high": generation_pb2.PRIORITY_HIGH,
+    "normal": generation_pb2.PRIORITY_NORMAL,
+    "low": generation_pb2.PRIORITY_LOW,
+}
+
+_SCALAR_SAMPLING_OPTIONS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "best_of",
+)
+_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "echo")
+CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""A request has at most one of them."""
+
+_KNOWN_OPTIONS = GenerateOptions.__annotations__.keys()
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
+    """Build a request.
+
+    Raises:
+        InvalidRequestError: no message can carry a value.
+        TypeError: an option is unknown.
+    """
+    unknown = options.keys() - _KNOWN_OPTIONS
+    if unknown:
+        raise TypeError(f"generate() has no option {min(unknown)!r}")
+    values: Mapping[str, Any] = options
+    stop = options.get("stop", ())
+    with _refusals_of_protobuf():
+        request = generation_pb2.GenerateRequest(
+            **{name: values[name] for name in _REQUEST_OPTIONS if name in values},
+            sampling=generation_pb2.SamplingParams(
+                **{name: values[name] for name in _SCALAR_SAMPLING_OPTIONS if name in values},
+                logit_bias=[
+                    generation_pb2.LogitBias(token_id=token_id, bias=bias)
+                    for token_id, bias in options.get("logit_bias", {}).items()
+                ],
+                stop=[stop] if isinstance(stop, str) else stop,
+                stop_token_ids=options.get("stop_token_ids", ()),
+                **_constraint(values),
+            ),
+        )
+        _set_prompt(request, prompt)
+    if "priority" in options:
+        if options["priority"] not in _PRIORITIES:
+            raise InvalidRequestError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"priority: {options['priority']!r:.64} is not allowed; allowed: {', '.join(_PRIORITIES)}",
+            )
+        request.priority = _PRIORITIES[options["priority"]]
+    return request
+
+
+@contextmanager
+def _refusals_of_protobuf() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, UnicodeEncodeError) as error:
+        raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+
+
+def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:
+    given = [name for name in CONSTRAINT_OPTIONS if name in values]
+    if len(given) > 1:
+        raise ValueError(f"{given[1]}: not allowed together with {given[0]}; allowed: one constraint")
+    if not given:
+        return {}
+    name, value = given[0], values[given[0]]
+    if name == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value)
+    if name == "choice":
+        value = generation_pb2.Choice(choices=value)
+    return {name: value}
+
+
+def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        request.chat.CopyFrom(_chat(prompt))
+    else:
+        request.token_ids.CopyFrom(generation_pb2.TokenIds(ids=prompt))  # type: ignore[arg-type]
+
+
+def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:
+    return generation_pb2.Chat(
+        messages=[generation_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    )
+
+
+def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:
+    """Build a request for the tokens of a text or a chat."""
+    if isinstance(text, str):
+        return generation_pb2.TokenizeRequest(text=text)
+    return generation_pb2.TokenizeRequest(chat=_chat(text))
+
+
+def pin_request(name: str, prefix: Prompt, tenant: str) -> admin_pb2.PinPrefixRequest:
+    """Build a request to pin a prefix.
+
+    Raises:
+        InvalidRequestError: no message can carry a value.
+    """
+    with _refusals_of_protobuf():
+        request = admin_pb2.PinPrefixRequest(name=name, tenant=tenant)
+        _set_prompt(request, prefix)
+    return request
