@@ -28,7 +28,7 @@ from headway_lab.bench.report import warnings
 from headway_lab.bench.session import BenchResult, bench
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
-from headway_lab.workload.percentiles import Percentiles, percentiles
+from headway_lab.percentiles import Percentiles, percentiles
 from provenance import provenance
 from served import DEMO_MODEL, served
 

@@ -38,8 +38,8 @@ from headway import openai_front
 from headway.replicas import free_ports
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
-from headway_lab.simulate.measurement import RequestFigures
-from headway_lab.workload.percentiles import percentiles
+from headway_lab.percentiles import percentiles
+from headway_lab.simulate.collector import SimulatedRequest
 from provenance import provenance
 from served import DEMO_MODEL, served
 
@@ -193,7 +193,7 @@ def measure(generator: Generator, report: Path) -> Measured:
     return Measured(generator.version, generator.report(report), began_s, time.monotonic())
 
 
-def recorded(log: Path) -> tuple[list[RequestFigures], float]:
+def recorded(log: Path) -> tuple[list[SimulatedRequest], float]:
     """Every request that the scheduler has seen, and from when on their times count, by the monotonic clock."""
     flight, recording = Flight(str(log)), Recording()
     first_s = 0.0
@@ -203,7 +203,7 @@ def recorded(log: Path) -> tuple[list[RequestFigures], float]:
     return recording.measurement().requests(), first_s
 
 
-def truth_of(requests: Sequence[RequestFigures]) -> dict[str, float | None]:
+def truth_of(requests: Sequence[SimulatedRequest]) -> dict[str, float | None]:
     """The same figures, by the flight recorder."""
     ttft = percentiles([request.ttft_s * 1e3 for request in requests])
     tpot = percentiles([statistics.fmean(request.itl_ms) for request in requests])
@@ -252,8 +252,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, A
 
 
 def _of_load(
-    requests: Sequence[RequestFigures], first_s: float, one: Measured, arguments: argparse.Namespace
-) -> list[RequestFigures]:
+    requests: Sequence[SimulatedRequest], first_s: float, one: Measured, arguments: argparse.Namespace
+) -> list[SimulatedRequest]:
     """Those that a generator has sent, without those by which it finds out whether there is anybody: shorter, or first."""
     own = [
         request

@@ -30,9 +30,9 @@ import msgspec
 import numpy as np
 
 from headway_lab.simulate.cases import Case
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice
 from headway_lab.simulate.loop import Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.world import World, make_world, simulate
 from headway_lab.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
@@ -282,7 +282,7 @@ def run_requests(
     seed: int,
     *,
     is_over: Callable[[float], bool] | None = None,
-) -> Measurement:
+) -> RunCollector:
     """Run ``scheduler`` on the world's device until all requests have ended, or it ``is_over``, asked after each step."""
     device = VirtualDevice(
         world.roofline,
@@ -291,10 +291,10 @@ def run_requests(
         host_bandwidth=world.host_bandwidth,
         disturbance=Disturbance(NOISE, (), rng_of(seed, STEP_NOISE)),
     )
-    measurement = Measurement(num_requests)
+    measurement = RunCollector(num_requests)
     prompts = PromptSource(seed, scheduler.capacity.vocab_size)
 
-    def after_step(_: Measurement, now: float) -> None:
+    def after_step(_: RunCollector, now: float) -> None:
         if is_over is not None and is_over(now):
             raise Seen
 
@@ -324,7 +324,7 @@ Timed = list[tuple[float, PlannedRequest]]
 
 def open_run(
     world: World, limits: SchedulerLimits, timed: Timed, seed: int, *, tenant: str
-) -> tuple[Measurement, Scheduler]:
+) -> tuple[RunCollector, Scheduler]:
     """Requests at given times, numbered anew, until the last has arrived and those of ``tenant`` have ended."""
     requests = [msgspec.structs.replace(request, number=number) for number, (_, request) in enumerate(timed)]
     scheduler = scheduler_for(world, limits)
@@ -336,7 +336,7 @@ def open_run(
     return run_requests(world, scheduler, arrivals, len(requests), seed, is_over=is_over), scheduler
 
 
-def first_tokens(measurement: Measurement, *, tenant: str) -> Latency:
+def first_tokens(measurement: RunCollector, *, tenant: str) -> Latency:
     return percentiles([request.ttft_s for request in measurement.requests() if request.tenant == tenant])
 
 

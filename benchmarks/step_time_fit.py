@@ -42,10 +42,10 @@ from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import VirtualDevice
 from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.loop import Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.model_shapes import ModelShape
 from headway_lab.simulate.roofline import Roofline
 from headway_lab.workload.arrivals import OpenArrivals
@@ -313,7 +313,7 @@ def run_ratio(
     limits = SchedulerLimits(
         max_num_batched_tokens=RUN_BUDGET, max_num_seqs=num_requests, max_steps_in_flight=1, enable_prefix_caching=False
     )
-    measurement = Measurement(num_requests)
+    measurement = RunCollector(num_requests)
     device = VirtualDevice(
         Roofline(accelerator, model, 1), capacity, rng_of(arguments.seed, SAMPLED_TOKENS), host_bandwidth=1.0
     )

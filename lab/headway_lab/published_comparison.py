@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headway_lab.tables import aligned
+from headway.tables import aligned
 
 CHUNKS = (512, 256, 128)
 

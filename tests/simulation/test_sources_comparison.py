@@ -9,11 +9,11 @@ import pytest
 
 from headway_lab.published_comparison import ORDERINGS, PUBLISHED, findings
 from headway_lab.simulate.cases import Case
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.comparison import SETTINGS, figures_of, source_cases
 from headway_lab.simulate.device import VirtualDevice
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.loop import Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.roofline import Roofline
@@ -119,7 +119,7 @@ def iteration_ms(prompt, accelerator):
         planned.append(PlannedRequest(number=8, num_prompt_tokens=prompt, num_output_tokens=1))
         times_s.append(1e-3)  # while the eight prompts run, so that it joins their first decodes
     device = VirtualDevice(Roofline(accelerator, shape, 1), capacity, rng_of(0, 0), host_bandwidth=1e9)
-    measurement = Measurement(len(planned))
+    measurement = RunCollector(len(planned))
     scheduler = Scheduler(limits, capacity)
     Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 32_000), measurement).run()
     step = next(step for step in measurement.steps if step.num_decodes == 8)

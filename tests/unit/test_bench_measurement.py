@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_lab.bench.measurement import Measurement, gaps_of, rate_of, tpot_of, ttft_of
+from headway_lab.bench.figures import BenchFigures, gaps_of, rate_of, tpot_of, ttft_of
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.pipe_messages import Begin, Done, Job, body_bytes, frame, from_client, read_to_client
 from headway_lab.bench.records import RequestRecord
@@ -42,7 +42,7 @@ def record(number=0, *, intended=0.0, times=(1.0,), counts=None, end=None, **oth
 def measured(records, *, lags=(0.0,), **options):
     load = make_load(BenchOptions(num_requests=len(records), output_tokens="3", prompt_tokens="10", **options), 4096)
     result = ShareResult(records=list(records), lags_s=list(lags), cpu_s=1.0, wall_s=4.0)
-    return Measurement(load, result, 1)
+    return BenchFigures(load, result, 1)
 
 
 def test_of_tokens_that_come_together_the_first_has_the_gap():

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from headway_lab.bench.measurement import Measurement, ttft_of
+from headway_lab.bench.figures import BenchFigures, ttft_of
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.records import OK, TIMEOUT, RequestFailed
 from headway_lab.bench.report import text, warnings
@@ -52,7 +52,7 @@ def bench(target, *, timeout_s=100.0, **options):
 
 
 def totals_of(load, result):
-    return Measurement(load, result, 1).totals()
+    return BenchFigures(load, result, 1).totals()
 
 
 def test_open_arrivals_are_sent_at_their_times_though_no_answer_comes():
@@ -189,7 +189,7 @@ def test_a_burst_that_is_over_before_an_answer_ends_tells_nothing_of_the_rate(pr
     # 60 requests at 8/s, of which some two a second come back, once they are all there.
     options = {"arrivals": "poisson", "rate": 8.0, "num_requests": 60, "warmup_requests": 6, "processes": processes}
     load, result = bench(SharedByAll(work_s=2.0, speed=4.0), **options)
-    totals = Measurement(load, result, processes).totals()
+    totals = BenchFigures(load, result, processes).totals()
     assert totals.requests_per_s < 3
     assert (totals.achieved_requests_per_s, totals.keeps_up) == (None, None)
     printed = text(TargetInfo(model="m", address="a", runs_on="x", context_length=9, counted_by="ids"), totals, 1e6)
@@ -218,7 +218,7 @@ def test_what_is_refused_is_not_achieved():
 def test_users_who_are_soon_out_of_requests_tell_no_throughput():
     def run(num_requests, processes=1):
         load, result = bench(FakeTarget(gap_s=0.1), users=8, num_requests=num_requests, output_tokens="uniform:5,40")
-        return Measurement(load, result, processes).totals()
+        return BenchFigures(load, result, processes).totals()
 
     for processes in (1, 2):
         short, long = run(9, processes), run(80, processes)
@@ -243,4 +243,4 @@ def test_warm_up_is_left_out():
     totals = totals_of(load, result)
     assert totals.num_requests == 36
     assert totals.ttft_ms.p99 < 150
-    assert len(Measurement(load, result, 1).requests()) == 36
+    assert len(BenchFigures(load, result, 1).requests()) == 36

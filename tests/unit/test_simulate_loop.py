@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from headway_lab.simulate.cases import Case
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.loop import NoProgress, Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.roofline import Roofline, StepTime
@@ -47,7 +47,7 @@ def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectiv
     scheduler.paused = paused
     roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
     device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e9)
-    measurement = Measurement(len(planned))
+    measurement = RunCollector(len(planned))
     Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 100), measurement).run()
     return measurement, measurement.totals(scheduler.counters, None)
 

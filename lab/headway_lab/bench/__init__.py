@@ -11,7 +11,7 @@ was busy, does not hide the wait ("coordinated omission").
   and ``words``); ``targets`` chooses.
 - ``runner``: sends a load; ``records``: what came of each request; ``lag``: whether the client itself was too slow.
 - ``worker``, ``cooperation``: several client processes that share one load; ``pipe_messages``: what they say.
-- ``measurement``, ``report``, ``picture``: the figures and how they are shown; ``steady``: whether a rate was reached.
+- ``figures``, ``report``, ``picture``: the figures and how they are shown; ``steady``: whether a rate was reached.
 - ``capacity``: the highest rate that meets an objective.
 
 Only ``openai_target`` imports aiohttp, only ``headway_target`` gRPC, and only ``picture`` matplotlib.

@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headway_lab.bench.capacity import Trial
-from headway_lab.bench.measurement import RequestFigures
+from headway_lab.bench.figures import BenchedRequest
 from headway_lab.bench.records import OK
+from headway_lab.pictures import BLUE, GREY, ORANGE, write_picture
 
-_BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8a8a"
 _LONG_TAIL = 20
 
 
-def draw(path: Path, title: str, requests: Sequence[RequestFigures]) -> None:
+def draw(path: Path, title: str, requests: Sequence[BenchedRequest]) -> None:
     """Write a PNG: TTFT by time, how many requests were open, and how TTFT and ITL are distributed.
 
     Raises:
@@ -33,7 +33,7 @@ def draw(path: Path, title: str, requests: Sequence[RequestFigures]) -> None:
     _draw_open(open_requests, requests)
     _draw_distribution(ttft, [1e3 * request.ttft_s for request in answered if request.ttft_s is not None], "TTFT, ms")
     _draw_distribution(itl, [gap for request in answered for gap in request.itl_ms], "ITL, ms")
-    _finish(figure, path)
+    write_picture(figure, path)
 
 
 def draw_capacity(path: Path, title: str, trials: Sequence[Trial], attainment: float) -> None:
@@ -45,14 +45,14 @@ def draw_capacity(path: Path, title: str, trials: Sequence[Trial], attainment: f
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=9)
     axes = figure.subplots()
-    for meets, color, label in ((True, _BLUE, "meets"), (False, _ORANGE, "misses")):
+    for meets, color, label in ((True, BLUE, "meets"), (False, ORANGE, "misses")):
         chosen = [trial for trial in trials if trial.meets is meets]
         shares = np.array([trial.share for trial in chosen])
         bounds = [shares - [trial.low for trial in chosen], [trial.high for trial in chosen] - shares]
         axes.errorbar(
             [trial.rate for trial in chosen], shares, yerr=np.maximum(bounds, 0), fmt="o", color=color, label=label
         )
-    axes.axhline(attainment, color=_GREY, linestyle="--", linewidth=1)
+    axes.axhline(attainment, color=GREY, linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
@@ -60,17 +60,17 @@ def draw_capacity(path: Path, title: str, trials: Sequence[Trial], attainment: f
     axes.set_xlabel("requests per second")
     axes.set_ylabel("share that kept its objectives")
     axes.legend(frameon=False, loc="lower left")
-    _finish(figure, path)
+    write_picture(figure, path)
 
 
-def _draw_ttft_by_time(axes: Axes, requests: Sequence[RequestFigures]) -> None:
+def _draw_ttft_by_time(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
     answered = [request for request in requests if request.status == OK and request.ttft_s is not None]
     axes.plot(
         [request.intended_s for request in answered],
         [1e3 * (request.ttft_s or 0.0) for request in answered],
         ".",
         markersize=4,
-        color=_BLUE,
+        color=BLUE,
     )
     failed = [request for request in requests if request.status != OK]
     if failed:
@@ -78,7 +78,7 @@ def _draw_ttft_by_time(axes: Axes, requests: Sequence[RequestFigures]) -> None:
             [request.intended_s for request in failed],
             [0.0] * len(failed),
             "x",
-            color=_ORANGE,
+            color=ORANGE,
             label=f"not answered ({len(failed)})",
         )
         axes.legend(frameon=False, fontsize=8)
@@ -86,14 +86,14 @@ def _draw_ttft_by_time(axes: Axes, requests: Sequence[RequestFigures]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _draw_open(axes: Axes, requests: Sequence[RequestFigures]) -> None:
+def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
     starts = [request.intended_s for request in requests]
     ends = [request.intended_s + request.end_to_end_s for request in requests]
     # Ends first: the request that follows one is meant to be sent in the moment of its end.
     times = np.array(ends + starts).round(6)
     changes = np.repeat([-1, 1], len(requests))
     order = np.argsort(times, kind="stable")
-    axes.step(times[order], np.cumsum(changes[order]), where="post", color=_BLUE)
+    axes.step(times[order], np.cumsum(changes[order]), where="post", color=BLUE)
     axes.set_xlabel("time, s")
     axes.set_ylabel("requests sent and not ended")
     axes.set_ylim(bottom=0)
@@ -110,7 +110,7 @@ def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
     if not len(positive):
         return
     shares = np.arange(1, len(ordered) + 1) / len(ordered)
-    axes.plot(ordered, shares, color=_BLUE)
+    axes.plot(ordered, shares, color=BLUE)
     if ordered[-1] > _LONG_TAIL * positive[0]:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
@@ -118,7 +118,7 @@ def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
         axes.set_xlim(left=0)
     for share in (50, 90, 99):
         value = float(np.percentile(ordered, share))
-        axes.axhline(share / 100, color=_GREY, linewidth=0.5, linestyle=":")
+        axes.axhline(share / 100, color=GREY, linewidth=0.5, linestyle=":")
         if value > 0:
             axes.annotate(
                 f"p{share} {value:.3g}",
@@ -126,12 +126,5 @@ def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
                 xytext=(4, -10),
                 textcoords="offset points",
                 fontsize=8,
-                color=_ORANGE,
+                color=ORANGE,
             )
-
-
-def _finish(figure: Figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, format="png")

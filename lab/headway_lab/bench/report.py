@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
+from headway.tables import aligned
 from headway_lab.bench.capacity import Search, Trial
-from headway_lab.bench.measurement import GroupTotals, RequestFigures, Totals, by_status
+from headway_lab.bench.figures import BenchedGroup, BenchedRequest, BenchTotals, by_status
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import TargetInfo
-from headway_lab.tables import aligned
+from headway_lab.reports import latency_cell, latency_cells, rate_cell, shown_groups
 from headway_lab.workload.load import Load
-from headway_lab.workload.percentiles import Percentiles
 
 JSON_SCHEMA = 2
 _OUTPUTS = frozenset({"json", "csv", "png"})
@@ -49,16 +49,16 @@ def title(info: TargetInfo, load: Load) -> str:
     )
 
 
-def text(info: TargetInfo, totals: Totals, max_late_ms: float) -> str:
+def text(info: TargetInfo, totals: BenchTotals, max_late_ms: float) -> str:
     """The whole result for people."""
     lines = [*aligned(_rates(totals)), "", *aligned(_latencies(totals))]
-    if groups := _groups(totals):
+    if groups := shown_groups(totals.tenants, totals.priorities):
         lines += ["", *aligned(_group_rows(groups))]
     lines += ["", *_notes(info, totals), *warnings(totals, max_late_ms)]
     return "\n".join((*lines, ""))
 
 
-def _rates(totals: Totals) -> list[tuple[str, str]]:
+def _rates(totals: BenchTotals) -> list[tuple[str, str]]:
     rows = [
         ("requests answered", f"{totals.num_ok} of {totals.num_requests} in {totals.window_s:.2f} s"),
         ("output tokens/s", f"{totals.output_tokens_per_s:.1f}"),
@@ -67,43 +67,35 @@ def _rates(totals: Totals) -> list[tuple[str, str]]:
     ]
     if totals.asked_requests_per_s is not None:
         rows += [
-            ("asked rate, requests/s", f"{_rate(totals.asked_requests_per_s)}"),
-            ("drawn to arrive", f"{_rate(totals.arriving_requests_per_s)}"),
+            ("asked rate, requests/s", f"{rate_cell(totals.asked_requests_per_s)}"),
+            ("drawn to arrive", f"{rate_cell(totals.arriving_requests_per_s)}"),
             ("achieved", _achieved(totals)),
         ]
     if totals.attainment is not None:
         rows += [
-            ("goodput requests/s", _rate(totals.goodput_requests_per_s)),
+            ("goodput requests/s", rate_cell(totals.goodput_requests_per_s)),
             ("objectives kept", f"{100 * totals.attainment:.1f}% of requests"),
         ]
     return rows
 
 
-def _achieved(totals: Totals) -> str:
+def _achieved(totals: BenchTotals) -> str:
     if totals.keeps_up is None:
         return "too short to tell"
-    return _rate(totals.achieved_requests_per_s) + " (not the asked rate)" * (not totals.keeps_up)
+    return rate_cell(totals.achieved_requests_per_s) + " (not the asked rate)" * (not totals.keeps_up)
 
 
-def _latencies(totals: Totals) -> list[tuple[str, ...]]:
+def _latencies(totals: BenchTotals) -> list[tuple[str, ...]]:
     return [
         ("ms", "p50", "p90", "p99"),
-        ("TTFT", *_cells(totals.ttft_ms)),
-        ("ITL", *_cells(totals.itl_ms)),
-        ("TPOT", *_cells(totals.tpot_ms)),
-        ("end to end", *_cells(totals.end_to_end_ms)),
+        ("TTFT", *latency_cells(totals.ttft_ms)),
+        ("ITL", *latency_cells(totals.itl_ms)),
+        ("TPOT", *latency_cells(totals.tpot_ms)),
+        ("end to end", *latency_cells(totals.end_to_end_ms)),
     ]
 
 
-def _groups(totals: Totals) -> list[tuple[str, GroupTotals]]:
-    """Tenants, and priorities unless there is but one, or each tenant has its own and they would say the same."""
-    tenants = list(totals.tenants.items())
-    if len(totals.priorities) == 1 or len(totals.priorities) == len(tenants):
-        return tenants
-    return tenants + [(f"priority {name}", group) for name, group in totals.priorities.items()]
-
-
-def _group_rows(groups: Iterable[tuple[str, GroupTotals]]) -> list[tuple[str, ...]]:
+def _group_rows(groups: Iterable[tuple[str, BenchedGroup]]) -> list[tuple[str, ...]]:
     return [
         ("", "answered", "objectives kept", "output tok/s", "TTFT ms p50/p90/p99", "ITL ms p50/p90/p99"),
         *(
@@ -112,18 +104,18 @@ def _group_rows(groups: Iterable[tuple[str, GroupTotals]]) -> list[tuple[str, ..
                 f"{group.num_ok} of {group.num_requests}",
                 "-" if group.attainment is None else f"{100 * group.attainment:.1f}%",
                 f"{group.output_tokens_per_s:.1f}",
-                "/".join(_cells(group.ttft_ms)),
-                "/".join(_cells(group.itl_ms)),
+                latency_cell(group.ttft_ms),
+                latency_cell(group.itl_ms),
             )
             for name, group in groups
         ),
     ]
 
 
-def _notes(info: TargetInfo, totals: Totals) -> list[str]:
+def _notes(info: TargetInfo, totals: BenchTotals) -> list[str]:
     client = totals.client
     processes = f"{client.num_processes} process{'es' * (client.num_processes > 1)}"
-    late, lag = _cells(client.late_ms)[2], _cells(client.lag_ms)[2]
+    late, lag = latency_cells(client.late_ms)[2], latency_cells(client.lag_ms)[2]
     lengths = f"{totals.mean_prompt_tokens:.1f} per prompt, {totals.mean_output_tokens:.1f} per answer"
     notes = [
         f"client: {processes}, {100 * client.cpu_share:.0f}% of a core; at p99 {late} ms late to send, {lag} ms to see",
@@ -146,7 +138,7 @@ def _notes(info: TargetInfo, totals: Totals) -> list[str]:
     return notes
 
 
-def warnings(totals: Totals, max_late_ms: float) -> list[str]:
+def warnings(totals: BenchTotals, max_late_ms: float) -> list[str]:
     """What makes the figures mean something else than they seem to; a line each."""
     lines = []
     if totals.num_ok < totals.num_requests:
@@ -168,15 +160,15 @@ def warnings(totals: Totals, max_late_ms: float) -> list[str]:
     return [f"WARNING: {line}" for line in lines]
 
 
-def _asked_rate(totals: Totals) -> str:
+def _asked_rate(totals: BenchTotals) -> str:
     asked = totals.asked_requests_per_s or 0.0
     if totals.keeps_up is False:
         return (
-            f"the asked rate, {_rate(asked)} requests/s, was not reached: "
-            f"{_rate(totals.achieved_requests_per_s)} were answered per second"
+            f"the asked rate, {rate_cell(asked)} requests/s, was not reached: "
+            f"{rate_cell(totals.achieved_requests_per_s)} were answered per second"
         )
     steady = totals.steady
-    told = f"too short to tell whether the asked rate, {_rate(asked)} requests/s, was reached: "
+    told = f"too short to tell whether the asked rate, {rate_cell(asked)} requests/s, was reached: "
     if steady is None:
         return f"{told}nothing was answered"
     enough = max(steady.num_requests_to_tell(asked), 2 * totals.num_requests)
@@ -188,18 +180,10 @@ def _asked_rate(totals: Totals) -> str:
     )
 
 
-def is_trustworthy(totals: Totals, max_late_ms: float) -> bool:
+def is_trustworthy(totals: BenchTotals, max_late_ms: float) -> bool:
     """Whether the client sent in time, and could see tokens in time."""
     client = totals.client
     return max(client.late_ms.p99 or 0.0, client.lag_ms.p99 or 0.0) <= max_late_ms
-
-
-def _cells(values: Percentiles) -> list[str]:
-    return ["-" if value is None else f"{value:.1f}" for value in (values.p50, values.p90, values.p99)]
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def trial_text(trial: Trial) -> str:
@@ -240,7 +224,7 @@ def described(options: BenchOptions, info: TargetInfo) -> dict[str, Any]:
 
 
 def as_json(
-    options: BenchOptions, info: TargetInfo, totals: Totals, requests: Sequence[RequestFigures], max_late_ms: float
+    options: BenchOptions, info: TargetInfo, totals: BenchTotals, requests: Sequence[BenchedRequest], max_late_ms: float
 ) -> bytes:
     """The whole result of a load."""
     return _encoded(
@@ -262,7 +246,7 @@ def _encoded(document: dict[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
 
-def as_csv(requests: Iterable[RequestFigures]) -> str:
+def as_csv(requests: Iterable[BenchedRequest]) -> str:
     """A line per request, under a line of names."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -271,7 +255,7 @@ def as_csv(requests: Iterable[RequestFigures]) -> str:
     return out.getvalue()
 
 
-def _csv_row(request: RequestFigures) -> tuple[object, ...]:
+def _csv_row(request: BenchedRequest) -> tuple[object, ...]:
     return (
         request.number,
         request.tenant,

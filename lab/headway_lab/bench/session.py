@@ -11,7 +11,7 @@ import msgspec
 
 from headway.progress import ProgressLine
 from headway_lab.bench.cooperation import run_load
-from headway_lab.bench.measurement import Measurement, RequestFigures, Totals
+from headway_lab.bench.figures import BenchedRequest, BenchFigures, BenchTotals
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import Target, TargetInfo
 from headway_lab.bench.targets import make_target
@@ -23,8 +23,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     info: TargetInfo
     load: Load
-    totals: Totals
-    requests: list[RequestFigures]
+    totals: BenchTotals
+    requests: list[BenchedRequest]
 
 
 @asynccontextmanager
@@ -62,8 +62,8 @@ async def send_load(options: BenchOptions, target: Target, info: TargetInfo, wha
         )
     finally:
         progress.erase()
-    measurement = Measurement(load, result, options.processes)
-    return BenchResult(info=info, load=load, totals=measurement.totals(), requests=measurement.requests())
+    figures = BenchFigures(load, result, options.processes)
+    return BenchResult(info=info, load=load, totals=figures.totals(), requests=figures.requests())
 
 
 async def bench(options: BenchOptions, what: str = "requests") -> BenchResult:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from headway_lab.bench.records import RequestRecord
-from headway_lab.workload.percentiles import ratio
+from headway_lab.percentiles import ratio
 
 REACHED_SHARE = 0.95
 LEAST_ARRIVALS = 20

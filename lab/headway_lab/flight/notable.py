@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from headway.tables import aligned
 from headway_lab.flight.life import few_names
-from headway_lab.tables import aligned
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.flight.records import Arrived

@@ -15,9 +15,9 @@ from headway.configuration import Given
 from headway.settings import ConfigurationError
 from headway_lab.flight.recording import FittedCosts, Recording
 from headway_lab.simulate.cases import Case, case_of, make_cases
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import VirtualDevice
 from headway_lab.simulate.loop import Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.report import CaseResult, table
 from headway_lab.simulate.world import queue_columns, step_columns
 from headway_lab.workload.arrivals import OpenArrivals
@@ -83,13 +83,13 @@ def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResu
         lengths={request.number: request.num_output_tokens for request in requests if request.is_stopped},
         acceptance=recording.acceptance,
     )
-    scheduler, measurement = Scheduler(case.limits, capacity), Measurement(len(requests))
+    scheduler, measurement = Scheduler(case.limits, capacity), RunCollector(len(requests))
     started = time.perf_counter()
     Simulation(scheduler, device, OpenArrivals(requests, times_s), recording.prompts(), measurement).run()
     return _result(case, measurement, scheduler.counters, time.perf_counter() - started)
 
 
-def _result(case: Case, measurement: Measurement, counters: SchedulerCounters, wall_s: float) -> CaseResult:
+def _result(case: Case, measurement: RunCollector, counters: SchedulerCounters, wall_s: float) -> CaseResult:
     return CaseResult(
         case=case,
         totals=measurement.totals(counters, None),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import StepRecord
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.roofline import StepTime
 from headway_lab.workload.requests import Objectives, PlannedRequest
 from headway_proto.columns import Int32Array, decode_column, decode_columns
@@ -186,9 +186,9 @@ class Recording:
         kept = [record for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         return RecordedPrompts([decode_column(record.token_ids) for record in kept])
 
-    def measurement(self) -> Measurement:
+    def measurement(self) -> RunCollector:
         """How it went, as the simulator would have measured it."""
-        measurement = Measurement(len(self._arrivals))
+        measurement = RunCollector(len(self._arrivals))
         for number, record in enumerate(self._arrivals):
             measurement.arrived(_planned(number, record, self._num_output.get(number, 1)), record.now)
         for numbers, now in self._tokens:

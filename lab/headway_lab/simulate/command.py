@@ -17,6 +17,7 @@ from headway.progress import ProgressLine
 from headway.settings import ConfigurationError, metavar, settings_of
 from headway_lab.output_files import check_output_files, check_pictures, write_output
 from headway_lab.simulate.cases import Case, limit_settings, make_cases
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.comparison import (
     COMPARE_SOURCES,
     comparison_document,
@@ -25,7 +26,6 @@ from headway_lab.simulate.comparison import (
     source_cases,
 )
 from headway_lab.simulate.loop import NoProgress
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.report import CaseResult, as_json, knee_of, table
 from headway_lab.simulate.world import World, make_world, simulate
@@ -113,7 +113,7 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
         for number, case in enumerate(cases, start=1):
             title = f"case {number} of {len(cases)}: {case.label}" if len(cases) > 1 else ""
 
-            def show(measurement: Measurement, now: float, title: str = title) -> None:
+            def show(measurement: RunCollector, now: float, title: str = title) -> None:
                 progress.show(
                     measurement.num_ended, len(world.load.requests), f"requests, {now:.0f} s simulated  {title}"
                 )

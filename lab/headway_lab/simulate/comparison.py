@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.configuration import Given, Layer
+from headway_lab.measurement import Totals
 from headway_lab.published_comparison import CHUNKS, PUBLISHED, Figures, beside_published, findings
 from headway_lab.simulate.cases import Case, case_of
-from headway_lab.simulate.measurement import Totals
 from headway_lab.simulate.report import CaseResult
 
 COMPARE_SOURCES = "sources"

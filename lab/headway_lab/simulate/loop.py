@@ -11,8 +11,8 @@ arrivals, which come in the order of their numbers.
 import heapq
 from collections.abc import Callable
 
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import VirtualDevice, stop_token_of
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.workload.arrivals import Arrival, Arrivals
 from headway_lab.workload.requests import PlannedRequest, Prompts
 from headway_proto.sampling import SamplingParams
@@ -37,8 +37,8 @@ class Simulation:
         device: VirtualDevice,
         arrivals: Arrivals,
         prompts: Prompts,
-        measurement: Measurement,
-        on_progress: Callable[[Measurement, float], None] | None = None,
+        measurement: RunCollector,
+        on_progress: Callable[[RunCollector, float], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._device = device

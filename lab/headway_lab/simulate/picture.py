@@ -9,10 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from headway_lab.pictures import BLUE, GREY, ORANGE, write_picture
 from headway_lab.simulate.cases import SWEPT_LIMIT
 from headway_lab.simulate.report import CaseResult
-
-_BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8a8a"
 
 
 def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
@@ -31,16 +30,13 @@ def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult
     else:
         _draw_capacity(upper, results, knee)
         _draw_step_times(lower, results)
-    for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, format="png")
+    write_picture(figure, path)
 
 
 def _draw_steps(axes: Axes, result: CaseResult) -> None:
     steps = result.steps
     decodes_only = [tokens == decodes for tokens, decodes in zip(steps.num_tokens, steps.num_decodes, strict=True)]
-    for is_decode, color, label in ((False, _ORANGE, "with prompt tokens"), (True, _BLUE, "decodes only")):
+    for is_decode, color, label in ((False, ORANGE, "with prompt tokens"), (True, BLUE, "decodes only")):
         places = [place for place, decode in enumerate(decodes_only) if decode is is_decode]
         axes.plot(
             [steps.start_s[place] for place in places],
@@ -57,8 +53,8 @@ def _draw_steps(axes: Axes, result: CaseResult) -> None:
 
 def _draw_queue(axes: Axes, result: CaseResult) -> None:
     queue = result.queue
-    axes.step(queue.time_s, queue.num_running, where="post", color=_BLUE, label="running")
-    axes.step(queue.time_s, queue.num_waiting, where="post", color=_ORANGE, label="waiting")
+    axes.step(queue.time_s, queue.num_running, where="post", color=BLUE, label="running")
+    axes.step(queue.time_s, queue.num_waiting, where="post", color=ORANGE, label="waiting")
     axes.set_xlabel("virtual time, s")
     axes.set_ylabel("requests")
     axes.set_ylim(bottom=0)
@@ -78,7 +74,7 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
     ]
     field = _only_field(results)
     if field == SWEPT_LIMIT:
-        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=_BLUE)
+        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=BLUE)
         _name_points(axes, points, f"{field}=", knee)
     elif points:
         # In the colors that each case has in the panel below, since names beside the points may cover each other.
@@ -90,7 +86,7 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
     axes.margins(x=0.12, y=0.15)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.set_title(f"by {field}" * bool(field), fontsize=9, color=_GREY)
+    axes.set_title(f"by {field}" * bool(field), fontsize=9, color=GREY)
     axes.set_xlabel("P99 ITL, ms")
     axes.set_ylabel("output tokens/s")
 
@@ -101,14 +97,14 @@ def _name_points(
     for itl_ms, throughput, result in points:
         is_knee = result is knee
         if is_knee:
-            axes.plot([itl_ms], [throughput], "o", markersize=14, fillstyle="none", markeredgewidth=2, color=_ORANGE)
+            axes.plot([itl_ms], [throughput], "o", markersize=14, fillstyle="none", markeredgewidth=2, color=ORANGE)
         axes.annotate(
             result.case.label.removeprefix(prefix) + " (knee)" * is_knee,
             (itl_ms, throughput),
             xytext=(8, -12),
             textcoords="offset points",
             fontsize=8,
-            color=_ORANGE if is_knee else _GREY,
+            color=ORANGE if is_knee else GREY,
         )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headway.tables import aligned
+from headway_lab.reports import latency_cell, rate_cell, shown_groups
 from headway_lab.simulate.cases import Case
-from headway_lab.simulate.measurement import GroupTotals, RequestFigures, Totals
-from headway_lab.tables import aligned
-from headway_lab.workload.percentiles import Percentiles
+from headway_lab.simulate.collector import SimulatedGroup, SimulatedRequest, SimulationTotals
 
 JSON_SCHEMA = 1
 _COLUMNS = (
@@ -57,8 +57,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came out of one case."""
 
     case: Case
-    totals: Totals
-    requests: list[RequestFigures]
+    totals: SimulationTotals
+    requests: list[SimulatedRequest]
     steps: StepColumns
     queue: QueueColumns
     wall_s: float
@@ -77,7 +77,9 @@ def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))
-        rows.extend(_group_row(name, group) for name, group in _groups(result.totals))
+        rows.extend(
+            _group_row(name, group) for name, group in shown_groups(result.totals.tenants, result.totals.priorities)
+        )
     if all(result.totals.goodput_requests_per_s is None for result in results):
         rows = [row[:_GOODPUT_COLUMN] + row[_GOODPUT_COLUMN + 1 :] for row in rows]
     lines = aligned(rows)
@@ -87,50 +89,34 @@ def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
     return "\n".join((*lines, *notes, ""))
 
 
-def _groups(totals: Totals) -> list[tuple[str, GroupTotals]]:
-    """Tenants, and priorities unless there is but one, or each tenant has its own and they would say the same."""
-    tenants = list(totals.tenants.items())
-    if len(totals.priorities) == 1 or len(totals.priorities) == len(tenants):
-        return tenants
-    return tenants + [(f"priority {name}", group) for name, group in totals.priorities.items()]
-
-
 def _row(result: CaseResult, *, is_knee: bool) -> tuple[str, ...]:
     totals = result.totals
     return (
         (result.case.label or "as given") + " *" * is_knee,
         f"{totals.output_tokens_per_s:.0f}",
         f"{totals.total_tokens_per_s:.0f}",
-        _percentiles(totals.ttft_ms, digits=0),
-        _percentiles(totals.itl_ms, digits=1),
-        _rate(totals.goodput_requests_per_s),
+        latency_cell(totals.ttft_ms, digits=0),
+        latency_cell(totals.itl_ms, digits=1),
+        rate_cell(totals.goodput_requests_per_s),
         str(totals.num_preemptions),
         f"{100 * totals.prefix_hit_rate:.1f}%",
         f"{totals.mean_batch_size:.1f}",
-        f"{totals.requests_per_s:.2f}/{_rate(totals.asked_requests_per_s)}",
+        f"{totals.requests_per_s:.2f}/{rate_cell(totals.asked_requests_per_s)}",
         f"{result.speed:.0f}",
     )
 
 
-def _group_row(name: str, group: GroupTotals) -> tuple[str, ...]:
+def _group_row(name: str, group: SimulatedGroup) -> tuple[str, ...]:
     figures = (
         f"  {name}",
         f"{group.output_tokens_per_s:.0f}",
         f"{group.total_tokens_per_s:.0f}",
-        _percentiles(group.ttft_ms, digits=0),
-        _percentiles(group.itl_ms, digits=1),
-        _rate(group.goodput_requests_per_s),
+        latency_cell(group.ttft_ms, digits=0),
+        latency_cell(group.itl_ms, digits=1),
+        rate_cell(group.goodput_requests_per_s),
         str(group.num_preemptions),
     )
     return figures + ("",) * (len(_COLUMNS) - len(figures))
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _percentiles(values: Percentiles, digits: int) -> str:
-    return "/".join("-" if value is None else f"{value:.{digits}f}" for value in (values.p50, values.p90, values.p99))
 
 
 def _note(result: CaseResult) -> str:

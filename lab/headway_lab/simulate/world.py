@@ -11,11 +11,11 @@ import msgspec
 
 from headway.settings import ConfigurationError, shown
 from headway_lab.simulate.cases import Case
+from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
 from headway_lab.simulate.device_file import read_device
 from headway_lab.simulate.hardware import ACCELERATORS, Accelerator
 from headway_lab.simulate.loop import Simulation
-from headway_lab.simulate.measurement import Measurement
 from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
 from headway_lab.simulate.options import MEASURED_MODEL, SimulationOptions
 from headway_lab.simulate.report import CaseResult, QueueColumns, StepColumns
@@ -99,7 +99,7 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
     return options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
 
 
-def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float], None] | None = None) -> CaseResult:
+def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, float], None] | None = None) -> CaseResult:
     """Run one case; ``on_progress`` is called with the measurement and the virtual time after each answer.
 
     Raises:
@@ -121,7 +121,7 @@ def simulate(world: World, case: Case, on_progress: Callable[[Measurement, float
         lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
         acceptance=world.options.speculative_acceptance,
     )
-    measurement = Measurement(len(world.load.requests), world.options.warmup_requests)
+    measurement = RunCollector(len(world.load.requests), world.options.warmup_requests)
     started = time.perf_counter()
     prompts = PromptSource(world.options.seed, capacity.vocab_size)
     Simulation(scheduler, device, world.load.arrivals(), prompts, measurement, on_progress).run()
@@ -142,7 +142,7 @@ def _disturbance(options: SimulationOptions) -> Disturbance | None:
     return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE))
 
 
-def step_columns(measurement: Measurement) -> StepColumns:
+def step_columns(measurement: RunCollector) -> StepColumns:
     """The steps of a run."""
     steps = measurement.steps
     return StepColumns(
@@ -155,7 +155,7 @@ def step_columns(measurement: Measurement) -> StepColumns:
     )
 
 
-def queue_columns(measurement: Measurement) -> QueueColumns:
+def queue_columns(measurement: RunCollector) -> QueueColumns:
     """Who ran and waited."""
     return QueueColumns(
         time_s=[round(now, 9) for now, _, _ in measurement.queue],

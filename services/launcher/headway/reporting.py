@@ -11,6 +11,7 @@ from typing import TextIO
 
 from headway.client import PromptTokens
 from headway.streaming import Answer, Job
+from headway.tables import aligned
 
 _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "tokens/s", "ended", "request")
 
@@ -61,30 +62,23 @@ def block(number: int, job: Job, answer: Answer) -> str:
 
 
 def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
-    """Return a line per token of a prompt from the second on: id, text, log probability, and the same of the alternatives.
+    """Return a line per token of a prompt from the second on: id, text, log probability and alternatives.
 
-    A last line tells the sum and the perplexity. ``texts`` are by token id.
+    The last line has the sum and the perplexity. ``texts`` are by token id.
     """
     lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:
         alternatives = "  ".join(f"{token_id} {texts[token_id]!r} {logprob:.3f}" for token_id, logprob in entry.top)
         lines.append((str(entry.token_id), repr(texts[entry.token_id]), f"{entry.logprob:.3f}", alternatives))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    told = [
-        "  ".join((line[0].rjust(widths[0]), line[1].ljust(widths[1]), line[2].rjust(widths[2]), line[3])).rstrip()
-        for line in lines
-    ]
     total_logprob = sum(entry.logprob for entry in prompt.logprobs)
     perplexity = math.exp(-total_logprob / len(prompt.logprobs)) if prompt.logprobs else math.nan
-    return "\n".join((*told, f"sum {total_logprob:.3f}, perplexity {perplexity:.2f}", ""))
+    return "\n".join((*aligned(lines, left=(1, 3)), f"sum {total_logprob:.3f}, perplexity {perplexity:.2f}", ""))
 
 
 def table(answers: Sequence[Answer], wall_s: float) -> str:
-    """Return the timings, one line per answer, then all of them together; ``wall_s`` is the time they took in all."""
+    """Return one line of timings per answer, then one for all of them, which took ``wall_s``."""
     rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, start=1))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join((*lines, "", total(answers, wall_s), ""))
+    return "\n".join((*aligned(rows, left=()), "", total(answers, wall_s), ""))
 
 
 def total(answers: Sequence[Answer], wall_s: float) -> str:
