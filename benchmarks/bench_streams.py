@@ -7,15 +7,11 @@ share this machine, so how late the client is here is also how busy the server k
 token, and that all streams are open at once.
 """
 
-import argparse
 import asyncio
-import json
-from pathlib import Path
 
-from counts import count, counts
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.session import BenchResult, bench
-from provenance import provenance
+from program import count, counts, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 
 PROMPT_TOKENS = 32
@@ -51,15 +47,13 @@ def row_of(result: BenchResult) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--users", type=count, default=2000)
     parser.add_argument("--tokens", type=count, default=80, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--ramp-s", type=float, default=5.0)
     parser.add_argument("--processes", type=counts, default="1,2", help="of the client: a row each")
     parser.add_argument("--connections", type=count, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     length = PROMPT_TOKENS + arguments.tokens
     flags = (
@@ -85,10 +79,9 @@ def main() -> None:
             )
             rows.append(row_of(asyncio.run(bench(options))))
             print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    if arguments.json:
-        load = {name: getattr(arguments, name) for name in ("users", "tokens", "step_ms", "ramp_s", "connections")}
-        document = {"benchmark": "bench_streams", **provenance(arguments.seed), "load": load, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    load = {name: getattr(arguments, name) for name in ("users", "tokens", "step_ms", "ramp_s", "connections")}
+    document = {"benchmark": "bench_streams", **provenance(arguments.seed), "load": load, "rows": rows}
+    write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,18 @@ time, because the machine was busy: the server's and the client's lateness are t
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from counts import count
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.report import warnings
 from headway_lab.bench.session import BenchResult, bench
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.percentiles import Percentiles, percentiles
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 
 CHUNK = 128
@@ -91,15 +89,13 @@ def options_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--requests", type=count, default=100)
     parser.add_argument("--tokens", type=count, default=24, help="of each answer")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second, which the server can serve")
     parser.add_argument("--processes", type=count, default=1, help="of the client")
     parser.add_argument("--within", type=float, default=0.02, help="how far each ratio may be from 1")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     flags = (
         *("--model", str(DEMO_MODEL), "--backend", "simulated", "--backend-option", "verify_kv=false"),
@@ -123,18 +119,17 @@ def main() -> None:
     worst = max(abs(float(str(row["ratio"])) - 1) for row in rows)
     said = [line for line in warnings(overloaded.totals, float("inf")) if "was not reached" in line]
     print(f"worst: {100 * worst:.2f}% off\nat {OVERLOAD:g} times the rate: {' '.join(said) or 'nothing was said'}")
-    if arguments.json:
-        document = {
-            "benchmark": "bench_truth",
-            **provenance(arguments.seed),
-            "step_ms": arguments.step_ms,
-            "load": {"requests": arguments.requests, "tokens": arguments.tokens, "rate": arguments.rate},
-            "rows": rows,
-            "worst_off": worst,
-            "client_late_p99_ms": result.totals.client.late_ms.p99,
-            "overload": said,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "benchmark": "bench_truth",
+        **provenance(arguments.seed),
+        "step_ms": arguments.step_ms,
+        "load": {"requests": arguments.requests, "tokens": arguments.tokens, "rate": arguments.rate},
+        "rows": rows,
+        "worst_off": worst,
+        "client_late_p99_ms": result.totals.client.late_ms.p99,
+        "overload": said,
+    }
+    write_result(arguments.json, document)
     raise SystemExit(exit_code(truth, worst, arguments) if said else 1)
 
 

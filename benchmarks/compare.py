@@ -24,7 +24,6 @@ machine drifts. Figures of another device and another model are not to be compar
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -36,13 +35,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from counts import count
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.report import warnings
 from headway_lab.bench.session import BenchResult, bench
 from headway_lab.published_comparison import CHUNKS, PUBLISHED, Figures, beside_published, findings
 from headway_lab.simulate.comparison import SETTINGS
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served, write_random_model
 from slo_on_cpu import SHAPE_40M
 
@@ -202,7 +200,7 @@ def record_of(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--model", type=Path, help="a checkpoint, or demo, instead of random weights")
     parser.add_argument("--cases", help="comma-separated; default: all, or none with --url")
     parser.add_argument("--url", default="", help="an OpenAI-compatible peer that runs already, as another case")
@@ -220,8 +218,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=count, default=MAX_MODEL_LEN)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: as it chooses")
     parser.add_argument("--rounds", type=count, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result as JSON")
     parser.add_argument("--png", type=Path, help="draw it")
     arguments = parser.parse_args()
     if arguments.model == Path("demo"):
@@ -261,9 +257,8 @@ def main() -> None:
                     print(f"  {line}", flush=True)
     figures = {label: figures_of(rounds) for label, rounds in results.items()}
     print("", *beside_published("measured", figures), sep="\n")
-    if arguments.json:
-        document = msgspec.to_builtins(record_of(arguments, figures, results))
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    document = msgspec.to_builtins(record_of(arguments, figures, results))
+    write_result(arguments.json, document)
     if arguments.png:
         title = f"{arguments.users} users, {arguments.num_requests} requests, prompts {arguments.prompt_tokens}, answers {arguments.output_tokens}"
         draw(arguments.png, title, figures, results)

@@ -30,8 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
-from counts import count
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from random_tokenizer import random_tokenizer
 
 SEED = 7
@@ -306,7 +305,7 @@ def hostile(name: str, label: str, patience_s: float) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--masks", type=count, default=300, help="of each schema")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds for a hostile input, beside 10 to start")
     parser.add_argument("--libraries", default=",".join(LIBRARIES))
@@ -338,8 +337,7 @@ def main() -> None:
             entry["hostile"][label] = hostile(name, label, arguments.patience)
             print(name, label, json.dumps(entry["hostile"][label]), flush=True)
         result["libraries"][name] = entry
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

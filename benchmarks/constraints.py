@@ -27,7 +27,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
-from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -38,7 +37,7 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from random_tokenizer import random_tokenizer
 from torch_cpu import SHAPE_135M, write_checkpoint
 
@@ -275,7 +274,7 @@ def cost(model: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--outputs", type=count, default=500)
     parser.add_argument("--batch", type=count, default=64)
     parser.add_argument("--steps", type=count, default=64, help="decode steps of a round")
@@ -301,8 +300,7 @@ def main() -> None:
             print(f"model {name}")
             costs[name] = cost(model, arguments)
     result["cost"] = costs
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ come from memory, as they do in a model. The best of ``--repetitions`` rounds, i
 """
 
 import argparse
-import json
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from counts import count, counts
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
-from provenance import provenance
+from program import count, counts, parser_of, provenance, write_result
 
 BYTES_OF_WEIGHTS = 300e6
 WEIGHT_BYTES = {WeightForm.FLOAT32: 4, WeightForm.BFLOAT16: 2, WeightForm.INT8: 1}
@@ -88,15 +85,13 @@ def measure(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--forms", default="float32,bfloat16,int8", help="how weights are held")
     parser.add_argument("--rows", type=counts, default="1,8,32,128,256")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--repetitions", type=count, default=5)
     parser.add_argument("--bytes-of-weights", type=float, default=BYTES_OF_WEIGHTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 
@@ -114,8 +109,7 @@ def main() -> None:
         for record in measure(shape, WeightForm[form.upper()], all_rows, chosen, arguments)
     ]
     record = {"benchmark": "cpu_products", "threads": arguments.threads, **provenance(arguments.seed)}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
+    write_result(arguments.json, record | {"results": results})
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ import psutil
 from matplotlib.figure import Figure
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
-from counts import count
 from headway import openai_front
 from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
-from provenance import provenance
+from headway_lab.percentiles import percentiles
+from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 from smg_overhead import running_smg
 
@@ -307,23 +307,15 @@ async def one_round(
     hits, queries = await fleet.prefix_tokens()
     outcomes = Counter(stream.outcome for stream in streams)
     assert outcomes == {WHOLE: len(part)}, outcomes
-    ttfts_ms = [stream.ttft_s * 1e3 for stream in streams]
+    ttft_ms = percentiles([stream.ttft_s * 1e3 for stream in streams])
     return {
         "hit_rate": round((hits - hits_before) / (queries - queries_before), 4),
         "hit_rate_of_usage": round(
             sum(stream.cached_tokens for stream in streams) / sum(stream.prompt_tokens for stream in streams), 4
         ),
-        "ttft_ms_p50": round(percentile(ttfts_ms, 50), 1),
-        "ttft_ms_p99": round(percentile(ttfts_ms, 99), 1),
+        "ttft_ms_p50": round(ttft_ms.p50 or math.nan, 1),
+        "ttft_ms_p99": round(ttft_ms.p99 or math.nan, 1),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """By nearest rank; not a number where there are none."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 async def kill_replicas(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
@@ -389,7 +381,7 @@ async def one_kill(
         "longest_gap_of_whole_streams_s": round(
             max((stream.longest_gap_s(killed, horizon) for stream in whole), default=0.0), 2
         ),
-        "ttft_ms_p99_after": round(percentile([s.ttft_s * 1e3 for s in later if s.arrivals], 99), 1),
+        "ttft_ms_p99_after": round(percentiles([s.ttft_s * 1e3 for s in later if s.arrivals]).p99 or math.nan, 1),
         "generates_again_after_s": back_s,
     }
 
@@ -460,7 +452,7 @@ def draw(path: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     results = Path(__file__).parent / "results"
     parser.add_argument("--replicas", type=count, default=3, help="complete Headways (default: 3)")
     parser.add_argument("--num-kv-blocks", type=count, default=768, help="blocks of 16 tokens of each (default: 768)")
@@ -498,7 +490,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "rounds": rows,
         "kills": kills,
     }
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.json, result)
     draw(arguments.png, rows)
     return 0
 

@@ -12,7 +12,6 @@ fork of a checkpoint, once per segment.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,13 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from counts import count
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLog, FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.replay import Replay
 from headway_scheduler.process import relax_collector
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from reliability_overhead import EngineBench
 
 LOG_BYTES = 1 << 30
@@ -178,17 +176,14 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--running", type=count, default=256)
     parser.add_argument("--steps", type=count, default=2000)
     parser.add_argument("--rounds", type=count, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     record = measure(arguments)
     print(report(record))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ client is a process of its own. By default it is ten minutes and 5,000 requests:
 Everything else is then ``headway replay flight``, ``headway explain flight REQUEST`` and ``headway timeline flight``.
 """
 
-import argparse
 import asyncio
-import json
-import socket
 import subprocess
 import sys
 import time
@@ -22,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from counts import count
 from headway.client import AsyncClient, HeadwayError
+from headway.replicas import free_ports
 from headway_lab.flight.replay_command import replayed
 from headway_lab.flight.source import Flight
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 
 SERVER = {
     "--model": "demo",
@@ -42,13 +39,6 @@ BURST_VARIATION = 2.5
 VOCAB_SIZE = 400
 READY_S = 60.0
 MOST_PROMPT_TOKENS = 600
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 def start_server(log: Path, port: int) -> subprocess.Popen[bytes]:
@@ -101,14 +91,12 @@ async def load(address: str, num_requests: int, seconds: float, seed: int) -> in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, seed=1)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--requests", type=count, default=5000)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    port = free_port()
+    port = free_ports("127.0.0.1", 1)[0]
     server = start_server(arguments.log, port)
     try:
         answered = asyncio.run(load(f"127.0.0.1:{port}", arguments.requests, arguments.seconds, arguments.seed))
@@ -119,22 +107,21 @@ def main() -> None:
     flight = Flight(str(arguments.log))
     result = replayed(flight)
     print(result.line)
-    if arguments.json:
-        document = {
-            **provenance(arguments.seed),
-            "requests": arguments.requests,
-            "seconds": arguments.seconds,
-            "answered": answered,
-            "num_records": result.num_records,
-            "num_steps": result.num_steps,
-            "recorded_s": result.recorded_s,
-            "replayed_in_s": result.replayed_in_s,
-            "x_real_time": result.speed,
-            "byte_identical": not result.difference,
-            "log_bytes": flight.log.num_bytes,
-            "server": {**SERVER, "backend_options": list(STEP_TIMES)},
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        **provenance(arguments.seed),
+        "requests": arguments.requests,
+        "seconds": arguments.seconds,
+        "answered": answered,
+        "num_records": result.num_records,
+        "num_steps": result.num_steps,
+        "recorded_s": result.recorded_s,
+        "replayed_in_s": result.replayed_in_s,
+        "x_real_time": result.speed,
+        "byte_identical": not result.difference,
+        "log_bytes": flight.log.num_bytes,
+        "server": {**SERVER, "backend_options": list(STEP_TIMES)},
+    }
+    write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

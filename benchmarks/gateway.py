@@ -14,9 +14,7 @@ jitter of the gaps, which a delay that varies would widen.
 
 import argparse
 import asyncio
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,17 +27,17 @@ from pathlib import Path
 import grpc
 
 import headway
-from counts import count
 from headway.client import AsyncClient
 from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
+from headway_lab.percentiles import percentiles
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Submit
 from headway_proto.sampling import SamplingParams
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 PROMPT = "The list of things that a gateway does:"
@@ -185,8 +183,8 @@ async def connected(
 
 def spread(seconds: list[float]) -> dict[str, float]:
     """Median and 99th percentile, in milliseconds."""
-    ordered = sorted(seconds)
-    return {"p50_ms": statistics.median(ordered) * 1e3, "p99_ms": ordered[int(0.99 * (len(ordered) - 1))] * 1e3}
+    values = percentiles([one * 1e3 for one in seconds])
+    return {"p50_ms": values.p50 or 0.0, "p99_ms": values.p99 or 0.0}
 
 
 async def latency(address: str, ingress: str, requests: int) -> dict[str, dict[str, float]]:
@@ -234,7 +232,7 @@ def print_tables(result: dict[str, object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=count, default=256)
     parser.add_argument("--tokens", type=count, default=900)
     parser.add_argument("--rounds", type=count, default=3)
@@ -263,8 +261,7 @@ def main() -> None:
         **provenance(seed=0),
     }
     print_tables(result)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":

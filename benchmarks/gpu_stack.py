@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 
 import headway
-from counts import count
 from gpu_steps import SHAPES, Shape, say
 from headway.client import AsyncClient
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 READY_S = 900.0
@@ -205,26 +204,23 @@ def table(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print, store."""
-    parser = argparse.ArgumentParser(description="The whole stack on a GPU, beside transformers.")
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--concurrency", type=count, default=64)
     parser.add_argument("--requests", type=count, default=256)
     parser.add_argument("--prompt", type=count, default=512)
     parser.add_argument("--output", type=count, default=256)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grpc-address", default="127.0.0.1:50931")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     if arguments.peer_only:
         peer(arguments)
         return 0
     result = run(arguments)
     print(table(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments.json, result)
     return 0
 
 

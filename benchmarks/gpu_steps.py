@@ -40,7 +40,7 @@ from headway_executor.models.loading import expected_tensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import tokens_per_tile
 from headway_proto.sampling import SamplingParams
-from provenance import provenance
+from program import parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
 GREEDY = SamplingParams(temperature=0.0)
@@ -543,22 +543,19 @@ def table(result: dict[str, object]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Steps of the triton backend beside their floors.")
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "fp8"])
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         sys.stderr.write("gpu_steps: this host has no CUDA device; --shape tiny --device cpu tries the benchmark\n")
         return 2
     result = run(arguments)
     print(table(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments.json, result)
     return 0
 
 

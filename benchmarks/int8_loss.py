@@ -8,7 +8,6 @@ The loss is the mean negative log-likelihood per token, in nats, over consecutiv
 model is the default; its relative difference has to stay below 1%.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -19,11 +18,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import headway
-from counts import count
 from headway_executor.models.compiled import load_compiled
 from headway_executor.models.families import read_model_config
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, load_library
+from program import count, parser_of
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 
@@ -61,7 +60,7 @@ def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quanti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
     parser.add_argument("--window", type=count, default=256, help="tokens per window")

@@ -33,14 +33,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from counts import count
 from headway import openai_front
 from headway.replicas import free_ports
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.percentiles import percentiles
 from headway_lab.simulate.collector import SimulatedRequest
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 
 _START_S = 60.0
@@ -276,7 +275,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--guidellm", default="", help="guidellm's command; empty: leave it out")
     parser.add_argument("--vllm-python", default="", help="Python that has vllm; empty: leave it out")
     parser.add_argument("--requests", type=count, default=120, help="of each generator (default: 120)")
@@ -297,7 +296,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(table(rows))
     load = {name: getattr(arguments, name) for name in ("requests", "rate", "prompt", "tokens", "serve_flags")}
     result = {**provenance(seed=arguments.seed), "load": load, "rows": rows}
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.json, result)
     return 0
 
 

@@ -14,7 +14,6 @@ cost. ``gateway`` is what a gateway notes of one delta that it writes. Times in 
 """
 
 import argparse
-import json
 import signal
 import statistics
 import subprocess
@@ -24,7 +23,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from counts import count, counts
 from headway_gateway.statistics import GatewayStatistics
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
@@ -35,7 +33,7 @@ from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.process import relax_collector
 from headway_scheduler.serving_statistics import ServingStatistics
-from provenance import provenance
+from program import count, counts, parser_of, provenance, write_result
 from scheduler_step import STEP_S, Bench, num_leaving
 
 CALLS_PER_BLOCK = 1000
@@ -213,7 +211,7 @@ def gateway_note_us() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--running", type=counts, default="32,256,1024", help="numbers of running requests")
     parser.add_argument("--steps", type=count, default=50, help="steps per turn; all turns together at most 1900")
     parser.add_argument("--turns", type=count, default=8, help="turns of each kind")
@@ -236,15 +234,14 @@ def main() -> None:
             )
     gateway_us = round(gateway_note_us(), 3)
     print(f"gateway: {gateway_us} us a delta")
-    if arguments.output:
-        record = {
-            **provenance(arguments.seed),
-            "steps": arguments.steps,
-            "turns": arguments.turns,
-            "rows": rows,
-            "gateway_note_us": gateway_us,
-        }
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        **provenance(arguments.seed),
+        "steps": arguments.steps,
+        "turns": arguments.turns,
+        "rows": rows,
+        "gateway_note_us": gateway_us,
+    }
+    write_result(arguments.output, record)
 
 
 if __name__ == "__main__":

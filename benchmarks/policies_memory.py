@@ -14,8 +14,6 @@ first row's of the same workload (in the sweep: beside the better pure mode's). 
 - *cost*: the scheduler's own time for a step, while the head of the queue does not fit.
 """
 
-import argparse
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from counts import count, counts
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
@@ -42,7 +39,7 @@ from headway_proto.step import ExecutorOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import count, counts, parser_of, provenance, write_result
 
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 32_768
@@ -411,7 +408,7 @@ def shown(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default="llama-3-8b,llama-2-7b", help="of the sweep of preemption")
     parser.add_argument("--contexts", default=";".join(CONTEXTS), help="of the sweep of preemption, by semicolons")
     parser.add_argument("--bandwidths", default="1,2,5,10,25,50,100", help="to the host, GB/s")
@@ -438,8 +435,7 @@ def main() -> None:
         ),
         "cost": shown(cost_rows(given.running, given.periods, given.seed)),
     }
-    if given.output:
-        given.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(given.output, record)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,14 @@ Step times vary by 3%. What REALTIME or a modest tenant cannot be spared are the
 many steps, as the workloads here do, and larger where it takes one.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
+from headway_lab.percentiles import percentiles
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice
@@ -54,7 +52,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import parser_of, provenance, write_result
 
 NOISE = 0.03
 OBJECTIVE_MS = 50
@@ -185,9 +183,9 @@ BACKLOG_SETUPS = (
 )
 
 
-def percentiles(latencies_s: Sequence[float]) -> Latency:
-    p50, p99 = (np.percentile(latencies_s, (50, 99)) * 1e3).round(1).tolist()
-    return Latency(p50, p99)
+def latency_of(latencies_s: Sequence[float]) -> Latency:
+    values = percentiles([1e3 * latency for latency in latencies_s])
+    return Latency(round(values.p50 or 0.0, 1), round(values.p99 or 0.0, 1))
 
 
 # ------------------------------------------------------------------------------------------------------------- slo
@@ -337,7 +335,7 @@ def open_run(
 
 
 def first_tokens(measurement: RunCollector, *, tenant: str) -> Latency:
-    return percentiles([request.ttft_s for request in measurement.requests() if request.tenant == tenant])
+    return latency_of([request.ttft_s for request in measurement.requests() if request.tenant == tenant])
 
 
 # -------------------------------------------------------------------------------------------------------- priority
@@ -520,21 +518,20 @@ def _latency_line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="below 1: fewer requests, devices and settings")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     tables = run_all(scale=arguments.scale, seed=arguments.seed)
-    if arguments.output:
-        record = {
-            "benchmark": "policies_objectives",
-            **provenance(arguments.seed),
-            "scale": arguments.scale,
-            "step_noise": NOISE,
-            **tables,
-        }
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "benchmark": "policies_objectives",
+        **provenance(arguments.seed),
+        "scale": arguments.scale,
+        "step_noise": NOISE,
+        **tables,
+    }
+    write_result(arguments.output, record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Every case begins with an empty prefix cache and lasts until each of its request
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -31,7 +29,7 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerO
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from slo_on_cpu import SHAPE_40M
 from torch_cpu import write_checkpoint
 
@@ -155,15 +153,13 @@ def measure(model: Path, load: argparse.Namespace) -> dict[str, dict[str, float]
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--prompt", type=count, default=1000, help="tokens of the prompt (default: 1000)")
     parser.add_argument("--requests", type=count, default=8, help="how many at once (default: 8)")
     parser.add_argument("--budget", type=count, default=2048, help="max_num_batched_tokens (default: 2048)")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all that pay")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the random one of 40M parameters")
-    parser.add_argument("--json", type=Path, help="write the result as JSON")
     load = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:
         if load.model is None:
@@ -171,17 +167,16 @@ def main(words: Sequence[str] | None = None) -> None:
         rows = measure(load.model or Path(scratch), load)
     for name, row in rows.items():
         print(f"{name:28}{row['ms']:>10.1f} ms{row['ratio']:>8.2f}x{row['prompt_tokens_computed']:>8} prompt tokens")
-    if load.json:
-        settings = {name: value for name, value in vars(load).items() if name not in {"json", "model", "seed"}}
-        model = "given" if load.model else SHAPE_40M
-        record = {
-            "benchmark": "prompt_work",
-            **provenance(load.seed),
-            "model": model,
-            "load": settings,
-            "results": rows,
-        }
-        load.json.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: value for name, value in vars(load).items() if name not in {"json", "model", "seed"}}
+    model = "given" if load.model else SHAPE_40M
+    record = {
+        "benchmark": "prompt_work",
+        **provenance(load.seed),
+        "model": model,
+        "load": settings,
+        "results": rows,
+    }
+    write_result(load.json, record)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ chain is several. Where other work takes a core away now and then, the CPU time 
 import argparse
 import asyncio
 import contextlib
-import json
 import socket
 import statistics
 import subprocess
@@ -34,7 +33,6 @@ from unittest import mock
 
 import grpc.aio
 
-from counts import count
 from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
@@ -51,7 +49,7 @@ from headway_scheduler.executor_link import ExecutorLink
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.process import relax_collector
 from headway_scheduler.transport import Transport
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 
 ECHO = "--echo"
 """The first argument of the process at the other end of a link."""
@@ -404,7 +402,7 @@ def main() -> None:
     if sys.argv[1:2] == [BARE]:
         with without(*PARTS):
             sys.exit(headway_main(sys.argv[2:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--running", type=count, default=256, help="requests that decode")
     parser.add_argument("--steps", type=count, default=1000, help="steps per round")
     parser.add_argument("--round-trips", type=count, default=3000, help="steps over a link per round")
@@ -412,13 +410,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=count, default=400, help="tokens of each")
     parser.add_argument("--step-us", type=float, nargs="*", default=[0.0, 5000.0], help="step times for the chain")
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the record here")
     arguments = parser.parse_args()
     record = measure(arguments)
     print(report(record))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 
-from counts import count, count_or_none, counts
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
@@ -48,7 +47,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.process import relax_collector
-from provenance import provenance
+from program import count, count_or_none, counts, parser_of, provenance, write_result
 
 PROMPT_TOKENS = 512
 BLOCK_SIZE = 16
@@ -343,7 +342,7 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--running", type=counts, default="32,128,256,1024,4096", help="numbers of running requests")
     parser.add_argument("--steps", type=count, default=400)
     parser.add_argument("--rounds", type=count, default=3, help="how often each row is measured; the quickest counts")
@@ -382,20 +381,19 @@ def main() -> None:
         print(f"{order:<20}{cells}")
     if arguments.profile:
         arguments.profile.write_text(profiled(min(256, max(sizes)), arguments.steps, arguments.depth, arguments.seed))
-    if arguments.output:
-        record = {
-            "benchmark": "scheduler_step",
-            **measured_here,
-            "core": core,
-            "steps": arguments.steps,
-            "rounds": arguments.rounds,
-            "depth": arguments.depth,
-            "aligned": arguments.aligned,
-            "rows": rows,
-            "waiting": {"num_waiting": arguments.waiting, "orders": queues},
-            "peer": peer,
-        }
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "benchmark": "scheduler_step",
+        **measured_here,
+        "core": core,
+        "steps": arguments.steps,
+        "rounds": arguments.rounds,
+        "depth": arguments.depth,
+        "aligned": arguments.aligned,
+        "rows": rows,
+        "waiting": {"num_waiting": arguments.waiting, "orders": queues},
+        "peer": peer,
+    }
+    write_result(arguments.output, record)
 
 
 if __name__ == "__main__":

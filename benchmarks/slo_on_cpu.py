@@ -10,7 +10,6 @@ seconds are left out of the figures of both, and told apart for ``slo``.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections import deque
@@ -21,20 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from counts import count
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_lab.percentiles import percentiles
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from torch_cpu import write_checkpoint
 
 SHAPE_40M: dict[str, object] = {
@@ -54,7 +54,6 @@ SHAPE_40M: dict[str, object] = {
 }
 MAX_MODEL_LEN = 4096
 CHAT, LONG = 0, 1
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -177,10 +176,9 @@ def loop(model: Path, load: argparse.Namespace, **limits: Any) -> Iterator[Close
         backend.close()
 
 
-def percentiles(gaps_s: list[float]) -> dict[str, float]:
-    """In milliseconds."""
-    values = np.percentile(gaps_s, PERCENTILES) * 1e3
-    return {f"p{share}_ms": round(float(value), 1) for share, value in zip(PERCENTILES, values, strict=True)}
+def spread(gaps_s: list[float]) -> dict[str, float]:
+    values = percentiles([gap * 1e3 for gap in gaps_s])
+    return {f"{name}_ms": round(value or 0.0, 1) for name, value in msgspec.structs.asdict(values).items()}
 
 
 def figures(runs: list[Run], load: argparse.Namespace) -> dict[str, Any]:
@@ -192,8 +190,8 @@ def figures(runs: list[Run], load: argparse.Namespace) -> dict[str, Any]:
     step_tokens = [count for run in runs for when, count in run.steps if when >= load.warm_up]
     within = [gap <= load.objective_ms / 1e3 for gap in gaps]
     return {
-        "itl": percentiles(gaps),
-        "itl_in_warm_up": percentiles(first_gaps) if first_gaps else None,
+        "itl": spread(gaps),
+        "itl_in_warm_up": spread(first_gaps) if first_gaps else None,
         "within_objective": round(sum(within) / len(within), 4),
         "num_gaps": len(gaps),
         "chat_tokens_per_s": round(len(gaps) / seconds, 1),
@@ -203,7 +201,7 @@ def figures(runs: list[Run], load: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--objective-ms", type=count, default=50)
     parser.add_argument("--budget", type=count, default=2048, help="max_num_batched_tokens of both")
     parser.add_argument("--chats", type=count, default=4, help="users who chat")
@@ -215,9 +213,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds that do not count")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all cores")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="a checkpoint instead of the random one")
-    parser.add_argument("--json", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     runs: dict[str, list[Run]] = {"fixed": [], "slo": []}
     with tempfile.TemporaryDirectory() as scratch:
@@ -232,17 +228,16 @@ def main() -> None:
     for budget, row in table.items():
         print(f"{budget:6} {row}")
     print(f"P99 of gaps: {ratio}x as long with the fixed budget")
-    if arguments.json:
-        load = {name: value for name, value in vars(arguments).items() if name not in {"json", "model", "seed"}}
-        record = {
-            "benchmark": "slo_on_cpu",
-            **provenance(arguments.seed),
-            "model": "given" if arguments.model else SHAPE_40M,
-            "load": load,
-            "results": table,
-            "p99_ratio": ratio,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    load = {name: value for name, value in vars(arguments).items() if name not in {"json", "model", "seed"}}
+    record = {
+        "benchmark": "slo_on_cpu",
+        **provenance(arguments.seed),
+        "model": "given" if arguments.model else SHAPE_40M,
+        "load": load,
+        "results": table,
+        "p99_ratio": ratio,
+    }
+    write_result(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,13 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from counts import count
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway import openai_front
 from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 
 _START_S = 60.0
 
@@ -206,7 +205,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=count, default=64, help="streams at a time (default: 64)")
     parser.add_argument("--tokens", type=count, default=128, help="tokens of each (default: 128)")
     parser.add_argument("--rounds", type=count, default=3, help="rounds after the first, which warms up (default: 3)")
@@ -219,7 +218,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(table(rows))
     settings = {name: value for name, value in vars(arguments).items() if name != "output"}
     result = {**provenance(seed=0), "settings": settings, "load_average": os.getloadavg()[0], "rows": rows}
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.output, result)
     return 0
 
 

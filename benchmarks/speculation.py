@@ -13,7 +13,6 @@ refused; it shows that the text stays the same and what giving up costs.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -24,10 +23,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
-from counts import count
 from headway_executor.backend import BackendConfig
 from headway_proto.sampling import SamplingParams
-from provenance import provenance
+from program import count, parser_of, provenance, write_result
 from speculative_engine import GREEDY, SpeculativeEngine, write_first_layers
 from torch_cpu import write_checkpoint
 
@@ -158,16 +156,14 @@ def config_of(model: Path, speculation: str, draft: Path | None = None) -> Backe
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--prompts", type=count, default=200, help="whose answers are compared token for token")
     parser.add_argument("--output", type=count, default=400, help="tokens of each answer of the demo model")
     parser.add_argument("--output-135m", type=count, default=64, help="tokens of each answer of the random model")
     parser.add_argument("--exact-output", type=count, default=64, help="tokens of the answers that are compared")
     parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--alone", type=count, default=8, help="prompts that are answered one after another in a round")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip-135m", action="store_true", help="leave out the random model of 135M parameters")
-    parser.add_argument("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 
@@ -199,8 +195,7 @@ def main() -> None:
         "exactness": exact,
         "speeds": found,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(arguments.json, record)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from counts import count
 from headway_executor.backend import BackendConfig, NewRow, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.config import ModelConfig
@@ -54,7 +53,7 @@ from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from provenance import provenance
+from program import count, parser_of, provenance
 from torch_cpu import SHAPE_135M, OfflineEngine, write_checkpoint
 
 RANDOM_SHAPE = {
@@ -339,7 +338,7 @@ def error_summary(errors: NDArray[np.float64]) -> dict[str, float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it a random one of 28M parameters")
     parser.add_argument("--decodes", default="1,2,4,8,16,32", help="decoding rows")
     parser.add_argument("--contexts", default="32,256,1024", help="tokens before a decode or a chunk")

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from counts import count, counts
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
@@ -49,6 +48,7 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from program import count, counts, parser_of
 
 SHAPE_135M = {
     "architectures": ["LlamaForCausalLM"],
@@ -295,7 +295,7 @@ def commit() -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it a random one of 135M parameters")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", default="none", help="none, int8 or both, with a comma between")
@@ -306,9 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=2, help="how often ours and the peer alternate")
     parser.add_argument("--num-kv-blocks", type=count, default=1024)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the model is large enough for")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", default="", help="command that measures a peer on the same model and load")
-    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--only-open", action="store_true", help="open the backend and exit")
     return parser.parse_args()
 

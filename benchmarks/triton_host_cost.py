@@ -10,7 +10,6 @@ executor's. What is left out is what only a device can tell: the driver's time f
     python benchmarks/triton_host_cost.py --rows 64,256,1024 --json result.json
 """
 
-import argparse
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from counts import count
+from program import count, parser_of, provenance, write_result
 
 os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: without a device, they cannot be compiled
 
@@ -44,7 +43,6 @@ from headway_proto.step import (
     executor_frame_writer,
     scheduler_frame_writer,
 )
-from provenance import provenance
 
 BLOCK_SIZE = 16
 CONTEXT = 64
@@ -154,7 +152,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Host time of a step of the triton backend.")
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", default="32,256,1024")
     parser.add_argument("--steps", type=count, default=1000)
     parser.add_argument("--json", type=Path)
@@ -164,8 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     for num_rows in map(int, arguments.rows.split(",")):
         lines.append(measure(num_rows, arguments.steps))
         print(f"{num_rows:6d} {lines[-1]['median_us']:10.1f} {lines[-1]['best_us']:8.1f}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**provenance(0), "lines": lines}, indent=2) + "\n")
+    write_result(arguments.json, {**provenance(0), "lines": lines})
     return 0
 
 

@@ -17,7 +17,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from provenance import provenance
+from program import provenance
 
 SEED = int(os.environ.get("CHAOS_SEED", "20261121"))
 _OUTCOME = pytest.StashKey[str]()

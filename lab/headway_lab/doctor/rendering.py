@@ -3,8 +3,9 @@
 Owns: the layout. Must not know: how anything was found.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from headway.tables import aligned
 from headway_lab.doctor.expectation import ExpectedStep
 from headway_lab.doctor.findings import Figure, Findings
 
@@ -109,23 +110,14 @@ def _rate(figure: Figure) -> str:
 def _expected(findings: Findings) -> str:
     title = f"decode step at these rates: {findings.model}, {findings.context_tokens} tokens of context in each row"
     rows = [("device", "batch", "step", "tokens/s", "bound by"), *map(_expected_row, findings.expected_steps)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [_aligned(row, widths) for row in rows]
-    return "\n".join((title, *lines, ""))
+    lines = aligned(rows, left=(0, len(rows[0]) - 1))
+    return "\n".join((title, *(f"  {line}" for line in lines), ""))
 
 
 def _expected_row(step: ExpectedStep) -> tuple[str, ...]:
     if not step.fits:
         return step.device, str(step.batch), "-", "-", "does not fit in memory"
     return step.device, str(step.batch), f"{_number(step.step_ms)} ms", _number(step.tokens_per_s), step.bound
-
-
-def _aligned(row: Iterable[str], widths: Sequence[int]) -> str:
-    device, *numbers, bound = (
-        cell.ljust(width) if place in {0, len(widths) - 1} else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(("", device, *numbers, bound)).rstrip()
 
 
 def _verdict(findings: Findings) -> str:

@@ -10,8 +10,9 @@ import sys
 
 from headway_lab.flight.explanation import explanation
 from headway_lab.flight.life import Follower
+from headway_lab.flight.named_log import add_log_flags, is_address, log_on_disk
 from headway_lab.flight.notable import Notables
-from headway_lab.flight.source import Flight, NoFlightLogError, add_log_flags, is_address, log_on_disk
+from headway_lab.flight.source import Flight, NoFlightLogError
 from headway_scheduler.flight.replay import Divergence
 
 NOT_FOUND_EXIT_CODE = 1

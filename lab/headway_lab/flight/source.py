@@ -1,14 +1,11 @@
-"""A flight log as a command gets it: named by a path or a server's address, opened, replayed event by event, with progress.
+"""A flight log on disk, opened and replayed event by event, with progress.
 
-Owns: the flags that name a log, from a path to events, and the words for a log that cannot be used.
-Must not know: how a server's log gets here, or what anybody does with the events.
+Owns: from a path to events, and the messages for a log that cannot be used. Must not know: how a server's log gets here,
+or what the events are used for.
 """
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from headway.progress import ProgressLine
@@ -22,40 +19,6 @@ _MIB = 1 << 20
 
 class NoFlightLogError(ConfigurationError):
     """The server records nothing."""
-
-
-def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a log, and the flags for asking a server for its own."""
-    parser.add_argument(
-        "log",
-        metavar="LOG|HOST:PORT",
-        help="directory of a flight log (its newest life), a segment of a life, or where a gateway serves gRPC",
-    )
-    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token of an operator")
-    parser.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
-
-
-@contextmanager
-def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
-    """Where the log that ``arguments`` name is on disk; that of a server is a copy, which goes at the end.
-
-    Raises:
-        NoFlightLogError: the server records nothing.
-        ConfigurationError: the server cannot be asked.
-    """
-    if not is_address(arguments.log):
-        yield arguments.log
-        return
-    from headway_lab.flight.fetched import fetch  # gRPC takes a while to load, and a log on disk needs none
-
-    with tempfile.TemporaryDirectory(prefix="headway-flight-") as directory:
-        yield str(fetch(arguments, Path(directory)))
-
-
-def is_address(text: str) -> bool:
-    """Whether this means a server, and no file or directory."""
-    _, colon, port = text.rpartition(":")
-    return bool(colon) and port.isdigit() and not Path(text).exists()
 
 
 class Flight:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from headway.settings import ConfigurationError, shown
 from headway_lab.flight.cells import StepCollector, StepRange, TimelineStep
+from headway_lab.flight.named_log import add_log_flags, log_on_disk
 from headway_lab.flight.perfetto import chrome_trace
-from headway_lab.flight.source import Flight, add_log_flags, log_on_disk
+from headway_lab.flight.source import Flight
 from headway_lab.output_files import check_output_files, check_pictures, write_output
 from headway_scheduler.flight.replay import Divergence
 
