@@ -1,4 +1,4 @@
-"""What a student of Headway needs: simulate, bench, replay, explain, timeline, top, doctor.
+"""Tools to study Headway: simulate, bench, replay, explain, timeline, top, doctor.
 
-May use everything of Headway's. Nothing that serves imports it.
+May import all of Headway. Nothing that serves imports it.
 """

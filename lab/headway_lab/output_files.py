@@ -1,7 +1,6 @@
 """The files that a long run writes at its end.
 
-Owns: refusing before the run what could not be written after it, and the message if it fails after all.
-Must not know: what is in them.
+Owns: checking them before the run, and the message if writing fails. Must not know: their contents.
 """
 
 import importlib.util
@@ -13,7 +12,7 @@ from headway_process.installation import install_advice
 
 
 def check_output_files(paths: Mapping[str, str]) -> None:
-    """Check paths by their flags; an empty one is not written.
+    """Check paths by their flags; an empty path is not written.
 
     Raises:
         ConfigurationError: one is a directory, or in one that does not exist.
@@ -26,7 +25,7 @@ def check_output_files(paths: Mapping[str, str]) -> None:
 
 
 def check_pictures(flag: str, path: str) -> None:
-    """Check that what draws is there, if there is something to draw.
+    """Check that matplotlib is there if a picture is asked for.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -36,7 +35,7 @@ def check_pictures(flag: str, path: str) -> None:
 
 
 def write_output(flag: str, path: str, write: Callable[[Path], object]) -> None:
-    """Write one, or nothing where the path is empty.
+    """Write one file; an empty path is not written.
 
     Raises:
         ConfigurationError: the file cannot be written.

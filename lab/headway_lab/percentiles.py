@@ -1,4 +1,4 @@
-"""Percentiles of latencies, and rates, as every report of a run tells them.
+"""Percentiles and rates for every report of a run.
 
 Owns: how they are computed and rounded. Must not know: what was measured.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of values in milliseconds; None where there are none."""
+    """Percentiles of milliseconds; None without values."""
 
     p50: float | None = None
     p90: float | None = None
@@ -19,7 +19,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
-    """Interpolated linearly between the two nearest values; what is not finite is left out."""
+    """Interpolate linearly between the two nearest values; values that are not finite are left out."""
     finite = np.asarray(values)[np.isfinite(values)]
     if not len(finite):
         return Percentiles()
@@ -28,10 +28,10 @@ def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """The quotient, 0 where there is nothing to divide by."""
+    """Return the quotient, or 0 if the denominator is 0."""
     return rounded(numerator / denominator) if denominator else 0.0
 
 
 def rounded(value: float) -> float:
-    """A nanosecond at most where the value is in seconds; what is behind it is noise of additions."""
+    """Round to 9 digits (nanoseconds); the rest is noise of additions."""
     return round(value, 9)

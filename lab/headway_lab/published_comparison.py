@@ -1,11 +1,10 @@
-"""The figures of a published comparison of batching policies, and what they say.
+"""A published comparison of batching policies.
 
-Owns: the figures, which of them are expected above which, and the table that sets others beside them.
-Must not know: how others come about.
+Owns: its figures, the orderings that it states, and a table of them beside others. Must not know: how others are made.
 
-They are of an article on iteration-level scheduling, for "Llama 70B, 128 concurrent users". A "chunk of C" is chunked
-prefill with a token budget of C. The lengths of prompts and answers are not stated, so of the figures only the order can be
-expected of another device and another model.
+The article is about iteration-level scheduling, for "Llama 70B, 128 concurrent users". A "chunk of C" is chunked
+prefill with a token budget of C. It does not state the lengths of prompts and answers, so another device and model can
+only be expected to show the same order.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ CHUNKS = (512, 256, 128)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared; latencies in milliseconds."""
+    """The compared figures; latencies in milliseconds."""
 
     output_tokens_per_s: float
     itl_p50_ms: float
@@ -27,7 +26,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ordering(msgspec.Struct, frozen=True, kw_only=True):
-    """A statement of the article: in ``figure``, the case before is below the case after, in every pair."""
+    """A statement of the article: in every pair, ``figure`` of the first case is below the second's."""
 
     text: str
     figure: str
@@ -35,7 +34,7 @@ class Ordering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an ordering holds, and how far the nearest of its pairs are apart: the upper over the lower, less 1."""
+    """Whether an ordering holds; ``least_distance`` is the smallest upper / lower - 1 of its pairs."""
 
     text: str
     holds: bool
@@ -88,7 +87,7 @@ ORDERINGS = (
 
 
 def findings(figures: Mapping[str, Figures]) -> list[Finding]:
-    """Look at each ordering of cases that all have figures."""
+    """Check each ordering whose cases all have figures."""
     return [
         _finding(ordering, figures)
         for ordering in ORDERINGS
@@ -107,10 +106,7 @@ def _finding(ordering: Ordering, figures: Mapping[str, Figures]) -> Finding:
 
 
 def beside_published(kind: str, figures: Mapping[str, Figures]) -> list[str]:
-    """Return a table of the published figures beside others of this ``kind``, and then whether each ordering holds.
-
-    Cases of which nothing was published have their own figures alone.
-    """
+    """Return a table of the published figures beside others of this ``kind``, and whether each ordering holds."""
     rows: list[tuple[str, ...]] = [
         (f"published / {kind}", "output tok/s", "P50 ITL ms", "P99 ITL ms", "P99 TTFT ms"),
         *((label, *_cells(PUBLISHED.get(label), other)) for label, other in figures.items()),

@@ -1,18 +1,14 @@
-"""``headway bench``: a load against a server that runs, and what its clients see of it.
+"""``headway bench``: a load against a running server, and what its clients see.
 
-Owns: sending a load at the intended times, recording what comes back, and telling it. Must not know: how any server works;
-peers are driven by the same client.
+Owns: sending a load at the intended times, recording the answers, and reporting. Must not know: how any server works.
 
-Latencies count from the time at which a request was *meant* to be sent. A client that sends late, because it or the server
-was busy, does not hide the wait ("coordinated omission").
+Latencies count from the intended time of sending, so a late client hides no wait ("coordinated omission").
 
-- ``options``, ``command``: from flags to runs to the report; ``session``: one load against one server, for programs.
-- ``target``: what a server is to this package; ``headway_target`` (gRPC), ``openai_target`` (HTTP, with ``event_stream``
-  and ``words``); ``targets`` chooses.
-- ``runner``: sends a load; ``records``: what came of each request; ``lag``: whether the client itself was too slow.
-- ``worker``, ``cooperation``: several client processes that share one load; ``pipe_messages``: what they say.
-- ``figures``, ``report``, ``picture``: the figures and how they are shown; ``steady``: whether a rate was reached.
-- ``capacity``: the highest rate that meets an objective.
+- ``options``, ``command``: flags and the order of work; ``session``: one load against one server;
+- ``target``: a server; ``headway_target`` (gRPC) and ``openai_target`` (HTTP, with ``event_stream`` and ``words``);
+- ``runner``: sends a load; ``records``: its result; ``lag``: whether the client was too slow;
+- ``worker``, ``cooperation``, ``pipe_messages``: several client processes that share one load;
+- ``figures``, ``steady``, ``report``, ``picture``: the result; ``capacity``: the highest rate that meets an objective.
 
 Only ``openai_target`` imports aiohttp, only ``headway_target`` gRPC, and only ``picture`` matplotlib.
 """

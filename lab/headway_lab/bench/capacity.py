@@ -1,16 +1,13 @@
-"""The highest rate that meets an objective.
+"""The search for the highest rate that meets an objective.
 
-Owns: which rate to try next, when a rate is known to meet the objective or to miss it, and when to stop.
-Must not know: how a rate is tried.
+Owns: the next rate, the verdict on a rate, and the end of the search. Must not know: how a rate is tried.
 
-Rates double until one misses (or halve until one meets), and then the geometric mean of the two is tried until they are
-near. A rate *meets* the objective if the share of requests that keep theirs is at least the attainment asked for, and if
-they are answered as fast as they arrive: a queue that grows would break any objective in the end. Where that could not be
-told, the rate does not meet it.
+Rates double until one misses (or halve until one meets), then the geometric mean of both is tried until they are near.
+A rate *meets* the objective if the required share of requests keeps theirs and requests are answered as fast as they
+arrive. If that cannot be determined, the rate misses.
 
-A share that was counted in few requests may be chance. So a rate is looked at again, with other requests of the same kind,
-until the attainment asked for is outside the 95% interval (Wilson's) of what was counted, or four looks were taken; then it
-is judged by the share itself, and the report says that it was close.
+Few requests may mislead. So a rate is measured again with other requests until the required share is outside the 95%
+interval (Wilson's), at most four times; then the share itself decides, and the report says that it was close.
 """
 
 import math
@@ -24,7 +21,7 @@ _LEAST_FRACTION = 1 / 1024
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run at a rate showed; ``num_meeting`` of its requests kept their objectives."""
+    """One run at a rate; ``num_meeting`` of its requests kept their objectives."""
 
     num_requests: int
     num_meeting: int
@@ -35,7 +32,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """All looks at one rate. ``low`` and ``high`` bound the true share with 95% confidence."""
+    """All runs at one rate. ``low`` and ``high`` bound the true share with 95% confidence."""
 
     rate: float
     num_looks: int
@@ -51,7 +48,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search:
-    """Which rate to try next, from the verdicts so far."""
+    """The state of the search."""
 
     def __init__(self, first_rate: float, most_rate: float, tolerance: float) -> None:
         self._first = min(first_rate, most_rate)
@@ -63,7 +60,7 @@ class Search:
         """The lowest above it that did not."""
 
     def next_rate(self) -> float | None:
-        """The rate to try now, or None if the search is over."""
+        """Return the rate to try now, or None if the search is over."""
         if self.met is None and self.missed is None:
             return self._first
         if self.missed is None:
@@ -76,7 +73,7 @@ class Search:
         return math.sqrt(self.met * self.missed)
 
     def tell(self, rate: float, *, meets: bool) -> None:
-        """The verdict on a rate that was to be tried."""
+        """Record the verdict on a rate."""
         if meets:
             self.met = rate
         else:
@@ -90,7 +87,7 @@ TakeLook = Callable[[float], Awaitable[Look]]
 async def find_capacity(
     search: Search, attainment: float, look: TakeLook, on_trial: Callable[[Trial], None]
 ) -> list[Trial]:
-    """Search to the end; return the trials in the order of the attempts. ``on_trial`` sees each as it ends."""
+    """Search to the end; return the trials in their order. ``on_trial`` gets each as it ends."""
     trials = []
     while (rate := search.next_rate()) is not None:
         trial = await _try(rate, attainment, look)
@@ -127,7 +124,7 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
 
 
 def wilson_interval(num_good: int, num_all: int) -> tuple[float, float]:
-    """Bounds of a share with 95% confidence (Wilson, 1927): right for small counts and for shares near 1."""
+    """Return 95% bounds of a share (Wilson, 1927), which hold for small counts and shares near 1."""
     share, spread = num_good / num_all, _Z95**2 / num_all
     middle = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / num_all + spread / (4 * num_all)) / (1 + spread)

@@ -1,8 +1,8 @@
 """``headway bench`` and ``headway bench capacity``: from flags to runs to the report.
 
-Owns: the command's flags, its order of work, and its exit codes (1: no server, no answer, no capacity, or the required rate
-was not reached; 2: the command line or a file is wrong; 130: Ctrl-C).
-Must not know: how requests are sent, what is measured, or how a result looks.
+Owns: the flags, the order of work, and the exit codes (1: no server, no answer, no capacity, or the required rate was
+not reached; 2: the command line or a file is wrong; 130: Ctrl-C). Must not know: how requests are sent, measured or
+shown.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _for_capacity(given: Layer) -> Layer:
-    """Its arrivals are open, so that a server that is too slow gets no fewer requests."""
+    """Use open arrivals, so that a slow server does not get fewer requests."""
     if "trace" in given or ("arrivals" in given and given["arrivals"].value == "closed"):
         origin = (given.get("trace") or given["arrivals"]).origin
         raise ConfigurationError(f"{origin}: is not allowed for capacity; allowed: --arrivals poisson or gamma")
@@ -142,9 +142,9 @@ async def _capacity_session(options: BenchOptions) -> int:
 
 
 def at_rate(options: BenchOptions, rate: float, look: int, times: int = 1) -> BenchOptions:
-    """A load of its own for each look, the first tenth of it warm-up; ``times`` as long as the least of one.
+    """Return a load for one run of the search, ``times`` the smallest length; its first tenth is warm-up.
 
-    With prompts of its own: those of the look before are in the server's prefix cache.
+    It has new prompts, because the server's prefix cache holds those of the run before.
     """
     num_measured = times * max(options.probe_requests, round(rate * options.probe_s))
     num_warm_up = max(options.warmup_requests, num_measured // _WARM_UP_SHARE)

@@ -1,6 +1,6 @@
 """One load, sent by one client process or by several.
 
-Owns: starting the others, beginning all at one time, and putting together what they bring. Must not know: the target.
+Owns: starting the others, a common beginning, and merging their results. Must not know: the target.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ OnProgress = Callable[[int], None]
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load, which ``options`` and ``context_length`` describe; ``target`` is open. Records come by number.
+    """Send the load, which ``options`` and ``context_length`` describe, to an open ``target``. Records come by number.
 
     Raises:
         TargetError: a client process could not do its share.
@@ -89,7 +89,7 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
 
 
 class _ClientProcess:
-    """One of them, from here."""
+    """A client process, seen from the launching process."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
         self._index = index

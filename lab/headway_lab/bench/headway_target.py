@@ -1,9 +1,9 @@
-"""A Headway gateway as the bench sees it, over gRPC.
+"""A Headway gateway as a target, over gRPC.
 
-Owns: random prompts within its vocabulary, its messages, and its channels. Must not know: when requests are sent.
+Owns: random prompts within its vocabulary, messages, and channels. Must not know: when requests are sent.
 
-Messages are read from the stub's own call, not through ``AsyncClient``: a bench must see a stream break, not have it mended.
-One channel is one TCP connection and a lock; several share the load.
+It uses the stub, not ``AsyncClient``, because a bench must see a stream break. One channel is one TCP connection and
+one lock, so several share the load.
 """
 
 import itertools

@@ -1,8 +1,6 @@
 """Whether the client itself was too slow.
 
-Owns: how late the event loop comes to what is due, looked at now and then. Must not know: what keeps it busy.
-
-Whatever is late by so much is told of an arrival as well, so figures below the lag mean nothing.
+Owns: samples of how late the event loop is. Must not know: what keeps it busy. Latencies below the lag mean nothing.
 """
 
 import asyncio
@@ -17,7 +15,7 @@ class LagMeter:
         self.lags_s: list[float] = []
 
     async def watch(self) -> None:
-        """Look until cancelled."""
+        """Sample until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + LOOK_INTERVAL_S

@@ -1,12 +1,11 @@
-"""An OpenAI-compatible HTTP server as the bench sees it.
+"""An OpenAI-compatible HTTP server as a target.
 
-Owns: requests to ``/completions`` and ``/chat/completions``, and reading their event streams. Must not know: when requests
-are sent. Needs aiohttp; nothing else of the package imports this.
+Owns: requests to ``/completions`` and ``/chat/completions``, and reading their event streams. Must not know: when
+requests are sent. Needs aiohttp; nothing else of the package imports this.
 
-How many tokens an answer has is what the server says in ``usage`` (asked for by ``stream_options``), or else the number
-of chunks with text. How many a single chunk has, no such server says: each chunk counts as one token when it comes.
-
-How many tokens a word of a prompt takes is found by two requests before the load, from the ``usage`` of both.
+The number of an answer's tokens is the server's ``usage`` (requested by ``stream_options``), or else the number of
+chunks with text. Each chunk counts as one token when it comes. Two requests before the load find from ``usage`` how
+many tokens a word of a prompt takes.
 """
 
 import contextlib
@@ -73,7 +72,7 @@ class _Models(msgspec.Struct):
 
 
 class OpenAITarget:
-    """See ``Target``. ``base_url`` ends with what comes before ``/completions``; ``fields`` go into each request."""
+    """See ``Target``. ``base_url`` is all before ``/completions``; ``fields`` go into each request."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class OpenAITarget:
             raise RequestFailed(CUT_SHORT, "the stream ended before the answer")
 
     def _take(self, data: bytes, answer: Answer) -> bool:
-        """Take in one event; return whether it is the answer's last with text."""
+        """Process one event; return whether it is the answer's last with text."""
         try:
             chunk = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeError) as error:

@@ -1,6 +1,6 @@
 """The flags of ``headway bench``.
 
-Owns: what can be asked of a bench, defaults, help and allowed ranges. Must not know: how any of it is done.
+Owns: defaults, help and allowed ranges. Must not know: how anything is done.
 """
 
 from typing import Annotated, Literal

@@ -19,7 +19,7 @@ _LONG_TAIL = 20
 
 
 def draw(path: Path, title: str, requests: Sequence[BenchedRequest]) -> None:
-    """Write a PNG: TTFT by time, how many requests were open, and how TTFT and ITL are distributed.
+    """Write a PNG: TTFT by time, open requests, and the distributions of TTFT and ITL.
 
     Raises:
         OSError: the file cannot be written.
@@ -101,7 +101,7 @@ def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
 
 
 def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
-    """The share of values up to each, with p50, p90 and p99; logarithmic where the tail is long."""
+    """Draw the share of values up to each, with p50, p90 and p99; logarithmic for a long tail."""
     ordered = np.sort(np.array(values))
     positive = ordered[ordered > 0]
     axes.set_xlabel(name)

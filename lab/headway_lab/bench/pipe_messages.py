@@ -1,4 +1,4 @@
-"""What the launching process and its client processes say to each other.
+"""The messages between the launching process and its client processes.
 
 Owns: the messages and their frames: a length of four bytes, then msgpack. Must not know: what is done with them.
 """
@@ -30,23 +30,23 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From one: it is connected, and its share is drawn."""
+    """From a client process: it is connected, and its share is drawn."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From one: it cannot; one line says why."""
+    """From a client process: it cannot work, with the reason in one line."""
 
     message: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From one: so many of its requests have ended."""
+    """From a client process: the number of its requests that ended."""
 
     num_ended: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From one: all have."""
+    """From a client process: all requests ended."""
 
     result: ShareResult
 
@@ -59,13 +59,13 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: ToClient | FromClient) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def body_bytes(length: bytes) -> int:
-    """How many bytes follow the first four."""
+    """Return how many bytes follow the first four."""
     return int(_LENGTH.unpack(length)[0])
 
 

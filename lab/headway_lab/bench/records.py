@@ -1,8 +1,7 @@
-"""What came of each request of a load.
+"""The result of each request of a load.
 
-Owns: the record, which client processes hand on as it is. Must not know: which server answered, or what is made of it.
-
-All times are in seconds from the start of the load, by the client's clock.
+Owns: the record that client processes send on. Must not know: which server answered. Times are in seconds from the
+start of the load, by the client's clock.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ MALFORMED = "MALFORMED"
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Headway server says of a request, in milliseconds from its arrival at the scheduler."""
+    """A Headway server's own timings, in milliseconds from a request's arrival at the scheduler."""
 
     queue_ms: float
     ttft_ms: float
@@ -30,7 +29,7 @@ class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
 
-    ``num_prompt_tokens`` and ``num_output_tokens`` are as the server counted, or else what was asked for and what came.
+    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, or else what was asked for and what came.
     """
 
     number: int
@@ -63,7 +62,7 @@ class RequestFailed(Exception):  # noqa: N818  # it names what happened
 
 
 class Answer:
-    """Takes one answer as it comes. ``clock`` gives seconds since the start of the load."""
+    """Collects one answer as it comes. ``clock`` gives seconds since the start of the load."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -75,6 +74,6 @@ class Answer:
         self.server: ServerTimings | None = None
 
     def tokens_came(self, count: int) -> None:
-        """So many tokens arrived together, now."""
+        """Record tokens that arrived together, now."""
         self.chunk_times_s.append(self._clock())
         self.chunk_tokens.append(count)

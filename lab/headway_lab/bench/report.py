@@ -42,7 +42,7 @@ CSV_COLUMNS = (
 
 
 def title(info: TargetInfo, load: Load) -> str:
-    """One line: what was benched with what."""
+    """Return in one line what was benched with what."""
     return (
         f"{info.model} at {info.address} ({info.runs_on}); {len(load.requests)} requests, {load.title}; "
         f"seed {load.options.seed}"
@@ -50,7 +50,7 @@ def title(info: TargetInfo, load: Load) -> str:
 
 
 def text(info: TargetInfo, totals: BenchTotals, max_late_ms: float) -> str:
-    """The whole result for people."""
+    """Return the result as text."""
     lines = [*aligned(_rates(totals)), "", *aligned(_latencies(totals))]
     if groups := shown_groups(totals.tenants, totals.priorities):
         lines += ["", *aligned(_group_rows(groups))]
@@ -139,7 +139,7 @@ def _notes(info: TargetInfo, totals: BenchTotals) -> list[str]:
 
 
 def warnings(totals: BenchTotals, max_late_ms: float) -> list[str]:
-    """What makes the figures mean something else than they seem to; a line each."""
+    """Return a line for each reason to doubt the figures."""
     lines = []
     if totals.num_ok < totals.num_requests:
         failed = {status: count for status, count in totals.statuses.items() if status != "OK"}
@@ -181,13 +181,13 @@ def _asked_rate(totals: BenchTotals) -> str:
 
 
 def is_trustworthy(totals: BenchTotals, max_late_ms: float) -> bool:
-    """Whether the client sent in time, and could see tokens in time."""
+    """Return whether the client sent and saw tokens in time."""
     client = totals.client
     return max(client.late_ms.p99 or 0.0, client.lag_ms.p99 or 0.0) <= max_late_ms
 
 
 def trial_text(trial: Trial) -> str:
-    """One line of a search for the capacity."""
+    """Return one line of a search for the capacity."""
     verdict = "meets" if trial.meets else "misses"
     reasons = [
         "requests arrive faster than they are answered" * (trial.keeps_up is False),
@@ -205,7 +205,7 @@ def trial_text(trial: Trial) -> str:
 
 
 def capacity_text(search: Search, attainment: float) -> str:
-    """What was found."""
+    """Return the result of the search as text."""
     wanted = f"{100 * attainment:g}% of requests keep their objectives"
     if search.met is None:
         return f"capacity: none; not even at {search.missed:.4g} requests/s is it that {wanted}\n"
@@ -214,7 +214,7 @@ def capacity_text(search: Search, attainment: float) -> str:
 
 
 def described(options: BenchOptions, info: TargetInfo) -> dict[str, Any]:
-    """What was benched. Where the result goes is no part of it."""
+    """Return what was benched, without the names of output files."""
     asked = msgspec.structs.asdict(options)
     return {
         "schema": JSON_SCHEMA,
@@ -226,7 +226,7 @@ def described(options: BenchOptions, info: TargetInfo) -> dict[str, Any]:
 def as_json(
     options: BenchOptions, info: TargetInfo, totals: BenchTotals, requests: Sequence[BenchedRequest], max_late_ms: float
 ) -> bytes:
-    """The whole result of a load."""
+    """Return the result of a load."""
     return _encoded(
         {
             **described(options, info),
@@ -238,7 +238,7 @@ def as_json(
 
 
 def capacity_json(options: BenchOptions, info: TargetInfo, search: Search, trials: Sequence[Trial]) -> bytes:
-    """The whole result of a search."""
+    """Return the result of a search."""
     return _encoded({**described(options, info), "capacity": search.met, "missed": search.missed, "trials": trials})
 
 
@@ -247,7 +247,7 @@ def _encoded(document: dict[str, Any]) -> bytes:
 
 
 def as_csv(requests: Iterable[BenchedRequest]) -> str:
-    """A line per request, under a line of names."""
+    """Return a line per request, below a line of names."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)

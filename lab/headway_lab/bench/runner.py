@@ -1,10 +1,9 @@
-"""Sends a load to a target at the intended times, and records what comes back.
+"""Sends a load to a target at the intended times, and records the answers.
 
-Owns: when requests are sent, and giving up those that take too long. Must not know: which server answers.
+Owns: when requests are sent, and their timeout. Must not know: which server answers.
 
-Its clock is the event loop's, so a test that brings a loop of virtual time has a runner of virtual time. Nothing that is
-slow holds a send up: what follows the first requests of a load is known before it starts, each is prepared before its time,
-and its answer is followed by a task of its own.
+The clock is the event loop's. Nothing slow delays a send: each request is prepared before its time, and a task of its
+own follows its answer.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from headway_lab.workload.arrivals import Arrival, Arrivals
 
 
 class Runner:
-    """One load, once. ``on_end`` sees each record as soon as there is one."""
+    """Sends one load, once. ``on_end`` gets each record when its request ends."""
 
     def __init__(
         self, target: Target, arrivals: Arrivals, *, timeout_s: float, on_end: Callable[[RequestRecord], None]
@@ -30,7 +29,7 @@ class Runner:
         self._start = self._loop.time()
 
     async def run(self, start: float) -> None:
-        """Run it from the time ``start`` of the event loop's clock on, until every request has ended."""
+        """Run from the time ``start`` of the event loop's clock until every request has ended."""
         self._start = start
         async with asyncio.TaskGroup() as group:
             for arrival in self._arrivals.first():
@@ -46,7 +45,7 @@ class Runner:
         await asyncio.sleep(max(0.0, time_s - self._now()))
 
     async def _follow(self, arrival: Arrival, prepared: Any) -> None:
-        """One request, and one after the other that their ends bring."""
+        """Follow one request, and those that come after its end."""
         following: Arrival | None = arrival
         while following is not None:
             record = await self._record(following, prepared)

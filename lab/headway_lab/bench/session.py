@@ -1,6 +1,7 @@
-"""One load against one server, from options to figures: what the command and programs call.
+"""One load against one server, from options to figures, for the command and for programs.
 
-Owns: the order of connecting, drawing the load, sending it and measuring. Must not know: flags, or how figures are shown.
+Owns: the order of connecting, drawing the load, sending it and measuring. Must not know: flags, or how figures are
+shown.
 """
 
 import sys
@@ -19,7 +20,7 @@ from headway_lab.workload.load import Load, make_load
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a load."""
+    """The result of a load."""
 
     info: TargetInfo
     load: Load
@@ -29,7 +30,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInfo]]:
-    """The server of the options.
+    """Connect to the server of the options.
 
     Raises:
         TargetError: it does not answer.

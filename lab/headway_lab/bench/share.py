@@ -1,6 +1,6 @@
 """One client process's share of a load.
 
-Owns: running it, and what the process says of itself. Must not know: whether there are other processes.
+Owns: running it and measuring the process. Must not know: whether there are other processes.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _GC_THRESHOLD = 200_000
 
 
 class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a share: ``lags_s`` of the event loop, and the processor time of the busiest process beside the wall's."""
+    """The result of a share: ``lags_s`` of the event loop, and the busiest process's time beside the wall's."""
 
     records: list[RequestRecord]
     lags_s: list[float]

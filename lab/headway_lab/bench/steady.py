@@ -1,20 +1,19 @@
-"""Whether requests were answered as fast as they came, and whether a load was long enough to tell.
+"""Whether requests were answered as fast as they came, and whether a load was long enough to say so.
 
 Owns: the rule. Must not know: how requests were sent, or how a verdict is shown.
 
-A load with open arrivals has a beginning, in which requests come and none has ended yet, and an end, in which they end and
-none comes. A server that is asked for too much looks fast in the one and slow in the other. So only what lies between
-counts, the **steady part**. It begins when the first requests have had time to end: after as long as nine in ten of the
-first tenth took from first token to end, and the quickest of them to its first token. (Waiting in a queue is no part of
-that: it is what is to be found.) It ends with the last arrival.
+At the beginning of open arrivals no request has ended yet, and at their end no more come. An overloaded server looks
+fast in the one and slow in the other, so only the **steady part** counts. It begins after a run-in: the shortest TTFT
+of the first tenth of requests, plus the time from first token to end that nine in ten of them needed. (This leaves out
+waiting in a queue, which is what the rule looks for.) It ends with the last arrival.
 
-The **achieved rate** is the number of requests answered in the steady part over its length. The asked rate is **reached**
-if at least ``REACHED_SHARE`` of as many as came in that time were answered. It is not if they were fewer, even with what
-chance explains added: where arrivals are random, the number under way varies by its root, at either end of the part, and by
-more where they come in bursts.
+The **achieved rate** is the number of requests answered in the steady part over its length. The asked rate is
+**reached** if at least ``REACHED_SHARE`` of the number that came was answered. It is missed if fewer were answered even
+with the share of chance added: with random arrivals, the number in flight varies by its root at either end of the part,
+and by more with bursts.
 
-A load is **too short to tell** if fewer than ``LEAST_ARRIVALS`` came in its steady part, if chance could hide a tenth of
-those that came, or if only chance stands between the two verdicts.
+A load is **too short** if fewer than ``LEAST_ARRIVALS`` came in its steady part, if chance could hide a tenth of them,
+or if only chance separates the two verdicts.
 """
 
 import math
@@ -36,7 +35,7 @@ _SIGMAS = 2.0
 
 
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What came and what was answered in it. Times in seconds; without a length it is empty."""
+    """The arrivals and answers of the steady part. Times in seconds; a part without length is empty."""
 
     run_in_s: float
     """How long the first requests took, without their wait in a queue."""
@@ -49,7 +48,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     """How many fewer may be answered than come without being a sign."""
 
     def reaches(self, share: float) -> bool | None:
-        """Whether this share of what came was answered; None if the load was too short to tell."""
+        """Return whether this share of the arrivals was answered; None if the load was too short."""
         if self.num_arrived < LEAST_ARRIVALS:
             return None
         if self.num_answered + self.chance < share * self.num_arrived:
@@ -60,23 +59,25 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_up(self) -> bool | None:
-        """Whether requests were answered as fast as they came; None as above."""
+        """Whether requests were answered as fast as they came; None if the load was too short."""
         return self.reaches(REACHED_SHARE)
 
     @property
     def answered_per_s(self) -> float | None:
-        """The achieved rate; None as above."""
+        """The achieved rate; None if the load was too short."""
         return None if self.keeps_up is None else ratio(self.num_answered, self.length_s)
 
     def num_requests_to_tell(self, rate: float) -> int:
-        """About how many requests tell, if they come at this rate and take no longer than these."""
+        """Return about how many requests are enough at this rate, if they take no longer."""
         under_way = rate * self.run_in_s
         num_steady = max(2 * LEAST_ARRIVALS, _SIGMAS * math.sqrt(2 * under_way) / _MOST_CHANCE)
         return math.ceil(1.5 * (under_way + num_steady))
 
 
 def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> SteadyPart | None:
-    """Of all records of a load with open arrivals; it begins at ``measured_from_s`` at the earliest. None without answers."""
+    """Return the steady part of all records with open arrivals, from ``measured_from_s`` at the earliest; None without
+    answers.
+    """
     answered = sorted((record for record in records if record.is_ok), key=lambda record: record.intended_s)
     if not answered:
         return None
@@ -102,11 +103,11 @@ def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> Ste
 
 
 def _wait_s(record: RequestRecord) -> float:
-    """To the first token; to the end where none came."""
+    """Return the time to the first token, or to the end without one."""
     return (record.chunk_times_s[0] if record.chunk_times_s else record.end_s) - record.intended_s
 
 
 def _burstiness(arrivals: np.typing.NDArray[np.float64]) -> float:
-    """The standard deviation of the gaps over their mean, at least that of random arrivals, 1."""
+    """Return the gaps' standard deviation over their mean, at least 1 as for random arrivals."""
     gaps = np.diff(arrivals)
     return max(1.0, float(gaps.std() / gaps.mean())) if len(gaps) and gaps.any() else 1.0

@@ -1,4 +1,4 @@
-"""What a server is to the bench.
+"""What the bench needs of a server.
 
 Owns: the protocol. Must not know: any server, or when requests are sent.
 """
@@ -14,11 +14,13 @@ UNKNOWN_CONTEXT = 1 << 24
 
 
 class TargetError(Exception):
-    """There is no server to bench; the message is one line."""
+    """The server cannot be benched; the message is one line."""
 
 
 class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is benched. ``counted_by`` says how its tokens are counted; ``UNKNOWN_CONTEXT`` if it does not tell its own."""
+    """The server that is benched. ``counted_by`` says how tokens are counted. ``context_length`` is ``UNKNOWN_CONTEXT``
+    if the server does not say.
+    """
 
     model: str
     address: str
@@ -31,7 +33,7 @@ class Target(Protocol):
     """A server. ``open`` comes first."""
 
     async def open(self) -> TargetInfo:
-        """Connect, and find out what is served.
+        """Connect, and ask what is served.
 
         Raises:
             TargetError: it does not answer.
@@ -39,11 +41,11 @@ class Target(Protocol):
         ...
 
     def prepare(self, request: PlannedRequest) -> Any:
-        """Do all that need not wait until the request is sent; what is returned goes to ``send``."""
+        """Do everything that can be done before the time of sending; the result goes to ``send``."""
         ...
 
     async def send(self, prepared: Any, answer: Answer) -> None:
-        """Send it, and follow the answer to its end; cancellation gives it up.
+        """Send a request and follow its answer to the end; cancellation ends it.
 
         Raises:
             RequestFailed: there was no end, or an error.

@@ -1,4 +1,4 @@
-"""Which server a bench is of.
+"""The server of a bench.
 
 Owns: making it from the options. Must not know: how requests are sent to it.
 """
@@ -13,7 +13,7 @@ from headway_lab.bench.target import Target
 
 
 def make_target(options: BenchOptions) -> Target:
-    """Return the server of the options, not connected yet.
+    """Return the server of the options, not yet connected.
 
     Raises:
         ConfigurationError: a file of the options cannot be used.
@@ -60,7 +60,7 @@ def _openai(options: BenchOptions) -> Target:
 
 
 def _tls(options: BenchOptions) -> ssl.SSLContext | None:
-    """None for what the URL says, trusting the system's authorities."""
+    """Return None to use the URL's scheme and the system's authorities."""
     trusted = bytes_of_file(options.root_certificates, "--root-certificates")
     if trusted is None and not options.client_certificate:
         return None

@@ -1,8 +1,7 @@
 """Prompts as text, of about a wanted number of tokens.
 
-Owns: the words. Must not know: the tokenizer; how many tokens a word takes is measured by who knows a server.
-
-The words are common and short, each one token with a space before it in most vocabularies.
+Owns: the words, which are common and short: one token with a space before it in most vocabularies. Must not know: the
+tokenizer; the caller measures how many tokens a word takes.
 """
 
 import msgspec
@@ -178,7 +177,7 @@ class WordSource:
         self._tokens_per_word = tokens_per_word
 
     def prompt(self, request: PlannedRequest) -> str:
-        """About ``num_prompt_tokens`` tokens."""
+        """Return about ``num_prompt_tokens`` tokens."""
         num_prefix = self._num_words(request.num_prefix_tokens) if request.num_prefix_tokens else 0
         num_own = self._num_words(request.num_prompt_tokens - request.num_prefix_tokens)
         scaled = msgspec.structs.replace(request, num_prompt_tokens=num_prefix + num_own, num_prefix_tokens=num_prefix)

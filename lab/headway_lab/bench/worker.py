@@ -1,6 +1,6 @@
-"""A client process that sends a share of a load: ``python -m headway_lab.bench.worker``, its messages on stdin and stdout.
+"""A client process that sends a share of a load: ``python -m headway_lab.bench.worker``.
 
-Owns: its order of work. Must not know: the other processes.
+Owns: its order of work, with messages on stdin and stdout. Must not know: the other processes.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ async def _run(target: Target, load: Load, timeout_s: float, inbox: BinaryIO, ou
 
 
 class _ProgressTeller:
-    """Tells now and then how many requests have ended."""
+    """Reports now and then how many requests have ended."""
 
     def __init__(self, outbox: BinaryIO) -> None:
         self._outbox = outbox

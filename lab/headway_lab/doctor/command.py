@@ -1,8 +1,7 @@
 """``headway doctor``: from flags to the report.
 
 Owns: the flags, the order of work, and the exit codes (0: some backend can run models here; 1: none can; 2: the command
-line is wrong, 3: the model directory is; 130: Ctrl-C).
-Must not know: how anything is found out, or how it looks.
+line is wrong; 3: the model directory is wrong; 130: Ctrl-C). Must not know: how findings are made or shown.
 """
 
 import argparse
@@ -75,7 +74,6 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _model_of(directory: str) -> Model:
-    """The shape that a checkpoint's configuration describes."""
     from headway_executor.backend import ModelFilesError
     from headway_executor.models.families import read_model_config
 

@@ -1,7 +1,6 @@
-"""Finding out what this host can run.
+"""The examination of this host.
 
-Owns: the order of the questions, and going on where torch is missing or broken.
-Must not know: how a finding looks, or flags.
+Owns: the order of the questions; without a working torch it goes on. Must not know: how findings are shown, or flags.
 """
 
 from collections.abc import Callable
@@ -23,14 +22,14 @@ Say = Callable[[str], None]
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The model whose steps are asked for. ``is_bfloat16``: its weights, as they are stored."""
+    """The model whose steps are estimated. ``is_bfloat16``: its weights are stored so."""
 
     shape: ModelShape
     is_bfloat16: bool = True
 
 
 def examine() -> Findings:
-    """Look at everything; measure nothing."""
+    """Examine everything without measuring."""
     host, packages = describe_host(), installed_packages()
     try:
         from headway_executor.host_report import examine_host
@@ -87,7 +86,7 @@ def examine() -> Findings:
 
 
 def with_measurements(findings: Findings, model: Model, say: Say) -> Findings:
-    """Measure what there is, and say what it means for a model's decode step."""
+    """Measure, and estimate a model's decode step from it."""
     if findings.torch_problem:
         return msgspec.structs.replace(findings, measurement_problems=(f"anything: {_NO_TORCH}",))
     figures: list[Figure] = []
@@ -115,7 +114,7 @@ _Measure = Callable[[Findings, Model, Say], tuple[list[Figure], StepDevice]]
 
 
 def _cpu(findings: Findings, model: Model, say: Say) -> tuple[list[Figure], StepDevice]:
-    """The kernels keep weights that are exact in bfloat16 so; PyTorch operators, and every cache, are in float32."""
+    """Weights that are exact in bfloat16 stay so in the kernels. PyTorch's operators and all caches use float32."""
     from headway_executor.host_speed import measure_host
 
     speed = measure_host(say)

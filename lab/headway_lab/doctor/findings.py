@@ -1,6 +1,6 @@
-"""Everything that ``headway doctor`` has found out.
+"""Everything that ``headway doctor`` found.
 
-Owns: the document that ``--json`` prints. Must not know: how anything was found, or how it looks to a person.
+Owns: the document that ``--json`` prints. Must not know: how it was found or is shown.
 """
 
 import msgspec
@@ -29,7 +29,7 @@ class DeviceFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """Something measured; per second, in bytes or operations (``unit``: "B/s", "FLOP/s")."""
+    """A measured rate per second; ``unit`` is "B/s" or "FLOP/s"."""
 
     name: str
     device: str
@@ -38,10 +38,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. Without torch (``torch_problem``) nothing is known of devices. A ``problem`` is one line with what to do about it, empty where all is well.
+    """All findings. Without torch (``torch_problem``) no device is known. A ``problem`` is one line with its remedy, or
+    empty.
 
-    ``figures`` and ``expected_steps`` are empty where nothing was measured; ``measurement_problems`` tell why, if that was
-    not asked for.
+    ``figures`` and ``expected_steps`` are empty without measurements; ``measurement_problems`` say why.
     """
 
     host: Host

@@ -1,7 +1,6 @@
 """The host as Python and the system describe it.
 
-Owns: versions of packages, whether the scheduler's core is compiled, and what the processor and the memory are.
-Must not know: torch, or what is to be run.
+Owns: versions of packages, processor, memory, and whether the core is compiled. Must not know: torch.
 """
 
 import importlib.metadata
@@ -31,7 +30,7 @@ _PACKAGES = (
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A package that some part of Headway needs; ``version`` is empty where it is not installed."""
+    """A package that Headway uses; ``version`` is empty if it is not installed."""
 
     name: str
     version: str
@@ -39,7 +38,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine. ``num_cores`` are those that this process may use; memory in bytes, 0 where it is not known."""
+    """The machine. ``num_cores`` are those of this process; memory is in bytes, 0 if unknown."""
 
     system: str
     python: str
@@ -67,7 +66,7 @@ def describe_host() -> Host:
 
 
 def installed_packages() -> tuple[Package, ...]:
-    """The packages that Headway's parts need, and how to get those that are missing. Imports none of them."""
+    """Return the packages that Headway uses, and how to install missing ones. Imports none of them."""
     return tuple(
         Package(
             name=name,
@@ -79,7 +78,7 @@ def installed_packages() -> tuple[Package, ...]:
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """The processor as it calls itself, or else its architecture."""
+    """Return the processor's name, or its architecture."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

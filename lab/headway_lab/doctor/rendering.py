@@ -17,7 +17,7 @@ Row = tuple[str, str]
 
 
 def text_of(findings: Findings) -> str:
-    """Return the whole report, sections of lines with a blank line between them."""
+    """Return the whole report."""
     sections = [
         ("host", _host(findings)),
         ("packages", _packages(findings)),
@@ -55,7 +55,6 @@ def _host(findings: Findings) -> list[Row]:
 
 
 def _memory(all_bytes: int, free_bytes: int) -> str:
-    """Either is 0 where it is not known."""
     known = f"{all_bytes / _GIB:.1f} GiB" if all_bytes else "not known"
     return f"{known}, {free_bytes / _GIB:.1f} GiB free" if free_bytes else known
 
@@ -126,7 +125,7 @@ def _verdict(findings: Findings) -> str:
 
 
 def best_flags(findings: Findings) -> str:
-    """The fastest way to run models here, as far as that is known without running one; empty if there is none."""
+    """Return the flags of the backend that should be fastest here; empty if none runs models."""
     ways = {backend.name: backend.flags for backend in findings.backends if backend.runs_models and backend.flags}
     for name in (*_FASTEST_FIRST, *ways):
         flags = ways.get(name, ())
@@ -137,5 +136,5 @@ def best_flags(findings: Findings) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that mean something, and no exponent."""
+    """Return three digits without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

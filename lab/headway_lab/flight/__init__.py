@@ -1,5 +1,5 @@
-"""``headway replay``, ``explain`` and ``timeline``: what a flight log tells, to people.
+"""``headway replay``, ``explain`` and ``timeline``: reports from a flight log.
 
-``source`` opens a log, ``life`` follows a request through a replay and ``explanation`` puts its life into words,
-``cells`` gathers who ran in which step for ``picture`` and ``perfetto``, and ``policies`` runs the same arrivals otherwise.
+``source`` opens a log. ``life`` follows a request and ``explanation`` describes it. ``cells`` collects the rows of each
+step for ``picture`` and ``perfetto``. ``policies`` simulates the same arrivals under other policies.
 """

@@ -1,6 +1,6 @@
-"""Who ran in which step, row by row: what a timeline is drawn from.
+"""The rows of each step, from which a timeline is drawn.
 
-Owns: the cells, and how they are told from a decided step. Must not know: pictures or traces.
+Owns: the cells and how a decided step gives them. Must not know: pictures or traces.
 """
 
 from enum import Enum
@@ -29,7 +29,7 @@ class Kind(Enum):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A row in a step; ``num_tokens`` of it run."""
+    """A row in a step, which runs ``num_tokens``."""
 
     row: int
     request_id: str
@@ -38,7 +38,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TimelineStep(msgspec.Struct):
-    """A step, the ``number``-th of the recording. It ran from ``begin_s`` to ``answered_s`` as far as the scheduler saw."""
+    """The ``number``-th step of the recording. It ran from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
 
     number: int
     epoch: int
@@ -54,7 +54,7 @@ class TimelineStep(msgspec.Struct):
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """Steps ``first`` up to and without ``end``, counted over the whole recording from 0."""
+    """Steps from ``first`` to before ``end``, counted from 0 over the whole recording."""
 
     first: int
     end: int
@@ -75,7 +75,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 class StepCollector:
-    """Give it every event of a replay, in order; it keeps the steps of a range."""
+    """Collects the steps of a range from the events of a replay, given in order."""
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted
@@ -87,7 +87,7 @@ class StepCollector:
         self.steps: list[TimelineStep] = []
 
     def note(self, event: Event, core: Scheduler | None) -> None:
-        """Something has happened."""
+        """Process one event."""
         match event.record:
             case Turn() if event.output is not None and core is not None:
                 self._on_step(event.output, event.now, SchedulerView(core))

@@ -1,8 +1,7 @@
-"""``headway explain``: the life of a request, from a flight log or from a running server.
+"""``headway explain``: the life of a request, from a flight log or a running server.
 
-Owns: the command's flags, what it does without a request, and its exit codes (1: there is no such request, or a decision
-differs; 2: the log or the server cannot be used).
-Must not know: how a life is gathered or told.
+Owns: the flags, what it does without a request, and the exit codes (1: no such request, or a decision differs; 2: the
+log or the server cannot be used). Must not know: how a life is collected or described.
 """
 
 import argparse

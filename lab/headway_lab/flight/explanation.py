@@ -1,6 +1,6 @@
 """A request's life in plain words.
 
-Owns: the words, and the sum of where the time to the first token went. Must not know: where a life comes from.
+Owns: the words, and the parts of the time to the first token. Must not know: where a life comes from.
 """
 
 import statistics
@@ -30,7 +30,7 @@ _Section: TypeAlias = tuple[float, list[str]]
 
 
 def explanation(life: Life, first_s: float) -> str:
-    """Several lines about one life; ``first_s`` is when the recording begins."""
+    """Describe one life in several lines; ``first_s`` is when the recording begins."""
     return "\n".join(_lines(life, first_s)) + "\n"
 
 
@@ -82,7 +82,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _stays(life: Life) -> Iterator[_Section]:
-    """Each time that it waited, got a row, and lost it."""
+    """Describe each wait, each row and each loss of a row."""
     pending = list(life.waits)
     for place, admission in enumerate(life.admissions):
         before = [wait for wait in pending if wait.start_s <= admission.at_s]
@@ -126,7 +126,7 @@ def _admitted(life: Life, place: int) -> str:
 
 
 def _chunks(life: Life, place: int) -> Iterator[str]:
-    """The steps of a stay that ran its prompt: those up to the first in which nothing but one new token is left."""
+    """Return the steps of a stay that ran its prompt."""
     chunks = _chunks_of(life, place)
     if not chunks:
         return
@@ -161,7 +161,6 @@ def _chunk_text(step: FlightStep) -> str:
 
 
 def _beside(step: FlightStep) -> str:
-    """What else was in a step."""
     num_prompt_tokens = sum(count for _, count in step.prompts)
     num_decodes = step.num_tokens - step.num_own_tokens - num_prompt_tokens
     parts = []
@@ -189,7 +188,7 @@ def _setback_text(life: Life, place: int) -> str:
 
 
 def time_to_first_token(life: Life) -> dict[str, float]:
-    """Where each second between arrival and first token went; the parts add up to all of it."""
+    """Return the parts of the time from arrival to first token; they add up to all of it."""
     first_s = life.token_times_s[0]
     parts: defaultdict[str, float] = defaultdict(float)
     for wait in life.waits:

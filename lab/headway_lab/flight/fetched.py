@@ -1,6 +1,6 @@
-"""The flight log of a running server, copied piece by piece into a directory of this host.
+"""A copy of a running server's flight log on this host.
 
-Owns: the copy, its progress, and trying again where the log went on meanwhile. Must not know: what the log is read for.
+Owns: the copy, its progress, and a second attempt if the log moved on. Must not know: what the log is read for.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _NO_LOG = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def client_for(arguments: argparse.Namespace) -> Client:
-    """A connection to the server that ``arguments.log`` names.
+    """Connect to the server that ``arguments.log`` names.
 
     Raises:
         ConfigurationError: a file that a flag names cannot be read.
@@ -35,7 +35,7 @@ def client_for(arguments: argparse.Namespace) -> Client:
 
 
 def fetch(arguments: argparse.Namespace, directory: Path) -> Path:
-    """Copy the log that the server has now into a new directory within ``directory``; return it.
+    """Copy the server's present log into a new directory within ``directory``; return it.
 
     Raises:
         NoFlightLogError: the server records nothing.

@@ -1,9 +1,7 @@
-"""A request's life, gathered while a flight is replayed.
+"""A request's life, collected while a flight is replayed.
 
-Owns: what is looked at after each event, and what is remembered. Must not know: how it is told.
-
-Only the replayed core is asked, as an operator may ask it, so that nothing here can change what it decides. Times are
-seconds of the scheduler's clock.
+Owns: what is read after each event, and what is kept. Must not know: how it is described. It only reads the replayed
+core. Times are seconds of the scheduler's clock.
 """
 
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ _NEVER = float("inf")
 
 
 class Wait(msgspec.Struct):
-    """A time without a row, for one reason. ``text`` says in figures how it was at first."""
+    """A time without a row for one reason; ``text`` has the figures at its beginning."""
 
     reason: str
     text: str
@@ -38,9 +36,10 @@ class Wait(msgspec.Struct):
 
 
 class FlightStep(msgspec.Struct):
-    """A step that was on its way during a life. ``num_own_tokens`` of its tokens were the request's.
+    """A step during a life. ``num_own_tokens`` of its tokens were the request's.
 
-    ``prompts``: the other requests with more than a token in it, and how many. ``device_s``: the forward pass and sampling.
+    ``prompts`` are other requests with more than one token in it, and their number. ``device_s`` is the forward pass
+    and sampling.
     """
 
     epoch: int
@@ -54,7 +53,7 @@ class FlightStep(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """The request took a row. ``num_held_tokens`` were there already: cached, or swapped in."""
+    """The request got a row. ``num_held_tokens`` were cached or swapped in."""
 
     at_s: float
     step: int
@@ -63,7 +62,7 @@ class Admission(msgspec.Struct):
 
 
 class Setback(msgspec.Struct):
-    """The request lost its row before it had ended, with ``num_computed_tokens`` computed, of which the host got some."""
+    """The request lost its row with ``num_computed_tokens`` computed, of which some went to the host."""
 
     at_s: float
     why: str
@@ -96,12 +95,12 @@ class Life(msgspec.Struct, kw_only=True):
 
     @property
     def own_steps(self) -> list[FlightStep]:
-        """Those that it was part of."""
+        """The steps that it was part of."""
         return [step for step in self.steps if step.num_own_tokens]
 
 
 class _Followed:
-    """A live request: its life, and how it was when it was last looked at."""
+    """A live request: its life and its last observed state."""
 
     def __init__(self, life: Life, request: Request) -> None:
         self.life = life
@@ -131,7 +130,7 @@ class _Followed:
 
 
 class Follower:
-    """Follows all sequences of one request id. Give it every event of a replay, in order."""
+    """Follows all sequences of one request id through the events of a replay, given in order."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -142,7 +141,7 @@ class Follower:
         """By arrival; an id that was used again has several."""
 
     def note(self, event: Event, core: Scheduler | None) -> None:
-        """Something has happened."""
+        """Process one event."""
         record = event.record
         if core is None:
             return
@@ -196,7 +195,7 @@ class Follower:
         self._followed[record.origin] = followed
 
     def _lose_executor(self, now: float, why: str) -> None:
-        """What ran on it has to begin again, and what was under way will not return."""
+        """End all steps in flight; running requests begin again."""
         self._under_way.clear()
         for followed in self._followed.values():
             followed.open_steps.clear()
@@ -282,7 +281,7 @@ def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[i
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:
-    """The first of them, and how many more."""
+    """Return the first names, and how many more there are."""
     shown = ", ".join(names[:_NAMES])
     more = len(names) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,6 +1,6 @@
-"""Where a request of a running server is now: what ``Admin.Explain`` says of it.
+"""The state of a request on a running server, from ``Admin.Explain``.
 
-Owns: the call, and what is told where the server records nothing. Must not know: flight logs.
+Owns: the call, and the hint if the server records nothing. Must not know: flight logs.
 """
 
 import argparse
@@ -15,7 +15,7 @@ NOT_FOUND_EXIT_CODE = 1
 
 
 def explain_live(arguments: argparse.Namespace) -> int:
-    """Print what the server says; return the exit code.
+    """Print the server's explanation; return the exit code.
 
     Raises:
         ConfigurationError: the server cannot be asked.
@@ -36,7 +36,7 @@ def explain_live(arguments: argparse.Namespace) -> int:
 
 
 def tell_now(arguments: argparse.Namespace) -> None:
-    """Print where the request is, if it is live; its log has been told already."""
+    """Print where the request is, if it is live."""
     with client_for(arguments) as client:
         try:
             answer = client.explain(arguments.request)

@@ -1,6 +1,6 @@
-"""Which requests of a flight are worth a look.
+"""The requests of a flight that are worth a look.
 
-Owns: the few that stand out, and their list. Must not know: why they do.
+Owns: which stand out, and their list. Must not know: why they do.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class Notables:
-    """Give it every event of a replay; ``text`` afterwards."""
+    """Collects the events of a replay, given in order."""
 
     def __init__(self) -> None:
         self._names: dict[Origin, str] = {}
         self._ended: list[_Ended] = []
 
     def note(self, event: Event) -> None:
-        """Something has happened."""
+        """Process one event."""
         if isinstance(event.record, Arrived):
             self._names[event.record.origin] = event.record.request_id
         for end in (*event.events.finished, *event.shed):
@@ -45,7 +45,7 @@ class Notables:
             self._ended.append(_Ended(name, queue_s, ttft_s, end.num_preemptions))
 
     def text(self) -> str:
-        """The list, and how many requests there were."""
+        """Return the list, and the number of requests."""
         rows: list[tuple[str, ...]] = [("", "request", "waited ms", "TTFT ms", "preempted")]
         kinds: tuple[tuple[str, Callable[[_Ended], float]], ...] = (
             ("fastest", lambda ended: ended.ttft_s),

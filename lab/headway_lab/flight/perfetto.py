@@ -1,10 +1,9 @@
-"""A flight as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
-Owns: the tracks and the events of the format. Must not know: where steps come from.
+Owns: the tracks and the format. Must not know: where steps come from.
 
-One process has a track per row: a slice per chunk of a prompt, and one for all decodes in a row, without a pause, of a
-request. Another has the steps, one track for each that may be in flight, from the sending of a step to its answer. Counters
-show who runs and waits.
+One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps, from
+sending to answer. Counters show running and waiting requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ _US = 1e6
 
 
 def chrome_trace(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) -> bytes:
-    """The trace as JSON; its clock begins at ``first_s``. Steps without an answer are left out."""
+    """Return the trace as JSON; its clock begins at ``first_s``. Steps without an answer are left out."""
     answered = [step for step in steps if step.answered_s != float("inf")]
     events = [
         *_names(answered, max_in_flight),
@@ -40,7 +39,7 @@ def _names(steps: Sequence[TimelineStep], max_in_flight: int) -> Iterator[dict[s
 
 
 class _Run(msgspec.Struct):
-    """What is drawn as one slice: a chunk, or decodes that follow each other."""
+    """One slice: a chunk, or decodes that follow each other."""
 
     cell: Cell
     start_s: float

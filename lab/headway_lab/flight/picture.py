@@ -1,4 +1,4 @@
-"""The picture of a flight: rows against steps, as the articles on iteration-level batching draw it.
+"""The picture of a flight: rows against steps, as articles on iteration-level batching draw it.
 
 Owns: its layout. Must not know: where steps come from. Needs matplotlib; nothing else of the package imports this.
 """
@@ -28,7 +28,7 @@ _LEAST_NAME, _MOST_NAME = 3, 16
 
 
 def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
-    """Write a PNG of ``steps``, at least one.
+    """Write a PNG of at least one step.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,7 +37,7 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
 
 
 def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
-    """The picture: rows against steps, and below them the tokens of each step and the requests that wait."""
+    """Draw rows against steps, and below them the tokens and the waiting requests of each step."""
     num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
     width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
     height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
@@ -80,7 +80,7 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
 
 
 def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
-    """The request's id where it begins in a row, as far as it has room, and the size of each chunk of a prompt beside it."""
+    """Write the id where a request begins in a row, and the size beside each chunk, if there is room."""
     names = short_names({cell.request_id for step in steps for cell in step.cells})
     named: set[tuple[int, int]] = set()
     for row, stays in _stays(steps).items():
@@ -98,7 +98,7 @@ def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: 
 
 
 def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
-    """By row, from which step on which request was in it."""
+    """Return by row which request was in it from which step on."""
     begun: dict[int, list[tuple[int, str]]] = {}
     for step in steps:
         for cell in step.cells:
@@ -109,7 +109,7 @@ def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
 
 
 def short_names(request_ids: Collection[str]) -> dict[str, str]:
-    """Each id, or the beginning of it that tells it from the others where it is long."""
+    """Shorten long ids to the beginning that tells them apart."""
     length = _LEAST_NAME
     while length < max(map(len, request_ids), default=0) and len({one[:length] for one in request_ids}) < len(
         request_ids
@@ -119,7 +119,7 @@ def short_names(request_ids: Collection[str]) -> dict[str, str]:
 
 
 def fitting(name: str, num_characters: int) -> str:
-    """A name as far as there is room for it; empty where so little is left that it would say nothing."""
+    """Cut a name to its room; empty if too little is left."""
     room = min(num_characters, _MOST_NAME)
     if len(name) <= room:
         return name
@@ -127,7 +127,6 @@ def fitting(name: str, num_characters: int) -> str:
 
 
 def _draw_curve(axes: Axes, name: str, first: int, values: Sequence[int], color: str) -> None:
-    """Whole numbers, one a step, from 0 on."""
     edges = np.arange(first, first + len(values) + 1) - 0.5
     axes.stairs(values, edges, fill=True, color=color, alpha=0.25)
     axes.stairs(values, edges, baseline=None, color=color, linewidth=1)

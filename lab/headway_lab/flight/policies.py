@@ -1,9 +1,8 @@
-"""The arrivals of a recording under other policies: the real core, in virtual time, on a device that costs what was measured.
+"""A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
 
-Owns: the cases, their runs, and the words around the table. Must not know: flags, or how a recording is gathered.
-
-The recording itself is the first line, and the recorded policies simulated the second: how far these two are apart is how
-far the simulation can be believed.
+Owns: the cases, their runs, and the text around the table. Must not know: flags, or how a recording is made. The table
+begins with the recording itself and its simulation under the recorded policies; their difference is the simulation's
+error.
 """
 
 import time
@@ -32,7 +31,7 @@ RECORDED = "recorded"
 
 
 def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case, ...]:
-    """The recorded limits, and those with each of ``policies`` instead, ``FIELD=VALUE,...`` each.
+    """Return the recorded limits, and those with each of ``policies`` (``FIELD=VALUE,...``) instead.
 
     Raises:
         ConfigurationError: a field or a value is not allowed.
@@ -42,7 +41,7 @@ def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case
 
 
 def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[Case]) -> list[CaseResult]:
-    """The recording and all cases, in this order.
+    """Return the results of the recording and of all cases, in this order.
 
     Raises:
         ConfigurationError: nothing ran that could be compared.
@@ -58,7 +57,7 @@ def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[
 
 
 def comparison_text(recording: Recording, results: Sequence[CaseResult]) -> str:
-    """The table, and what to think of it."""
+    """Return the table and its notes."""
     assert recording.capacity is not None
     costs = FittedCosts(recording.steps, recording.capacity.swap_us_per_block)
     left_out = recording.num_without_tokens

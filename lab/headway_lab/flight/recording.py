@@ -1,7 +1,6 @@
-"""A flight as a workload: who asked for what and when, how it went, and how long steps took.
+"""A flight as a workload: its requests, how they went, and how long steps took.
 
-Owns: gathering that during a replay, and the device whose steps take as long as those that were recorded.
-Must not know: policies, or how a result is shown.
+Owns: collecting it during a replay, and a device with the recorded step times. Must not know: policies, or reports.
 """
 
 from collections.abc import Sequence
@@ -46,9 +45,8 @@ class _Sent(NamedTuple):
 
 
 class FittedCosts:
-    """What a step costs, learned from steps that ran: device time, and the time between one step's end and the next's start.
-
-    ``median_error`` is that of the steps it was learned from, relative.
+    """The time of a step, and the time between steps, learned from recorded steps. ``median_error`` is relative, over
+    those steps.
     """
 
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
@@ -87,7 +85,7 @@ class FittedCosts:
 
 
 def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> StepShape:
-    """The shape of a step whose row i runs so many tokens behind so many; both of shape ``[rows]``."""
+    """Return the shape of a step. Scheduled and computed tokens per row have shape ``[rows]``."""
     is_chunk = num_scheduled_tokens > 1
     pairs = sum(map(prefill_pairs, num_scheduled_tokens[is_chunk].tolist(), num_computed_tokens[is_chunk].tolist()))
     runs = num_scheduled_tokens > 0
@@ -97,7 +95,7 @@ def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) 
 
 
 class Recording:
-    """Give it every event of a replay, in order; then ask. Times count from the first event."""
+    """Collects the events of a replay, given in order. Times count from the first event."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -117,11 +115,11 @@ class Recording:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were right; 0 where none were proposed."""
+        """The share of proposed tokens that were right; 0 if none were proposed."""
         return self._num_accepted / max(self._num_proposed, 1)
 
     def note(self, event: Event, core: Scheduler | None) -> None:
-        """Something has happened."""
+        """Process one event."""
         record = event.record
         if self._first_s is None and event.now:
             self._first_s = event.now
@@ -168,9 +166,8 @@ class Recording:
         self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
-        """Every request that got a token, with as many output tokens as it got, and their arrival times.
-
-        What nobody got a token of tells nothing about how long it would have been.
+        """Return every request that got a token, with the number of tokens it got, and their arrival times. The length
+        of other answers is unknown.
         """
         kept = [(place, record) for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         requests = [_planned(number, record, self._num_output[place]) for number, (place, record) in enumerate(kept)]
@@ -178,16 +175,16 @@ class Recording:
 
     @property
     def num_without_tokens(self) -> int:
-        """Requests that ``requests`` leaves out."""
+        """The number of requests that ``requests`` leaves out."""
         return sum(not self._num_output.get(place) for place in range(len(self._arrivals)))
 
     def prompts(self) -> "RecordedPrompts":
-        """The prompts of ``requests``."""
+        """Return the prompts of ``requests``."""
         kept = [record for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         return RecordedPrompts([decode_column(record.token_ids) for record in kept])
 
     def measurement(self) -> RunCollector:
-        """How it went, as the simulator would have measured it."""
+        """Return the recording as the simulator would have measured it."""
         measurement = RunCollector(len(self._arrivals))
         for number, record in enumerate(self._arrivals):
             measurement.arrived(_planned(number, record, self._num_output.get(number, 1)), record.now)

@@ -1,7 +1,7 @@
-"""``headway replay``: do it all again, and say whether the scheduler decides the same.
+"""``headway replay``: run a recording again and compare every decision.
 
-Owns: the command's flags, its result line and its exit codes (1: a decision differs; 2: the log cannot be used).
-Must not know: how a record becomes a call, or how other policies are simulated.
+Owns: the flags, the result line and the exit codes (1: a decision differs; 2: the log cannot be used). Must not know:
+how records become calls, or how policies are simulated.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DIVERGED_EXIT_CODE = 1
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a replay; ``difference`` is empty where every decision was the same, to the byte."""
+    """The result of a replay; ``difference`` is empty if every decision was the same, to the byte."""
 
     num_records: int
     num_steps: int
@@ -43,7 +43,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The result in one line."""
         verdict = f"DIFFERENT: {self.difference}" if self.difference else "byte-identical"
         return (
             f"{self.num_records:,} events, {self.num_steps:,} steps, {self.num_requests:,} requests of "
@@ -107,7 +107,7 @@ def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequen
 
 
 def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult:
-    """Replay a flight to its end, or to the first decision that differs; ``recording`` gathers what happens."""
+    """Replay a flight to its end or to the first different decision; ``recording`` collects its events."""
     started, difference = time.perf_counter(), ""
     try:
         for event in flight.events("replay"):

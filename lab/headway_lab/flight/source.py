@@ -22,7 +22,7 @@ class NoFlightLogError(ConfigurationError):
 
 
 class Flight:
-    """One life of a scheduler, from its log. Iterate over ``events`` once."""
+    """One life of a scheduler, from its log. ``events`` can be read once."""
 
     def __init__(self, path: str) -> None:
         """Open the log.
@@ -41,7 +41,7 @@ class Flight:
         """When the first event was, in seconds of the scheduler's clock."""
 
     def events(self, title: str) -> Iterator[Event]:
-        """Everything that happened, replayed and verified; shows progress on a terminal.
+        """Replay and verify every event; show progress on a terminal.
 
         Raises:
             ConfigurationError: the log is damaged.
@@ -64,7 +64,7 @@ class Flight:
 
     @property
     def duration_s(self) -> float:
-        """From the first event to the newest."""
+        """Seconds from the first event to the newest."""
         return self.replay.now - self.first_s
 
     def tell_notice(self) -> None:

@@ -1,8 +1,7 @@
-"""``headway timeline``: a picture of who ran when, and a trace to look at closely.
+"""``headway timeline``: a picture of the rows in each step, and a trace.
 
-Owns: the command's flags, which steps it takes, and its exit codes (1: there are none, or a decision differs; 2: a flag or
-the log cannot be used).
-Must not know: how cells are told or drawn.
+Owns: the flags, which steps it takes, and the exit codes (1: there are none, or a decision differs; 2: a flag or the
+log cannot be used). Must not know: how cells are made or drawn.
 """
 
 import argparse
@@ -86,7 +85,7 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
 
 
 def _steps_of(path: str, request_id: str) -> StepRange:
-    """The steps in which a request ran, and a few around them."""
+    """Return the steps in which a request ran, and a few around them."""
     flight = Flight(path)
     collector = StepCollector(_ALL_STEPS)
     for event in flight.events(request_id):

@@ -1,16 +1,10 @@
 """``headway simulate``: the real scheduler core in virtual time.
 
-Owns: what stands in for the world around the core: a device that is a cost model, clients that are a workload, and
-the report. Must not know: how the core decides; it is called as the scheduler process calls it, and there is no other
-scheduler here.
+Owns: a device that is a cost model, and the report; ``headway_lab.workload`` has the requests. Must not know: how the
+core decides. Nothing here imports torch, and only ``picture`` imports matplotlib.
 
-Which requests come and when is in ``headway_lab.workload``. Nothing in this package imports torch, and only ``picture`` imports matplotlib.
-
-- ``hardware``, ``model_shapes``: the constants, each with its source; ``roofline``: the time of a step from them;
-  ``device_file``: a device that was measured instead.
-- ``device``: the executor's end of the step protocol; ``loop``: virtual time.
-- ``measurement``: latencies and totals of a run; ``report``, ``picture``: how they are shown.
-- ``cases``: which settings of the scheduler are compared; ``world``: one run of one of them; ``comparison``: those of a
-  published comparison.
-- ``options``, ``command``: from flags to runs to the report.
+- ``hardware``, ``model_shapes``: constants and their sources; ``roofline``: a step's time from them;
+- ``device_file``: a measured device instead; ``device``: the executor's end of the step protocol;
+- ``loop``: virtual time; ``collector``: figures of a run; ``report``, ``picture``: how they are shown;
+- ``cases``: the compared settings; ``world``: one run; ``comparison``: a published comparison.
 """

@@ -1,7 +1,7 @@
-"""Which settings of the scheduler are simulated: one case per row of the table.
+"""The scheduler's settings that are simulated: one case per row of the table.
 
-Owns: the scheduler's limits as flags, and the cases that are made of them. Must not know: what a limit does, which is
-why every field that ``SchedulerLimits`` has or will have can be given, compared and swept.
+Owns: the scheduler's limits as flags, and cases made of them. Must not know: what a limit does; every field of
+``SchedulerLimits`` can be given and compared.
 """
 
 import itertools
@@ -19,14 +19,14 @@ SWEPT_LIMIT = "max_num_batched_tokens"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings to simulate, and what the table calls them."""
+    """Settings to simulate, and their name in the table."""
 
     label: str
     limits: SchedulerLimits
 
 
 def limit_settings() -> dict[str, Setting]:
-    """The fields of ``SchedulerLimits``, with the words and types of the scheduler's configuration where it has them."""
+    """Return the fields of ``SchedulerLimits``, described as in the scheduler's configuration."""
     configured = settings_of(SchedulerConfig)
     settings = {}
     for name, setting in settings_of(SchedulerLimits).items():
@@ -43,10 +43,10 @@ def make_cases(
     *,
     origin: str = "--case",
 ) -> tuple[Case, ...]:
-    """Return the cases in the order in which they were given; one of ``given`` alone if nothing is to be compared.
+    """Return the cases in the given order; without a comparison one case of ``given``.
 
-    ``compared`` has values of a limit, separated by commas, and gives a case for each combination; ``listed`` has one
-    ``FIELD=VALUE,FIELD=VALUE`` per case and was given by the flag ``origin``; ``swept`` has token budgets.
+    ``compared`` has values of limits, separated by commas, and gives a case per combination. ``listed`` has one
+    ``FIELD=VALUE,...`` per case, from the flag ``origin``. ``swept`` has token budgets.
 
     Raises:
         ConfigurationError: a limit does not exist, a value is not allowed, or two ways of comparing are mixed.
@@ -66,7 +66,7 @@ def make_cases(
 
 
 def case_of(label: str, given: Layer) -> Case:
-    """The case with these limits.
+    """Return the case with these limits.
 
     Raises:
         ConfigurationError: a value is not allowed.
@@ -107,6 +107,5 @@ def _shown_value(value: Any) -> str:
 
 
 def _validate(limits: SchedulerLimits) -> None:
-    """Let the scheduler's configuration check what it knows of."""
     values = msgspec.structs.asdict(limits)
     SchedulerConfig(**{name: values[name] for name in SchedulerConfig.__struct_fields__ if name in values}).validate()

@@ -33,7 +33,7 @@ class SimulatedRequest(RequestFigures, frozen=True, kw_only=True):
 
 
 class SimulatedGroup(GroupTotals, frozen=True, kw_only=True):
-    """A group's requests that ended. Throughput counts those that arrived in the window."""
+    """A group's requests that ended; throughput counts those that arrived in the window."""
 
     num_finished: int
     num_preemptions: int

@@ -1,8 +1,7 @@
 """``headway simulate``: from flags to runs to the report.
 
-Owns: the command's flags, its order of work, and its exit codes (1: the scheduler has stopped for ever; 2: the command
-line or a file is wrong; 130: Ctrl-C).
-Must not know: what a step costs, what is measured, or how a result looks.
+Owns: the flags, the order of work, and the exit codes (1: the scheduler stopped for ever; 2: the command line or a file
+is wrong; 130: Ctrl-C). Must not know: what a step costs, what is measured, or how it is shown.
 """
 
 import argparse
@@ -93,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _take_compare_sources(arguments: argparse.Namespace) -> bool:
-    """Whether the published comparison is asked for; if so, ``--compare`` is as if it had not been given."""
+    """Return whether the published comparison is asked for; if so, remove ``--compare``."""
     texts: list[str] = getattr(arguments, "compare", [])
     if COMPARE_SOURCES not in texts:
         return False
@@ -134,7 +133,6 @@ def _title(world: World) -> str:
 
 
 def _check_outputs(options: SimulationOptions) -> None:
-    """Refuse before a long run what could not be written after it."""
     check_output_files({"--json": options.json, "--png": options.png})
     check_pictures("--png", options.png)
 
@@ -154,7 +152,7 @@ def _write_outputs(
 
 
 def _described(world: World) -> dict[str, Any]:
-    """What was simulated. Where the result goes is no part of it."""
+    """Return what was simulated, without the names of output files."""
     asked = msgspec.structs.asdict(world.options)
     options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
     return {

@@ -1,22 +1,20 @@
 """The published comparison of batching policies, run again.
 
-Owns: the workload and the settings that stand for those of ``published_comparison``, and what is said of the result.
-Must not know: how a run comes about.
+Owns: the workload and settings for the cases of ``published_comparison``, and the text about the result. Must not know:
+how a run comes about.
 
-The figures are of an article on iteration-level scheduling, for "Llama 70B, 128 concurrent users". Its own table of
-iterations prices each token at 0.34 ms, decode or not, and 128 decodes at that price are the 44 ms that it gives for the
-median gap: the figures come from a device on which arithmetic is all that counts (``hardware.ACCELERATORS``,
-"compute-bound"), so that is the device here. On a real one a step of decodes waits for the weights, and what a small chunk
-costs beside it is little; the orderings of throughput do not hold there (``--hardware h100 --tensor-parallel 4``).
+The article is about "Llama 70B, 128 concurrent users". Its table prices each token at 0.34 ms, decode or not, so 128
+decodes take its median gap of 44 ms: only arithmetic counts there. The device here is the same
+(``hardware.ACCELERATORS``, "compute-bound"). On a real device decodes wait for the weights and a small chunk adds
+little, so the orderings of throughput do not hold (``--hardware h100 --tensor-parallel 4``).
 
-The lengths of prompts and answers are not stated, so of the figures only the order can be expected. Those here are short
-questions and answers: with answers of under a hundred tokens, more than one gap in a hundred is the one before a second
-token, and with few prompt tokens per answer token, most steps are decodes only, without which the median gap would tell
-the size of a chunk and nothing else. They were chosen for that, from some dozens that were tried; most others break the
-order of the median gap or of static batching's longest. With these, all statements held with twelve of thirteen seeds.
+The article does not state the lengths of prompts and answers, so only the order of figures can be expected. The lengths
+here are short, chosen from some dozens that were tried. With answers below a hundred tokens, the gap before the second
+token reaches the 99th percentile. With few prompt tokens per answer token, most steps are decodes only, so the median
+gap is not just the size of a chunk. All statements held with twelve of thirteen seeds.
 
-A "chunk of C" is a token budget of C beside one token for each user. Whole prompts get the article's own budget of
-2,048 tokens, which none of them exceeds. Its loops have one step at a time.
+A "chunk of C" is a budget of C beside one token per user. Whole prompts get the article's 2,048 tokens. One step is in
+flight at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +56,7 @@ before.
 
 
 def settings_layer(given: Layer) -> Layer:
-    """The settings of the workload as if flags had given them, to be laid under those that were ``given``."""
+    """Return the workload's settings as a layer below the ``given`` flags."""
     settings = dict(_as_given(SETTINGS))
     if "num_requests" in given:
         del settings["warmup_requests"]  # it might be all of them
@@ -66,7 +64,7 @@ def settings_layer(given: Layer) -> Layer:
 
 
 def source_cases(given: Layer, num_users: int) -> tuple[Case, ...]:
-    """The cases of the comparison, under the names of ``PUBLISHED``; ``given`` are limits for all of them.
+    """Return the cases under the names of ``PUBLISHED``; ``given`` limits hold for all.
 
     Raises:
         ConfigurationError: a limit is not allowed.
@@ -86,7 +84,7 @@ def _as_given(values: Mapping[str, Any]) -> Layer:
 
 
 def figures_of(totals: Totals) -> Figures:
-    """What of a run is compared; a latency that it does not have is 0."""
+    """Return the compared figures of a run; a missing latency is 0."""
     return Figures(
         output_tokens_per_s=totals.output_tokens_per_s,
         itl_p50_ms=totals.itl_ms.p50 or 0.0,
@@ -96,12 +94,12 @@ def figures_of(totals: Totals) -> Figures:
 
 
 def comparison_text(results: Sequence[CaseResult]) -> str:
-    """The published figures beside those of the runs, whether each ordering holds, and why what differs differs."""
+    """Return the published figures beside the simulated ones, the orderings, and the reasons for differences."""
     figures = {result.case.label: figures_of(result.totals) for result in results}
     return "\n".join((*beside_published("simulated", figures), "", _NOTES))
 
 
 def comparison_document(results: Sequence[CaseResult]) -> dict[str, Any]:
-    """The same for the JSON."""
+    """Return the comparison for the JSON."""
     figures = {result.case.label: figures_of(result.totals) for result in results}
     return {"published": PUBLISHED, "simulated": figures, "orderings": findings(figures)}

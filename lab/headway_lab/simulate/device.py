@@ -1,15 +1,10 @@
-"""The executor's end of the step protocol, with a cost model where the model would be.
+"""The executor's end of the step protocol, with a cost model in place of the model.
 
-Owns: the virtual device: which step it runs, until when, and the tokens it invents. Must not know: requests, queues.
+Owns: the virtual device: its steps, their times, and random tokens. Must not know: requests, queues.
 
-Steps are applied to the executor's own batch state, which refuses an impossible diff and answers with the digests that
-the scheduler checks. So a run also proves that both ends agree, as in production.
-
-A request whose length is known to the device by the seed of its sampling draws the stop token at that length; all others draw
-anything at all.
-
-A step's time is the cost model's and that of the blocks it moves to and from the host, one after the other; a
-*disturbance* multiplies it, so that it can be seen what a scheduler makes of a device that does not keep its word.
+Steps are applied to the executor's own batch state, which refuses an impossible diff and returns the digests that the
+scheduler checks. A step takes the model's time, plus that of the blocks it moves, times a *disturbance*. A request with
+a known length (by the seed of its sampling) gets the stop token there.
 """
 
 from collections import deque
@@ -40,9 +35,8 @@ class Slowdown(msgspec.Struct, frozen=True):
 
 
 class Disturbance:
-    """What multiplies the time of a step: chance, and slowdowns, of which the latest counts.
-
-    Chance is lognormal with mean 1 and standard deviation ``noise``, a draw for each step.
+    """Factors on the time of a step: lognormal noise with mean 1 and standard deviation ``noise``, and the latest
+    slowdown.
     """
 
     def __init__(self, noise: float, slowdowns: Sequence[Slowdown], rng: np.random.Generator) -> None:
@@ -51,7 +45,7 @@ class Disturbance:
         self._rng = rng
 
     def factor(self, start_s: float) -> float:
-        """For the next step, which starts at ``start_s``."""
+        """Return the factor for the next step, which starts at ``start_s``."""
         factor = 1.0
         for slowdown in self._slowdowns:
             if slowdown.at_s <= start_s:
@@ -62,9 +56,9 @@ class Disturbance:
 
 
 class StepRecord(NamedTuple):
-    """One step as the device ran it; times in seconds. ``num_decodes`` of its rows run a single token and sample.
+    """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
-    Before it ran, ``num_swapped_blocks`` went to the host or came from there, which took ``swap_s`` of its time.
+    Before it ran, ``num_swapped_blocks`` moved to or from the host, which took ``swap_s`` of its time.
     """
 
     start_s: float
@@ -77,7 +71,7 @@ class StepRecord(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """A model of what a step costs on a device; see ``Roofline``."""
+    """A model of what a step costs; see ``Roofline``."""
 
     @property
     def model_name(self) -> str: ...  # noqa: D102 - as the executor announces it
@@ -88,18 +82,18 @@ class StepCosts(Protocol):
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
-        """The time of a step whose row i runs so many tokens behind so many, and of whose rows so many sample."""
+        """Return the time of a step; arguments as in ``Roofline.step_time``."""
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
-        """The time to move blocks to or from the host, in seconds."""
+        """Return the seconds to move blocks to or from the host."""
 
 
 class VirtualDevice:
     """Runs one step after the other, each for as long as the costs say.
 
-    ``host_bandwidth``: bytes per second that each device moves to or from the host. ``lengths``: after how many output tokens
-    requests stop, by the seed of their sampling. ``acceptance``: how likely a proposed token is right if those before it were;
-    proposing costs nothing, verifying what running so many tokens costs.
+    ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
+    stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
+    were; proposals cost nothing, and verifying them costs as much as running them.
     """
 
     def __init__(
@@ -129,7 +123,7 @@ class VirtualDevice:
 
     @property
     def next_end_s(self) -> float | None:
-        """When the oldest step that has not been answered ends; None if there is none."""
+        """When the oldest unanswered step ends; None if there is none."""
         return self._steps[0][0].end_s if self._steps else None
 
     def take(self, output: SchedulerOutput, now: float) -> None:
@@ -196,7 +190,7 @@ class VirtualDevice:
         )
 
     def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:
-        """Let chance say how many proposals are right, and draw the tokens behind them."""
+        """Draw how many proposals are right, and the tokens after them."""
         asked = np.flatnonzero(num_proposed)
         rows, proposed = batch.rows[asked], num_proposed[asked]
         right = self._rng.random((len(rows), int(proposed.max()))) < self._acceptance
@@ -218,7 +212,7 @@ class VirtualDevice:
         )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
-        """A token for each row that samples: the stop token where a length is reached, and nowhere else."""
+        """Draw a token for each row that samples; the stop token comes exactly at a known length."""
         num_samples = int(np.count_nonzero(sampling))
         if not self._lengths:
             return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)
@@ -232,7 +226,7 @@ class VirtualDevice:
 
 
 def stop_token_of(vocab_size: int) -> int:
-    """The token that ends an answer: the last of the vocabulary."""
+    """Return the token that ends an answer: the last of the vocabulary."""
     return vocab_size - 1
 
 

@@ -1,6 +1,6 @@
-"""A device from a file, such as one that was fitted to measured steps.
+"""A device from a file, for example one fitted to measured steps.
 
-Owns: what such a file holds, and reading it. Must not know: where its figures are from, or what is simulated with them.
+Owns: the file's content and reading it. Must not know: where its figures are from, or how they are used.
 """
 
 import msgspec
@@ -11,14 +11,14 @@ from headway_lab.simulate.model_shapes import ModelShape
 
 
 class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """An accelerator, and the model whose steps were measured on it, if one was."""
+    """An accelerator, and the model that was measured on it, if any."""
 
     accelerator: Accelerator
     model: ModelShape | None = None
 
 
 def read_device(path: str) -> DescribedDevice:
-    """Read a device from a JSON file; what else is in the file, such as where the figures are from, is left alone.
+    """Read a device from a JSON file; other keys are ignored.
 
     Raises:
         ConfigurationError: the file cannot be read, or describes no accelerator.

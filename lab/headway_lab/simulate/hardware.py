@@ -42,9 +42,9 @@ _Duration = Annotated[float, Meta(ge=0)]
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """One device. Rates per second, sizes in bytes, times in seconds; shares of the peak from 0 to 1.
 
-    ``overlap_exponent``: how far a product's arithmetic hides its reading, 1 not at all, large values wholly.
-    ``gemm_tile_tokens`` and ``attention_tile_queries``: what a kernel computes at once, so that less takes as long.
-    ``num_processors``: the parts of the device that work on different tiles.
+    ``overlap_exponent``: how far arithmetic hides reading; 1 not at all, large values wholly. ``gemm_tile_tokens`` and
+    ``attention_tile_queries``: what a kernel computes at once, so fewer take as long. ``num_processors`` work on
+    different tiles.
     """
 
     name: str

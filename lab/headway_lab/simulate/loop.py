@@ -2,10 +2,9 @@
 
 Owns: the clock and the order of events. Must not know: what a step costs, or how anything is decided.
 
-The loop does what the scheduler process does: an answer is taken in, new requests are queued, and ``schedule`` is called
-until it has nothing more to say, so that up to ``max_steps_in_flight`` steps are on their way. The scheduler's own time
-is nothing here: with a step in flight the device does not wait for it. At the same instant, ends of steps come before
-arrivals, which come in the order of their numbers.
+As in the scheduler process, an answer is processed, new requests are queued, and ``schedule`` is called until it
+returns nothing. The scheduler's own time counts as 0. At the same instant, ends of steps come before arrivals, and
+arrivals come in the order of their numbers.
 """
 
 import heapq
@@ -25,11 +24,11 @@ _NEVER = float("inf")
 
 
 class NoProgress(RuntimeError):  # noqa: N818 - it names what was found
-    """Requests wait, nothing runs and nothing will arrive: the scheduler has stopped for ever."""
+    """Requests wait, nothing runs and nothing will arrive: the scheduler stopped for ever."""
 
 
 class Simulation:
-    """One run. ``on_progress`` is called with the measurement and the virtual time after each answer."""
+    """One run. ``on_progress`` gets the collector and the virtual time after each answer."""
 
     def __init__(
         self,

@@ -1,11 +1,9 @@
-"""The models that can be simulated, as far as their cost depends on them.
+"""The models that can be simulated, as far as they determine costs.
 
 Owns: the dimensions of each and what follows from them. Must not know: hardware.
 
-Weights, activations and KV have ``bytes_per_value`` each: two, as in bfloat16, unless a model says otherwise.
-
-Dimensions are those of the config.json that each model is published with; the number of parameters that follows from
-them is the published one, to the last.
+Weights, activations and KV have ``bytes_per_value`` each: two, as in bfloat16, by default. Dimensions are from each
+model's published config.json; the resulting number of parameters equals the published one.
 """
 
 import msgspec
@@ -27,23 +25,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of the matrices of all layers."""
+        """Parameters of all layers' matrices."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_head_parameters(self) -> int:
-        """Of the matrix from hidden states to logits; the token embedding has as many."""
+        """Parameters of the matrix from hidden states to logits; the token embedding has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, embedding and norms included."""
+        """Parameters of the whole model, with embedding and norms."""
         norms = (2 * self.num_layers + 1) * self.hidden_size
         return self.num_layer_parameters + 2 * self.num_head_parameters + norms
 
     def elementwise_bytes_per_token(self, tensor_parallel: int = 1) -> float:
-        """What the operators between products read and write for a token, on each of ``tensor_parallel`` devices.
+        """Bytes that the operators between products move per token, on each of ``tensor_parallel`` devices.
 
         Per layer: two additions with a norm (two values of the hidden state read, two written), the activation (two
         read, one written), the rotation of queries and keys, and keys and values on their way into the cache.
@@ -53,7 +51,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * values * self.bytes_per_value
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """On each of ``tensor_parallel`` devices; one that would get less than a KV head holds a copy of a whole one."""
+        """Bytes on each of ``tensor_parallel`` devices; each has at least one whole KV head."""
         num_kv_heads = -(-self.num_kv_heads // tensor_parallel)
         return 2 * self.num_layers * num_kv_heads * self.head_dim * self.bytes_per_value
 

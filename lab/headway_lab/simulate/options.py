@@ -1,6 +1,6 @@
-"""The flags of ``headway simulate`` but for the scheduler's own.
+"""The flags of ``headway simulate`` except the scheduler's own.
 
-Owns: what can be simulated, defaults, help and allowed ranges. Must not know: how any of it is simulated.
+Owns: defaults, help and allowed ranges. Must not know: how anything is simulated.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias

@@ -15,7 +15,7 @@ from headway_lab.simulate.report import CaseResult
 
 
 def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
-    """Write a PNG: of one case what happened when, of several their throughput against P99 ITL.
+    """Write a PNG: for one case its steps and queue over time, for several their throughput against P99 ITL.
 
     Raises:
         OSError: the file cannot be written.
@@ -62,7 +62,6 @@ def _draw_queue(axes: Axes, result: CaseResult) -> None:
 
 
 def _put_legend_above(axes: Axes) -> None:
-    """Where it covers no point."""
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, markerscale=3, borderaxespad=0)
 
 
@@ -109,7 +108,7 @@ def _name_points(
 
 
 def _only_field(results: Sequence[CaseResult]) -> str:
-    """The setting in which the cases differ, if it is one."""
+    """Return the setting in which the cases differ, if it is one."""
     fields = {result.case.label.partition("=")[0] for result in results}
     is_one = len(fields) == 1 and not any("," in result.case.label for result in results)
     return fields.pop() if is_one else ""

@@ -1,9 +1,7 @@
-"""How the result of a simulation is shown: the table, the JSON, and which case is the knee of a sweep.
+"""How a simulation is shown: the table, the JSON, and the knee of a sweep.
 
-Owns: their layout. Must not know: how a run came about.
-
-The JSON depends on the flags and nothing else: the same command writes the same bytes. How fast the simulation itself
-was is therefore only in the table.
+Owns: their layout. Must not know: how a run came about. The same flags give the same bytes of JSON, so the speed of the
+simulation is only in the table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +33,7 @@ _GOODPUT_COLUMN = _COLUMNS.index("goodput req/s")
 
 
 class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of a run, one entry each: when it started, how long it took, and what it ran."""
+    """The steps of a run, one entry each."""
 
     start_s: list[float]
     step_ms: list[float]
@@ -46,7 +44,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests run and wait after each step."""
+    """How many requests are running and waiting after each step."""
 
     time_s: list[float]
     num_running: list[int]
@@ -54,7 +52,7 @@ class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out of one case."""
+    """The result of one case."""
 
     case: Case
     totals: SimulationTotals
@@ -70,9 +68,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return the table: a line per case, the tenants and priorities of each below it; the knee has a star.
-
-    Goodput has a column where there are objectives.
+    """Return a line per case, with its tenants and priorities below it; the knee has a star. Goodput has a column if
+    there are objectives.
     """
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
@@ -131,10 +128,10 @@ def _note(result: CaseResult) -> str:
 
 
 def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
-    """The case farthest above the line from the lowest to the highest P99 ITL, both axes scaled to 0 to 1.
+    """Return the case farthest above the line from the lowest to the highest P99 ITL, both axes scaled to 0 to 1.
 
-    That is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011). None if fewer than three cases have an
-    ITL, or if latency does not differ.
+    This is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011). None for fewer than three cases with
+    an ITL, or equal latencies.
     """
     points = sorted(
         (
@@ -156,7 +153,7 @@ def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
 def as_json(
     world: Mapping[str, Any], results: Sequence[CaseResult], knee: CaseResult | None, added: Mapping[str, Any]
 ) -> bytes:
-    """Return the whole result; ``world`` says what was simulated, ``added`` what else was found."""
+    """Return the whole result; ``world`` is what was simulated, ``added`` any other results."""
     document = {
         "schema": JSON_SCHEMA,
         **world,

@@ -57,12 +57,12 @@ class StepTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All of them: they follow each other."""
+        """The sum of the parts."""
         return sum(self)
 
 
 class Roofline:
-    """A model on ``tensor_parallel`` equal devices. Rates are kept per device, for its share of the work."""
+    """A model on ``tensor_parallel`` equal devices. Rates are per device, for its share of the work."""
 
     def __init__(self, accelerator: Accelerator, shape: ModelShape, tensor_parallel: int) -> None:
         self.accelerator = accelerator
@@ -93,20 +93,21 @@ class Roofline:
 
     @property
     def model_name(self) -> str:
-        """What is simulated."""
+        """The model."""
         return self.shape.name
 
     @property
     def device_name(self) -> str:
-        """On what."""
+        """The device."""
         return self.accelerator.name
 
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
-        """The time of a step whose row i runs ``num_scheduled_tokens[i]`` tokens behind ``num_computed_tokens[i]``.
+        """Return the time of a step whose row i runs ``num_scheduled_tokens[i]`` tokens after
+        ``num_computed_tokens[i]``.
 
-        Both of shape ``[rows]``; ``num_samples`` of the rows draw a token.
+        Both have shape ``[rows]``; ``num_samples`` rows draw a token.
         """
         num_tokens = int(num_scheduled_tokens.sum())
         return StepTime(
@@ -142,14 +143,15 @@ class Roofline:
         return float(decodes_s + max(arithmetic_s, reading_s))
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
-        """The time to move blocks to or from the host, in seconds, if it takes ``host_bandwidth`` bytes a second.
-
-        Each device moves its share of a block over a link of its own.
+        """Return the seconds to move blocks to or from the host at ``host_bandwidth`` bytes a second per device. Each
+        device moves its share of a block over its own link.
         """
         return num_blocks * block_size * self.shape.kv_bytes_per_token(self.tensor_parallel) / host_bandwidth
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks of ``block_size`` tokens that fit beside the weights; 0 or less if not even the weights do."""
+        """Return the KV blocks of ``block_size`` tokens that fit beside the weights; 0 or less if the weights do not
+        fit.
+        """
         weights = self.shape.num_parameters * self.shape.bytes_per_value / self.tensor_parallel
         free = self.accelerator.memory_bytes * USABLE_MEMORY_SHARE - weights
         return int(free // (block_size * self.shape.kv_bytes_per_token(self.tensor_parallel)))

@@ -1,6 +1,6 @@
-"""One device and one workload, and the runs of them under different limits of the scheduler.
+"""One device and one workload, and its runs under different limits of the scheduler.
 
-Owns: what the cases of a command share, and one run of it. Must not know: flags, or how a result is shown.
+Owns: what the cases share, and one run. Must not know: flags, or how a result is shown.
 """
 
 import time
@@ -27,7 +27,7 @@ from headway_scheduler.core.state.limits import ExecutorCapacity
 
 
 class World(NamedTuple):
-    """What all cases of a run share."""
+    """The parts that all cases of a command share."""
 
     options: SimulationOptions
     roofline: Roofline
@@ -100,7 +100,7 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
 
 
 def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, float], None] | None = None) -> CaseResult:
-    """Run one case; ``on_progress`` is called with the measurement and the virtual time after each answer.
+    """Run one case; ``on_progress`` gets the collector and the virtual time after each answer.
 
     Raises:
         ConfigurationError: the scheduler does not take these limits.
@@ -143,7 +143,7 @@ def _disturbance(options: SimulationOptions) -> Disturbance | None:
 
 
 def step_columns(measurement: RunCollector) -> StepColumns:
-    """The steps of a run."""
+    """Return the steps of a run."""
     steps = measurement.steps
     return StepColumns(
         start_s=[round(step.start_s, 9) for step in steps],
@@ -156,7 +156,7 @@ def step_columns(measurement: RunCollector) -> StepColumns:
 
 
 def queue_columns(measurement: RunCollector) -> QueueColumns:
-    """Who ran and waited."""
+    """Return the queue of a run."""
     return QueueColumns(
         time_s=[round(now, 9) for now, _, _ in measurement.queue],
         num_running=[running for _, running, _ in measurement.queue],

@@ -1,5 +1,5 @@
-"""``headway top``: a live view of a running server in a terminal, and keys that steer it.
+"""``headway top``: a live view of a running server in a terminal, with keys to steer it.
 
-Looks become a ``History``; that and the state of the ``Controls`` become a picture; keys become ``Order``s, which the
-``server`` module carries out over the Admin service. Only ``live`` knows of time, and only ``keyboard`` of terminals.
+``History`` collects answers of the server, and ``view`` draws it. ``Controls`` turns keys into orders, which ``server``
+sends. Only ``live`` uses time, and only ``keyboard`` uses the terminal.
 """

@@ -1,6 +1,6 @@
-"""What keys do: which request is selected, how requests are sorted, what is asked and what is ordered.
+"""The keyboard's state: the selected request, the sort order, an open question.
 
-Owns: the state that keys change, and the orders that they give. Must not know: terminals, pictures, or the server.
+Owns: what each key changes or orders. Must not know: terminals, pictures, or the server.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ HELP = (
 
 
 class OrderKind(Enum):
-    """What an operator can order from the keyboard."""
+    """An action of an operator."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -37,7 +37,7 @@ class OrderKind(Enum):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One order; ``request_id`` is empty where it is about the whole server."""
+    """One order; ``request_id`` is empty if it concerns the whole server."""
 
     kind: OrderKind
     request_id: str = ""
@@ -58,7 +58,7 @@ _SORT_ORDERS = tuple(_SORT_KEYS)
 
 
 class Controls:
-    """The state of the keyboard. ``press`` changes it and returns what is to be done, if anything."""
+    """The state that keys change."""
 
     def __init__(self) -> None:
         self.sort_order = _SORT_ORDERS[0]
@@ -73,7 +73,7 @@ class Controls:
 
     @property
     def question(self) -> str:
-        """What the next key answers; empty if nothing is asked."""
+        """The question that the next key answers; empty if there is none."""
         if self._asked is None:
             return ""
         if self._asked.kind is OrderKind.DRAIN:
@@ -81,11 +81,11 @@ class Controls:
         return f"cancel {printable(self._asked.request_id)}? y/n"
 
     def sorted(self, requests: Sequence[Request]) -> list[Request]:
-        """Return requests in the order in force, equal ones as they came."""
+        """Return requests in the chosen order; equal ones keep theirs."""
         return sorted(requests, key=_SORT_KEYS[self.sort_order])
 
     def press(self, key: str, requests: Sequence[Request]) -> Order | None:
-        """Take one key in. ``requests`` are those that can be selected, in any order."""
+        """Process one key; return the order that it gives, if any."""
         if self._asked is not None:
             return self._answer(key)
         self.message = ""

@@ -1,6 +1,6 @@
-"""Figures as short texts: counts, durations, bars, sparklines, and names that came from outside.
+"""Figures as short texts: counts, durations, bars, sparklines, and printable names.
 
-Owns: how one figure is written. Must not know: which figures there are.
+Owns: how one figure is written. Must not know: which figures exist.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _REPLACEMENT = "?"
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """The characters that bars and sparklines are made of; ``sparks`` from the lowest to the highest."""
+    """The characters of bars and sparklines; ``sparks`` are in rising order."""
 
     filled: str
     empty: str
@@ -24,7 +24,7 @@ ASCII = Glyphs("#", ".", "_.-=+*%#", "~")
 
 
 def glyphs_for(encoding: str) -> Glyphs:
-    """Return what an output with this encoding can show."""
+    """Return the glyphs that an encoding can show."""
     try:
         "".join(msgspec.structs.astuple(UNICODE)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -33,12 +33,12 @@ def glyphs_for(encoding: str) -> Glyphs:
 
 
 def printable(text: str) -> str:
-    """Return a name that callers chose so that it cannot steer a terminal: no control, format or line characters."""
+    """Return a client's name without control, format or line characters, which could steer a terminal."""
     return "".join(character if character.isprintable() else _REPLACEMENT for character in text)
 
 
 def bar(share: float, width: int, glyphs: Glyphs) -> str:
-    """Return a bar of ``width`` cells. Anything above 0 fills a cell, and only 1 fills them all."""
+    """Return a bar of ``width`` cells. Any value above 0 fills a cell, and only 1 fills all."""
     filled = round(share * width)
     if share > 0:
         filled = max(filled, 1)
@@ -49,7 +49,7 @@ def bar(share: float, width: int, glyphs: Glyphs) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """Return the last ``width`` values as columns, the highest of them at full height; nothing where there is but one."""
+    """Return the last ``width`` values as columns, scaled to the highest; empty for fewer than two."""
     shown = values[-width:] if width > 0 and len(values) > 1 else ()
     highest = max(shown, default=0.0)
     if highest <= 0:
@@ -59,7 +59,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count with separators, shortened from ten million on."""
+    """Return a count with separators; from ten million on it is shortened."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= 10 * size or (unit != "M" and value >= size):
             return f"{value / size:.1f}{unit}"
@@ -67,14 +67,14 @@ def count(value: float) -> str:
 
 
 def short_count(value: int) -> str:
-    """Return a count in about five characters: in thousands from ten thousand on, then in millions."""
+    """Return a count in about five characters, in thousands or millions."""
     if value < 10_000:
         return f"{value:,}"
     return f"{value / 1e3:.1f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
 
 
 def rate(value: float) -> str:
-    """Return events per second: with a decimal where they are few."""
+    """Return events per second; small rates have a decimal."""
     return f"{value:.1f}" if 0 < value < 100 else count(value)
 
 
@@ -84,7 +84,7 @@ def percent(share: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Return a time that has passed, in its two largest units."""
+    """Return a passed time in its two largest units."""
     if seconds < 60:
         return f"{max(seconds, 0.0):.1f}s"
     minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
@@ -94,7 +94,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a measured time with three digits, in the unit that fits."""
+    """Return a measured time with three digits in a fitting unit."""
     if seconds <= 0:
         return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

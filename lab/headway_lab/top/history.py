@@ -1,6 +1,6 @@
-"""What the view knows of a server: its latest answer, and what changed between answers.
+"""The latest answer of a server, and the rates between answers.
 
-Owns: looks at the server and the rates between them. Must not know: how anything is shown, or where looks come from.
+Owns: answers and rates. Must not know: how they are shown, or how the server is asked.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ RATE_WINDOW_S = 5.0
 
 
 class Look(msgspec.Struct, frozen=True):
-    """The server at one moment. ``requests`` is None where they were too many to ask for; ``taken_at`` is in seconds."""
+    """One answer. ``requests`` is None if they were too many to list; ``taken_at`` is in seconds."""
 
     taken_at: float
     status: admin_pb2.GetStatusResponse
@@ -26,7 +26,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class _Totals(msgspec.Struct, frozen=True):
-    """Counters of one look that rates are made of; ``by_tenant`` are output tokens."""
+    """The counters of one look; ``by_tenant`` are output tokens."""
 
     taken_at: float
     num_steps: int
@@ -36,14 +36,14 @@ class _Totals(msgspec.Struct, frozen=True):
 
 
 class History:
-    """The latest look, and the rates since those before it. A server that counts from zero again starts a new history."""
+    """Looks of the last seconds. A server whose counters restart begins a new history."""
 
     def __init__(self, first: Look) -> None:
         self.latest = first
         self._totals: deque[_Totals] = deque([_totals_of(first)], maxlen=MAX_LOOKS)
 
     def add(self, look: Look) -> None:
-        """Take the next look in."""
+        """Add the next look."""
         totals, before = _totals_of(look), self._totals[-1]
         if totals.num_steps < before.num_steps or totals.num_output_tokens < before.num_output_tokens:
             self._totals.clear()
@@ -58,30 +58,30 @@ class History:
 
     @property
     def steps_per_s(self) -> float:
-        """Of the last seconds; 0 without a second look."""
+        """Rate over the last seconds; 0 without a second look."""
         first, last = self._window()
         return _rate(first.num_steps, last.num_steps, last.taken_at - first.taken_at)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of the last seconds; 0 without a second look."""
+        """Rate over the last seconds; 0 without a second look."""
         first, last = self._window()
         return _rate(first.num_output_tokens, last.num_output_tokens, last.taken_at - first.taken_at)
 
     def tenant_tokens_per_s(self, tenant: str) -> float:
-        """Output tokens of a tenant in the last seconds; 0 for one that was not there before."""
+        """Rate of a tenant's output tokens; 0 for a new tenant."""
         first, last = self._window()
         now = last.by_tenant.get(tenant, 0)
         return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)
 
     @property
     def output_rates(self) -> list[float]:
-        """Output tokens per second between each two looks, the oldest first."""
+        """Output tokens per second between looks, the oldest first."""
         return _rates([(totals.taken_at, totals.num_output_tokens) for totals in self._totals])
 
     @property
     def prompt_rates(self) -> list[float]:
-        """The same of prompt tokens, which count when their request starts."""
+        """Prompt tokens per second; a prompt counts when its request starts."""
         return _rates([(totals.taken_at, totals.num_prompt_tokens) for totals in self._totals])
 
     def _window(self) -> tuple[_Totals, _Totals]:

@@ -1,7 +1,6 @@
 """Single keys from a terminal.
 
-Owns: the terminal's mode, which is restored whatever happens, and what the bytes of a key are called.
-Must not know: what any key does.
+Owns: the terminal's mode, which is always restored, and the names of keys. Must not know: what a key does.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
 
 @contextlib.contextmanager
 def single_keys(descriptor: int) -> Iterator[None]:
-    """Let a terminal hand over keys as they are pressed, unseen; signals such as Ctrl-C stay what they are."""
+    """Read keys as they are pressed, without echo; Ctrl-C still sends its signal."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
@@ -29,7 +28,7 @@ def single_keys(descriptor: int) -> Iterator[None]:
 
 
 def keys_of(data: bytes) -> list[str]:
-    """Return the keys in what was read at one time; those without a meaning to anybody are left out."""
+    """Return the known keys in bytes that were read together."""
     return [key for match in _KEY.finditer(data) if (key := _name(match))]
 
 

@@ -1,6 +1,6 @@
-"""The loop of the live view: look, draw, take keys, until somebody wants to quit.
+"""The loop of the live view: ask, draw, take keys, until the user quits.
 
-Owns: time, tasks, signals and the screen. Must not know: what a picture looks like, or what a key means.
+Owns: time, tasks, signals and the screen. Must not know: what a picture shows, or what a key means.
 """
 
 import asyncio
@@ -46,9 +46,8 @@ class LiveView:
         self._orders: set[asyncio.Task[None]] = set()
 
     async def show(self) -> int:
-        """Show from the first look on; return the exit code: 0 if somebody quit, 128 and the number of a signal else.
-
-        The terminal is left as it was, also if this raises.
+        """Show from the first look on; return the exit code: 0 after quitting, 128 plus the number of a signal. The
+        terminal is always restored.
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
@@ -64,7 +63,6 @@ class LiveView:
         return self._exit_code
 
     async def _run_until_ended(self, *tasks: Callable[[], Awaitable[None]]) -> None:
-        """Run tasks until the view has ended; a task that fails ends it with its error."""
         running = [asyncio.ensure_future(task()) for task in tasks]
         ended = asyncio.ensure_future(self._ended.wait())
         try:
@@ -77,7 +75,6 @@ class LiveView:
             await asyncio.gather(ended, *running, *self._orders, return_exceptions=True)
 
     async def _keep_looking(self) -> None:
-        """Look every interval, and at once after an order; a server that does not answer is asked again."""
         while True:
             await self._wait_for_next_look()
             try:
@@ -98,7 +95,7 @@ class LiveView:
         self._look_soon.clear()
 
     async def _keep_drawing(self) -> None:
-        """Draw every second also while no answer comes, so that one sees for how long."""
+        """Draw every second even without an answer, to show how long the server is silent."""
         while True:
             self._draw()
             await asyncio.sleep(1.0)
@@ -125,7 +122,7 @@ class LiveView:
             self._screen.callback(loop.remove_reader, descriptor)
 
     def _suspend(self) -> None:
-        """Ctrl-Z: hand the terminal back to the shell, and take it again when the shell says so."""
+        """Handle Ctrl-Z: give the terminal to the shell, and take it back later."""
         self._screen.close()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._open_screen()

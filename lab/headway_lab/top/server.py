@@ -1,7 +1,6 @@
-"""Asks the server, and has orders carried out.
+"""The calls behind a look and an order.
 
-Owns: which calls a look and an order are made of, how long each may take, and their failures as one line.
-Must not know: keys, pictures, or when to look.
+Owns: which calls, their timeouts, and their failures as one line. Must not know: keys, pictures, or when to look.
 """
 
 import asyncio
@@ -22,13 +21,12 @@ AnswerT = TypeVar("AnswerT")
 
 
 class NoAnswerError(Exception):
-    """A call that failed; the message is one line for operators."""
+    """A call failed; the message is one line for operators."""
 
 
 class Server:
-    """The server as ``headway top`` sees it: its Admin service.
-
-    ``max_listed``: while more requests are live, they are not asked for, since a list costs the scheduler time for each.
+    """The Admin service of a server. With more than ``max_listed`` live requests they are not listed, because a list
+    costs the scheduler time per request.
     """
 
     def __init__(self, client: AsyncClient, *, max_listed: int) -> None:
@@ -47,7 +45,7 @@ class Server:
         return Look(taken_at=asyncio.get_running_loop().time(), status=status, requests=requests)
 
     async def carry_out(self, order: Order) -> str:
-        """Do it; return the outcome in words for operators; for EXPLAIN that is the explanation.
+        """Send an order; return its outcome, or the explanation for EXPLAIN.
 
         Raises:
             NoAnswerError: it was refused, or nobody answered.

@@ -1,9 +1,7 @@
-"""The picture: a history and the state of the controls in, lines for a terminal of some width and height out.
+"""The picture: lines for a terminal of a given size.
 
-Owns: what stands where, and what is left out of a small terminal. Must not know: the server's calls, time, or keys' bytes.
-
-Every line is cut to the width, and the lines of a picture are never more than the height. What a caller chose (ids,
-tenants) is shown only after ``printable``.
+Owns: the layout, and what a small terminal leaves out. Must not know: calls, time, or keys' bytes. No line is wider
+than the terminal. Names from clients pass ``printable`` first.
 """
 
 import textwrap
@@ -31,7 +29,7 @@ _WIDE_CELLS = 110
 
 
 class Column(msgspec.Struct, frozen=True):
-    """One column of a table behind the first: its heading, its cells with the space before it, and how it is aligned."""
+    """A column of a table after the first; ``width`` includes the space before it."""
 
     name: str
     width: int
@@ -57,10 +55,9 @@ _WIDE_REQUEST_COLUMNS = (*_REQUEST_COLUMNS, Column("computed", 9), Column("preem
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """What a picture is made for.
+    """The terminal and the server's reachability.
 
-    ``silent_for`` and ``trouble``: how long the server has not answered, and why; empty if it does. ``hints`` is the last
-    line, if any.
+    ``silent_for`` and ``trouble`` are empty while the server answers. ``hints`` is the last line, if any.
     """
 
     width: int
@@ -199,7 +196,6 @@ def _budget(status: admin_pb2.GetStatusResponse, frame: Frame) -> Text:
 
 
 def _step_time(status: admin_pb2.GetStatusResponse, frame: Frame) -> list[Text]:
-    """The model of step times in words, its error first, over as many lines as it takes."""
     if not status.HasField("step_time_model"):
         return [_line("step time", "no model yet")]
     model = status.step_time_model
@@ -222,12 +218,11 @@ def _step_time(status: admin_pb2.GetStatusResponse, frame: Frame) -> list[Text]:
 
 
 def _unbroken(words: str) -> str:
-    """Return words that no line ends between."""
+    """Return words that stay on one line."""
     return words.replace(" ", _NO_BREAK)
 
 
 def _flow(history: History, frame: Frame) -> Text:
-    """Tokens per second, output and prompt, each with its own sparkline in half of the line."""
     status = history.latest.status
     flows = (
         ("output", status.output_tokens_per_s, history.output_rates),
@@ -336,7 +331,6 @@ def _requests(history: History, controls: Controls, frame: Frame, height: int) -
 
 
 def _first_shown(requests: Sequence[admin_pb2.RequestState], selected: str, height: int) -> int:
-    """The first of ``height`` requests to show, so that the selected one is among them."""
     place = next((place for place, request in enumerate(requests) if request.request_id == selected), 0)
     return max(0, place - height + 1)
 
@@ -363,7 +357,6 @@ def _header(title: str, columns: Sequence[Column], frame: Frame) -> Text:
 
 
 def _row(cells: Sequence[str], columns: Sequence[Column], frame: Frame, style: str = "") -> Text:
-    """One row of a table; the first cell takes what the columns leave, and each is cut to its width."""
     first, *others = (printable(cell) for cell in cells)
     text = _fitted(first, max(frame.width - sum(column.width for column in columns), 8), frame)
     for cell, column in zip(others, columns, strict=True):
@@ -374,7 +367,6 @@ def _row(cells: Sequence[str], columns: Sequence[Column], frame: Frame, style: s
 
 
 def _fitted(cell: str, width: int, frame: Frame) -> str:
-    """Return the cell in exactly ``width`` terminal cells."""
     if cell_len(cell) <= width:
         return set_cell_size(cell, width)
     return set_cell_size(cell, max(width - 1, 0)) + frame.glyphs.ellipsis

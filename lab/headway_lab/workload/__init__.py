@@ -1,9 +1,7 @@
-"""The load that requests make, for the simulator and for the bench alike.
+"""The load for the simulator and the bench.
 
 Owns: which requests there are and when they come. Must not know: what serves them, or whether time is virtual.
 
-- ``lengths``: distributions and their notation; ``requests``: lengths, tenants, priorities, objectives, shared prefixes
-  and prompts, all from one seed.
-- ``arrivals``: when requests come; ``trace``: requests from a file; ``options``, ``load``: all of it from flags.
-- ``percentiles``: what both tell of latencies.
+``lengths`` has distributions, ``requests`` draws all requests from one seed, ``arrivals`` has their times, ``trace``
+reads them from a file, and ``options`` and ``load`` make them from flags.
 """

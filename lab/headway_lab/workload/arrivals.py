@@ -1,9 +1,8 @@
 """When requests arrive.
 
-Owns: the arrival times, and which request follows the end of another. Must not know: what happens in between.
-
-*Open* arrivals do not wait for anybody: the times are known before the run, and a slow server gets a long queue.
-*Closed* arrivals are those of a fixed number of users, each of whom sends the next request when the last has ended.
+Owns: the arrival times, and which request follows the end of another. Must not know: what happens in between. *Open*
+arrivals have times that are known before the run. *Closed* arrivals come from users who send a request when their last
+has ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ REJECTED_PAUSE_S = 1.0
 
 
 class Arrival(NamedTuple):
-    """A request and when it is meant to arrive, in seconds; sorts by time, then number."""
+    """A request and its intended time in seconds; sorts by time, then number."""
 
     time_s: float
     number: int
@@ -27,14 +26,14 @@ class Arrival(NamedTuple):
 
 
 class Arrivals(Protocol):
-    """Where a run gets its requests from."""
+    """The source of a run's requests."""
 
     def first(self) -> Iterable[Arrival]:
-        """Those that do not depend on the end of another."""
+        """Return those that do not depend on the end of another."""
         ...
 
     def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
-        """What arrives because a request has ended, or has been refused, at ``now``."""
+        """Return what arrives because a request ended, or was refused, at ``now``."""
         ...
 
 
@@ -51,12 +50,12 @@ class OpenArrivals:
         return self._arrivals
 
     def after_end(self, now: float, *, rejected: bool = False) -> None:
-        """See ``Arrivals.after_end``: nobody waits for an end."""
+        """See ``Arrivals.after_end``: never any."""
         del now, rejected
 
 
 class ClosedArrivals:
-    """``num_users`` users who wait for each answer and then ``think_s`` seconds; they start within ``ramp_s`` seconds."""
+    """``num_users`` users, who start within ``ramp_s`` and wait for each answer and then ``think_s`` seconds."""
 
     def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float, ramp_s: float = 0.0) -> None:
         self._first = requests[:num_users]
@@ -65,7 +64,7 @@ class ClosedArrivals:
         self._think_s = think_s
 
     def first(self) -> Iterable[Arrival]:
-        """See ``Arrivals.first``: one request of each user, all at once or evenly over the ramp."""
+        """See ``Arrivals.first``: one request per user, evenly over the ramp."""
         gap_s = self._ramp_s / max(len(self._first), 1)
         return [Arrival(place * gap_s, request.number, request) for place, request in enumerate(self._first)]
 
@@ -79,7 +78,7 @@ class ClosedArrivals:
 
 
 def gamma_times(rng: np.random.Generator, count: int, rate: float, variation: float) -> NDArray[np.float64]:
-    """Arrival times with gaps from a gamma distribution of mean ``1 / rate`` seconds, shape ``[count]``.
+    """Return arrival times with gaps from a gamma distribution of mean ``1 / rate`` seconds, shape ``[count]``.
 
     ``variation`` is the gaps' standard deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
     """

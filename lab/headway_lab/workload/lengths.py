@@ -1,6 +1,6 @@
-"""How many tokens prompts and answers have.
+"""Lengths of prompts and answers.
 
-Owns: the distributions, their notation on the command line, and drawing from them. Must not know: requests.
+Owns: the distributions, their notation, and drawing from them. Must not know: requests.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ NOTATION = "N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA[,MOST] or pareto:LEAST,A
 
 
 class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole numbers of tokens, at least 1. What the parameters mean depends on ``kind``, a key of ``KINDS``."""
+    """Whole numbers of tokens, at least 1. ``kind`` is a key of ``KINDS`` and defines the parameters."""
 
     kind: str
     parameters: tuple[float, ...]
@@ -25,7 +25,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthKind(msgspec.Struct, frozen=True):
-    """One family of distributions: how many parameters it takes at least and at most, what they may be, and a draw."""
+    """A family of distributions: the number of its parameters, their allowed values, and a draw."""
 
     least_parameters: int
     most_parameters: int

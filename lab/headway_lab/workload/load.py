@@ -1,6 +1,6 @@
 """The load that options describe: its requests, and when they come.
 
-Owns: drawing it all before the run, as a pure function of the options. Must not know: what serves it.
+Owns: drawing it before the run, as a pure function of the options. Must not know: what serves it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _POISSON_VARIATION = 1.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests in the order in which they are sent; ``times_s`` (seconds) is None where users wait for their answers."""
+    """Requests in the order of sending; ``times_s`` (seconds) is None if users wait for their answers."""
 
     options: LoadOptions
     requests: Sequence[PlannedRequest]
@@ -34,7 +34,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def asked_requests_per_s(self) -> float | None:
-        """The rate that open arrivals were drawn for, or that a trace has."""
+        """The rate of open arrivals, or of a trace."""
         if self.times_s is None:
             return None
         if not self.options.trace:
@@ -53,13 +53,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return f"{options.arrivals} arrivals at {options.rate:g}/s"
 
     def arrivals(self) -> Arrivals:
-        """A fresh source of the requests."""
+        """Return a fresh source of the requests."""
         if self.times_s is None:
             return ClosedArrivals(self.requests, self.options.users, self.options.think_s, self.options.ramp_s)
         return OpenArrivals(self.requests, self.times_s)
 
     def share(self, index: int, count: int) -> Self:
-        """The part of one of ``count`` that send this load together: every ``count``-th request, and such users."""
+        """Return the part of client ``index`` of ``count``: every ``count``-th request, and its share of the users."""
         users = len(range(index, self.options.users, count))
         return msgspec.structs.replace(
             self,
@@ -70,7 +70,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_load(options: LoadOptions, context_length: int) -> Load:
-    """Draw the load, or read it from its trace. What does not fit the context is cut, but for a trace.
+    """Draw the load, or read its trace. Drawn requests are cut to the context.
 
     Raises:
         ConfigurationError: the load does not fit the model, or the trace cannot be used.

@@ -1,6 +1,6 @@
-"""The flags that describe a load, the same for the simulator and the bench.
+"""The flags that describe a load, for the simulator and the bench.
 
-Owns: which loads there are, defaults, help and allowed ranges. Must not know: what serves them.
+Owns: defaults, help and allowed ranges. Must not know: what serves the load.
 """
 
 from typing import Annotated, Literal
@@ -53,7 +53,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def objectives(self) -> Objectives:
-        """Those of a request that names none of its own."""
+        """The objectives of requests that name none."""
         return Objectives(ttft_slo_ms=self.ttft_slo_ms, itl_slo_ms=self.itl_slo_ms)
 
     def validate(self) -> None:

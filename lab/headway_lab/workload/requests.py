@@ -1,8 +1,7 @@
-"""The requests of a run: how long, whose, how urgent, with which objectives, and which begin alike.
+"""The requests of a run: lengths, tenants, priorities, objectives and shared prefixes.
 
-Owns: drawing them all from one seed, and the token ids of prompts. Must not know: when they arrive, or what serves them.
-
-Each kind of draw has a stream of its own, so that other lengths do not change who sends what.
+Owns: drawing them from one seed, and the token ids of prompts. Must not know: when they arrive, or what serves them.
+Each kind of draw has its own stream, so other lengths do not change the tenants.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,19 +41,19 @@ MOST_OBJECTIVE_MS = 1 << 30
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is to keep, in milliseconds, 0 for none: the time to its first token, and each further gap."""
+    """Limits in milliseconds, 0 for none, of the time to the first token and of each further gap."""
 
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
 
     @property
     def are_some(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether there is an objective."""
         return bool(self.ttft_slo_ms or self.itl_slo_ms)
 
     @property
     def limits_s(self) -> tuple[float, float]:
-        """The longest time to the first token and the longest gap, in seconds; infinite where there is no objective."""
+        """The limits in seconds; infinite without an objective."""
         return self.ttft_slo_ms / 1e3 or float("inf"), self.itl_slo_ms / 1e3 or float("inf")
 
 
@@ -62,10 +61,10 @@ NO_OBJECTIVES = Objectives()
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before it is sent. The first ``num_prefix_tokens`` of its prompt are those of all with its ``prefix``.
+    """A request before it is sent. Requests of the same ``prefix`` share their first ``num_prefix_tokens``.
 
-    ``max_tokens`` is the limit that is sent with it, 0 if that is ``num_output_tokens``: with a higher one the scheduler does
-    not know when it will end, which a stop token then does.
+    ``max_tokens`` is the limit that is sent, 0 if it is ``num_output_tokens``. With a higher limit a stop token ends
+    the request, at a place that the scheduler does not know.
     """
 
     number: int
@@ -85,7 +84,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sends ``share`` (relative to the others') of the requests, all of one priority, with the same objectives."""
+    """A tenant's ``share`` of the requests (relative to the others'), with one priority and the same objectives."""
 
     name: str
     share: float
@@ -94,10 +93,10 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests are drawn from.
+    """The distributions of requests.
 
-    ``prompt`` counts what is a request's own; ``num_prefix_tokens`` that it shares come before, one of ``num_prefixes``
-    beginnings, equally often each.
+    ``prompt`` counts a request's own tokens; before them come ``num_prefix_tokens`` of one of ``num_prefixes`` shared
+    prefixes.
     """
 
     num_requests: int
@@ -111,15 +110,14 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rng_of(seed: int, stream: int, *path: int) -> np.random.Generator:
-    """The generator of one stream of a run, or of one member of the stream."""
+    """Return the generator of one stream of a run, or of one member of the stream."""
     return np.random.default_rng((seed, stream, *path))
 
 
 def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[PlannedRequest]:
-    """Draw the requests, in the order in which they are sent.
+    """Draw the requests in the order of sending.
 
-    What does not fit the context is cut: an answer so that the shared prefix and one token of the prompt fit beside it,
-    then the prompt to what the answer leaves.
+    Answers are cut so that the prefix and one token fit beside them, then prompts to the rest of the context.
     """
     count = shape.num_requests
     tenants = shape.tenants or (Tenant(name="", share=1.0, objectives=shape.objectives),)
@@ -146,21 +144,21 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
 
 
 class Prompts(Protocol):
-    """Where the token ids of prompts are from."""
+    """The source of prompts."""
 
     def prompt(self, request: PlannedRequest) -> Int32Array:
-        """The prompt, int32, shape ``[num_prompt_tokens]``."""
+        """Return the prompt, int32, shape ``[num_prompt_tokens]``."""
 
 
 class PromptSource:
-    """The token ids of prompts: drawn when a request is sent, so that a long run does not hold them all."""
+    """Draws prompts when they are sent, because a long run could not hold them all."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
         self._vocab_size = vocab_size
 
     def prompt(self, request: PlannedRequest) -> Int32Array:
-        """The prompt, int32, shape ``[num_prompt_tokens]``."""
+        """See ``Prompts``."""
         own = request.num_prompt_tokens - request.num_prefix_tokens
         ids = self._draw(rng_of(self._seed, PROMPT_TOKENS, request.number), own)
         if not request.num_prefix_tokens:
@@ -173,9 +171,9 @@ class PromptSource:
 
 
 def parse_tenants(given: Mapping[str, str], objectives: Objectives = NO_OBJECTIVES) -> tuple[Tenant, ...]:
-    """Read tenants from their names and, of each, ``SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]``.
+    """Read tenants by name, each ``SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]``.
 
-    What is left out or empty is priority normal and the given ``objectives``; an objective of 0 is none.
+    Defaults are priority normal and the given ``objectives``; an objective of 0 is none.
 
     Raises:
         ValueError: a share is no positive number, there is no such priority, or an objective is no whole number.

@@ -48,9 +48,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[PlannedRequest], list[float]]:
-    """Return a trace's requests by arrival, and their arrival times in seconds.
-
-    ``objectives`` are those of requests that name none of their own.
+    """Return a trace's requests by arrival, and their arrival times in seconds; ``objectives`` are the default.
 
     Raises:
         ConfigurationError: the file cannot be read, has a bad line, or no line at all.

@@ -1,7 +1,7 @@
 """The ``headway`` command.
 
-Owns: the list of commands, and which module each is in. Must not know: how any of them works; each is imported only
-when it is asked for, so that ``headway scheduler`` starts at once on a host without torch or gRPC.
+Owns: the list of commands and their modules. Must not know: how any of them works. A module is imported only for its
+command, so ``headway scheduler`` starts on a host without torch or gRPC.
 """
 
 import argparse
@@ -38,9 +38,9 @@ _EXTRAS = {
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One command: a line for the overview, and the module that has it, which is imported when the command is asked for.
+    """A command: its line in the overview, and its module.
 
-    That module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code.
+    The module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code.
     """
 
     summary: str

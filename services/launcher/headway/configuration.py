@@ -1,11 +1,9 @@
-"""Where configuration comes from: flags over environment over a TOML file over what the struct says itself.
+"""The sources of configuration: flags, then environment, then a TOML file, then defaults.
 
-Owns: reading each source, their precedence, the names people use for a setting in each of them (so that an error
-points at the line they wrote), suggestions for misspelt names, and the one line that tells the effective values.
-Must not know: what any setting means, or how a process is run with it.
+Owns: reading each source, their precedence, and suggestions for misspelt names. Must not know: what a setting means.
 
-A value keeps its origin until the struct is built. So ``validate`` of a service, which knows only field names, still
-ends up as a message about the flag, the variable or the line of the file that was wrong.
+A value keeps its origin until the struct is built, so an error of ``validate``, which knows only field names, becomes a
+message about the flag, the variable or the line of the file.
 """
 
 import argparse
@@ -40,7 +38,7 @@ _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"}
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value that some source gave. ``origin`` is what its author would call it."""
+    """A value from a source. ``origin`` is the name that its author used."""
 
     value: Any
     origin: str
@@ -65,10 +63,10 @@ _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, 
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, exit 2, and name the nearest flag for an unknown one."""
+    """An argument parser with errors in one line, exit code 2, and the nearest flag for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with one line instead of the usage text."""
+        """Exit with one line instead of the usage text."""
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -99,13 +97,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, or where to look when nothing is near."""
+    """Return ``; did you mean X?``, or where to look if no name is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
-    """Add one flag per setting. A flag that is not given leaves no attribute behind."""
+    """Add one flag per setting. A flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
     for setting in settings:
         text = _help_text(setting)
@@ -162,7 +160,7 @@ def given_by_environment(environment: Mapping[str, str], section: str, settings:
 
 
 def check_environment(environment: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a ``HEADWAY_`` variable that no setting reads; a misspelt one would otherwise do nothing, silently.
+    """Refuse a ``HEADWAY_`` variable that no setting reads, because it would do nothing, silently.
 
     ``sections`` has the field names of every section.
 
@@ -179,7 +177,7 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
 
 
 def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[str, Layer]:
-    """Read a TOML file: one table per section, one key per setting. Sections it lacks come back empty.
+    """Read a TOML file: one table per section, one key per setting. Missing sections are empty.
 
     Raises:
         ConfigurationError: unreadable, no TOML, an unknown section or key, or a value of the wrong type.
@@ -220,7 +218,7 @@ def _given_by_table(table: Mapping[str, Any], section: str, settings: Mapping[st
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Given]:
-    """Lay sources over each other; the first one that gives a value wins."""
+    """Merge sources; the first that gives a value wins."""
     result: dict[str, Given] = {}
     for layer in layers:
         for name, given in layer.items():
@@ -229,9 +227,9 @@ def merged(layers: Iterable[Layer]) -> dict[str, Given]:
 
 
 def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], None]) -> ConfigT:
-    """Make the frozen struct and let its owner validate it.
+    """Make the frozen struct and validate it.
 
-    ``validate`` raises ValueError with a message that begins with the offending field's name.
+    ``validate`` raises ValueError with a message that begins with the field's name.
 
     Raises:
         ConfigurationError: a required setting is missing, or ``validate`` objects.
@@ -259,5 +257,5 @@ def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: L
 
 
 def effective(config: msgspec.Struct) -> dict[str, Any]:
-    """Return every setting and its value, in the order of the fields, as the start-up line reports them."""
+    """Return every setting and its value, in the order of the fields."""
     return msgspec.structs.asdict(config)

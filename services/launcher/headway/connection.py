@@ -1,6 +1,6 @@
-"""How a command reaches a running server: the flags for it, and the client that they describe.
+"""The flags of all commands that connect to a server.
 
-Owns: the flags' names, which commands that are clients share. Must not know: what is asked of the server.
+Owns: the flags and the client made from them. Must not know: what is asked of the server.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say where the server is, and who asks, as a group of their own."""
+    """Add the flags for the server's address and credentials, as a group."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
@@ -23,7 +23,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -> AsyncClient:
-    """Make the client; it lives in the event loop that runs.
+    """Make the client, for the running event loop.
 
     Raises:
         ConfigurationError: a file cannot be used.

@@ -1,7 +1,6 @@
-"""``headway demo``: the whole of Headway in half a minute.
+"""``headway demo``: serve, stream several prompts at once, show the timings, stop.
 
-Owns: the prompts of the demonstration, and its order: serve, stream them all at once, show the timings, stop.
-Must not know: how serving, streaming or showing is done.
+Owns: the prompts and this order. Must not know: how serving, streaming or showing is done.
 """
 
 import argparse
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def demo_jobs(max_tokens: int) -> list[Job]:
-    """Return the prompts of the demonstration: greedy, so that every run says the same."""
+    """Return the prompts of the demonstration; sampling is greedy, so every run gives the same text."""
     options = cast("GenerateOptions", {"max_tokens": max_tokens, "temperature": 0.0})
     openings = [Job(title=opening, prompt=opening, options=options) for opening in OPENINGS]
     questions = [

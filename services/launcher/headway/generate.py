@@ -1,8 +1,7 @@
 """``headway generate``: prompts in, answers on the terminal, timings below.
 
-Owns: the command's flags, reading prompts from the command line or a file, and its exit codes (1: a request failed;
-2: the command line or the file is wrong; 130: Ctrl-C).
-Must not know: how a stream is measured or an answer laid out.
+Owns: the flags, reading prompts, and the exit codes (1: a request failed; 2: the command line or the file is wrong;
+130: Ctrl-C). Must not know: how a stream is measured or an answer laid out.
 """
 
 import argparse
@@ -33,7 +32,7 @@ DEFAULT_CONCURRENCY = 64
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options of a request that flags and lines of a JSONL file may give; ranges are the server's to check."""
+    """The options that flags and lines of a JSONL file may give; the server checks ranges."""
 
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     min_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -59,12 +58,12 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     choice: list[str] | msgspec.UnsetType = msgspec.UNSET
 
     def as_options(self) -> dict[str, Any]:
-        """Return what was given."""
+        """Return the options that were given."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not msgspec.UNSET}
 
 
 class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of a JSONL file: a prompt, and what differs from the flags."""
+    """One line of a JSONL file: a prompt, and its differences from the flags."""
 
     prompt: str
 
@@ -190,7 +189,6 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
 
 
 def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the files say that flags name."""
     flags = {"json_schema": "--json-schema", "grammar": "--grammar"}
     return {
         name: (bytes_of_file(file, flag) or b"").decode("utf-8", "replace")
@@ -200,7 +198,7 @@ def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _joined(given: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """The flags' options and a line's, which win; a constraint of the line's is instead of the flags'."""
+    """Merge options; a line wins over flags, and its constraint replaces theirs."""
     if any(name in line for name in CONSTRAINT_OPTIONS):
         given = {name: value for name, value in given.items() if name not in CONSTRAINT_OPTIONS}
     return {**given, **line}

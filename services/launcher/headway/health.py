@@ -1,8 +1,7 @@
-"""Asks a server over gRPC whether it serves, and what.
+"""The health of a server and its model, over gRPC.
 
-Owns: the standard health check (``grpc.health.v1``), and reaching a server whose certificate or token lies on this
-host.
-Must not know: who asks; the launcher and container health checks use it alike.
+Owns: the standard health check (``grpc.health.v1``), and reaching a server whose certificate or token is on this host.
+Must not know: who asks.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # where to 
 
 
 class ClientCertificate(msgspec.Struct, frozen=True):
-    """A certificate to show and its private key: PEM, and the files it is in."""
+    """A certificate and its private key: PEM, and their files."""
 
     certificate: bytes
     key: bytes
@@ -33,10 +32,10 @@ class ClientCertificate(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server to ask. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text.
+    """A server. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text.
 
-    ``health_name`` is the name whose health is asked for; empty: the server's as a whole. Another server than the one that
-    answers under a name of its own does not know it, and so counts as unreachable.
+    ``health_name`` is the name whose health is checked; empty for the whole server. A server that does not know the
+    name counts as unreachable.
     """
 
     address: str
@@ -47,18 +46,18 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reachable_address(self) -> str:
-        """The address to connect to: a server that listens on every interface is reached over loopback."""
+        """Return the address to connect to; a server that listens on every interface is reached over loopback."""
         host, _, port = self.address.rpartition(":")
         return f"{_ANY_HOST.get(host, host)}:{port}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call."""
+        """Return the metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
 def client_certificate(certificate_file: str | None, key_file: str | None, origin: str) -> ClientCertificate | None:
-    """Read a certificate to show to servers, None where no file is named. ``origin`` is the flag that named them.
+    """Read a client certificate; None if no file is named. ``origin`` is the flag.
 
     Raises:
         ConfigurationError: a file cannot be read, or they are no pair.
@@ -117,9 +116,9 @@ def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
 
 
 def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
-    """Return a name that the server's certificate is made out to.
+    """Return a name in the server's certificate.
 
-    This host holds that very certificate, so the name under which others reach the server proves nothing more here.
+    This host has the same certificate, so the name by which others reach the server proves nothing more.
 
     Raises:
         OSError: nobody listens, or the server shows a certificate that is not among these.

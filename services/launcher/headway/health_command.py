@@ -1,6 +1,6 @@
 """The command ``headway health``.
 
-Owns: its flags and its exit code. Must not know: how the server is asked (``health``).
+Owns: its flags and its exit code. Must not know: how the server is asked.
 """
 
 import argparse

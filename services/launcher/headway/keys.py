@@ -1,12 +1,11 @@
-"""``headway keys``: the keys that links between hosts need.
+"""``headway keys``: the keys for links between hosts.
 
-Owns: which key file each process needs, under the names that the services expect in their ``curve_keys`` directories.
-Must not know: how a link uses them.
+Owns: which key file each process needs, under the names of the services' ``curve_keys`` directories. Must not know: how
+a link uses them.
 
-Each process has a CURVE pair. Executor and gateway know the scheduler's public key, so that nobody can pose as the
-scheduler; the scheduler knows theirs, each for its own link, so that nobody else gets in and a gateway cannot pose as an
-executor. More of either: their public keys, as ``*.key`` files beside the first. A directory of keys is no part of any
-repository that it is made in: it tells git so itself.
+Each process has a CURVE pair. Executor and gateway have the scheduler's public key, so no other process can pose as the
+scheduler. The scheduler has theirs, per link, so a gateway cannot pose as an executor. For more executors or gateways,
+add their public keys as ``*.key`` files. Git ignores the directory.
 """
 
 import argparse
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_keys(directory: Path) -> None:
-    """Make a pair for each process, and give each the public keys of those that it talks to.
+    """Make a pair for each process, and give each the public keys of its peers.
 
     Raises:
         FileExistsError: one of the directories is there already.

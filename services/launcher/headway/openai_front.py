@@ -1,8 +1,7 @@
-"""smg, the field's gateway, in front of those that ``headway serve`` starts: the OpenAI and Anthropic APIs.
+"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs.
 
-Owns: smg's command line, running it once the gateways serve and until the launcher ends, and finding out whether it
-serves itself.
-Must not know: what smg does with a request, or when it is started again.
+Owns: smg's command line, starting it once the gateways serve, and whether it serves itself. Must not know: what smg
+does with a request, or when it is started again.
 """
 
 import argparse
@@ -32,7 +31,7 @@ _FLEET_FLAGS = (
 def command(
     *, openai_address: str, gateway_addresses: Sequence[str], metrics_port: int, grace_s: float, flags: Sequence[str]
 ) -> list[str]:
-    """The command that serves on ``openai_address`` what the gateways generate. Addresses are HOST:PORT, on loopback."""
+    """Return the command that serves the gateways on ``openai_address``. Addresses are HOST:PORT, on loopback."""
     host, _, port = openai_address.rpartition(":")
     workers = [f"{_SCHEME}{Target(address=address).reachable_address}" for address in gateway_addresses]
     return [
@@ -49,7 +48,7 @@ def command(
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Have smg's own parser look at the flags that are the user's.
+    """Check the user's flags with smg's own parser.
 
     Raises:
         ValueError: it does not take them; the message is one line.
@@ -75,9 +74,9 @@ async def wait_until_serving(openai_address: str, num_gateways: int = 1, gateway
 
 
 def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> bool:
-    """Whether smg lists a model and, which comes a moment later, its tokenizer, and sends requests to so many gateways.
+    """Return whether smg lists a model and its tokenizer, and sends requests to this many gateways.
 
-    ``gateways`` (HOST:PORT) are among them; an smg that somebody else started there has others.
+    ``gateways`` (HOST:PORT) must be among them, because another smg may use this address.
     """
     try:
         has_all = all(b'"id"' in _asked(openai_address, f"v1/{listed}") for listed in ("models", "tokenizers"))
@@ -88,7 +87,7 @@ def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[
 
 
 def ready_gateways(openai_address: str) -> list[str]:
-    """The HOST:PORT of those gateways to which smg sends requests.
+    """Return the HOST:PORT of the gateways to which smg sends requests.
 
     Raises:
         OSError: smg does not answer.
@@ -105,10 +104,9 @@ def _asked(openai_address: str, path: str) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be smg in front of the gateways that the first argument names, with commas; the others are smg's.
+    """Run smg for the gateways in the first argument, separated by commas; the other arguments are smg's.
 
-    smg asks for a worker's model when it starts, and then more and more rarely; so it starts when there is one. The others
-    it takes in as they come.
+    smg asks for a worker's model at its start and then more and more rarely, so it starts when there is a model.
     """
     if not end_with_parent() or launcher_is_gone(os.environ):
         return

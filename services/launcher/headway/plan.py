@@ -1,8 +1,7 @@
 """What ``headway serve`` decides before it starts a process.
 
-Owns: one set of flags, variables and file sections turned into the configuration and the command line of each service;
-the order in which they start and stop.
-Must not know: how processes are started, watched or stopped, or what replicas cannot share (``replicas``).
+Owns: turning flags, variables and file sections into each service's configuration and command line, and the order of
+start and stop. Must not know: how processes are started, watched or stopped, or what replicas cannot share.
 """
 
 import argparse
@@ -40,7 +39,7 @@ _GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grp
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """The configuration of one process: what it is given, by whom, and what that comes to."""
+    """The configuration of one process: its values, their sources, and the result."""
 
     service: Service
     given: Layer
@@ -48,12 +47,13 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run the services. ``commands`` are by name, in the order in which they start; ``stop_stages`` (seconds from
-    SIGTERM to SIGKILL by name) are those of an orderly stop; who is silent for ``hang_s`` seconds is replaced; ``targets``
-    are how this host reaches the gateways. ``openai_address`` is where smg serves, empty without it, and ``smg_flags`` what
-    the user tells it. ``environments`` and ``cores`` (processor cores to keep to) are of those processes that have any of
-    their own. ``directory`` is private to the processes. ``settled`` are the configurations, and ``listeners`` who is told
-    to listen on which HOST:PORT, both to be looked at before anything starts.
+    """How to run the services.
+
+    ``commands`` are by name in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A
+    process that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways.
+    ``openai_address`` is smg's, or empty, and ``smg_flags`` are the user's. ``environments`` and ``cores`` (processor
+    cores) are of processes that have their own. ``directory`` is private. ``settled`` and ``listeners`` (process and
+    HOST:PORT) are checked before the start.
     """
 
     commands: dict[str, list[str]]
@@ -71,15 +71,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start_order(self) -> list[str]:
-        """The processes that there are, in the order in which they start."""
+        """The processes in the order of the start."""
         return list(self.commands)
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
-    """Settle every configuration and validate it, so that a mistake is told before anything starts.
+    """Settle and validate every configuration, so that a mistake is reported before anything starts.
 
-    A setting that several services share reaches each of them. What serve is given (flag, variable, [serve]) wins over
-    what the service itself is given (variable, [scheduler], [executor], [gateway]).
+    A shared setting reaches each of its services. What serve is given (flag, variable, [serve]) wins over what the
+    service is given (variable, [scheduler], [executor], [gateway]).
 
     Raises:
         ConfigurationError: some source is wrong.
@@ -128,7 +128,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
 def _values_of_services(
     serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
 ) -> dict[str, dict[str, Given]]:
-    """Return what each service is given, the same for every replica.
+    """Return the values of each service, which are the same for every replica.
 
     Raises:
         ConfigurationError: a variable is wrong, or the model is not there.
@@ -148,7 +148,7 @@ Configs = Mapping[str, msgspec.Struct]
 
 
 def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
-    """Return the ports of each replica's metrics: one for each service, and one for each further worker of the gateway.
+    """Return each replica's metrics ports: one per service, and one per further gateway worker.
 
     Raises:
         ConfigurationError: there are not as many after the first.
@@ -169,7 +169,7 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
 def _settled(
     replica: Replica, values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
 ) -> dict[str, Settled]:
-    """Return the configuration of each service of a replica; the launcher gives to all that have the setting."""
+    """Return the configuration of each service of a replica."""
     settled = {}
     for service in SERVICES.values():
         own = dict(from_launcher)
@@ -205,14 +205,14 @@ def _gateway_of(configs: Configs) -> GatewayConfig:
 
 
 def _threads(replica: Replica, values: Layer) -> Layer:
-    """Where the cores do not suffice for two to each replica's executor, it computes in one thread, unless told otherwise."""
+    """With fewer than two cores per executor, use one thread by default."""
     if replica.is_alone or replica.share_of(_own_cores()) or "num_threads" in values:
         return {}
     return {"num_threads": _given_by_launcher(1)}
 
 
 def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, frozenset[int]]:
-    """The cores of each executor that computes on them in as many threads as it likes."""
+    """Return the cores of each executor whose number of threads is free."""
     cores = {}
     for replica, of_replica in zip(replicas, configs, strict=True):
         executor = of_replica["executor"]
@@ -224,12 +224,11 @@ def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str,
 
 
 def _own_cores() -> list[int]:
-    """The processor cores that this process may use; none where the system does not tell."""
+    """Return this process's processor cores; none if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, list[str]]:
-    """Return every command line, in the order in which the processes start."""
     commands = {
         replica.named(name): _command(name, of_replica[name])
         for name in START_ORDER
@@ -241,7 +240,7 @@ def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence
 
 
 def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
-    """Return in which order the processes stop: what a service allows its requests, and some time over to end in."""
+    """Return the order in which processes stop, with the time that each service allows its requests and a margin."""
     stages = [
         {
             replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S
@@ -255,7 +254,7 @@ def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Seque
 
 
 def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
-    """Return what tells each process which replica it is of, for the lines of its log."""
+    """Return the variables that name each process's replica in its log lines."""
     return {
         replica.named(name): {REPLICA_VARIABLE: str(replica.index)}
         for replica in replicas
@@ -265,7 +264,7 @@ def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
 
 
 def _listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Sequence[range]) -> list[tuple[str, str]]:
-    """Return who is told to listen where: pairs of a flag and HOST:PORT."""
+    """Return pairs of a flag and HOST:PORT."""
     listeners = [("--grpc-address", _gateway_of(of_replica).grpc_address) for of_replica in configs]
     if serve.openai_address:
         listeners.append(("--openai-address", serve.openai_address))
@@ -274,7 +273,7 @@ def _listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Se
 
 
 def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[str]:
-    """Return the command line of the smg in front of the gateways, which differ in their addresses alone.
+    """Return smg's command line for all gateways.
 
     Raises:
         ConfigurationError: the gateways would not let it in, or do not speak to it.
@@ -301,7 +300,7 @@ def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[
 
 
 def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Target:
-    """Return how this host reaches the gateway. Its certificate lies here, so it is at hand.
+    """Return how this host reaches the gateway, with its certificate.
 
     Raises:
         ConfigurationError: a file cannot be read, or the gateway wants a certificate that serve does not have.
@@ -321,7 +320,7 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
 
 
 def _check_model_directory(given: Layer) -> None:
-    """Refuse a directory that is not there once, here, rather than once in each process that reads it."""
+    """Refuse a missing directory once, here, and not in each process that reads it."""
     model = given.get("model")
     if model is not None and not Path(model.value).is_dir():
         raise ModelDirectoryError(
@@ -330,7 +329,7 @@ def _check_model_directory(given: Layer) -> None:
 
 
 def _command(name: str, config: msgspec.Struct) -> list[str]:
-    """Return the command line of a child: every setting that is not its default, and no other source."""
+    """Return the command line of a child: every setting that is not its default."""
     words = [sys.executable, "-m", "headway", name]
     for setting in settings_of(type(config)).values():
         value = getattr(config, setting.name)
@@ -340,5 +339,5 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without ``HEADWAY_*``: for children, whose settings have become flags already."""
+    """Return the environment without ``HEADWAY_*``, for children, which get their settings as flags."""
     return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}

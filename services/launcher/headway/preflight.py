@@ -1,9 +1,7 @@
-"""What can be told to be wrong before a process is started, beyond what the settings say by themselves.
+"""Checks of this host before a process is started.
 
-Owns: looking at this host for what a plan needs: installed packages, devices, the model's files, free ports.
-Must not know: what a setting means; the services know, and tell in a moment what they can.
-
-It looks at the host as it is now. A process looks again when it starts, and its reason is told as well.
+Owns: whether packages, devices, the model's files and ports of a plan are there. Must not know: what a setting means.
+It sees the host as it is now; a process checks again when it starts.
 """
 
 import functools
@@ -25,7 +23,7 @@ from headway_scheduler.config import SchedulerConfig
 
 
 def check(plan: Plan) -> None:
-    """See that nothing speaks against starting the processes.
+    """Check that the processes can start.
 
     Raises:
         ConfigurationError: something does; it names the setting.
@@ -53,7 +51,7 @@ def check(plan: Plan) -> None:
 
 
 def require(package: str) -> None:
-    """See that a package is installed, without importing it.
+    """Check that a package is installed, without importing it.
 
     Raises:
         ModuleNotFoundError: it is not.
@@ -73,7 +71,7 @@ def _told(settled: Settled, look: Callable[[], None]) -> None:
 
 
 def check_free(who: str, address: str) -> None:
-    """See that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
+    """Check that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
 
     Raises:
         ConfigurationError: somebody else does, or the host is not this machine's.

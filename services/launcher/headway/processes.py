@@ -1,8 +1,9 @@
-"""Child processes: start, watch, signal, and leave none behind.
+"""Child processes: start, watch, signal, and leave none running.
 
-Owns: the operating system's part of supervision. Every child leads a session of its own, so that Ctrl-C in a terminal
-reaches only the launcher (which then stops the children in order) and so that a kill reaches a child's own children.
-Must not know: when to start, stop or restart anything.
+Owns: the operating system's part of supervision. Must not know: when to start or stop anything.
+
+Every child leads its own session. So Ctrl-C in a terminal reaches only the launcher, which stops the children in order,
+and a kill reaches a child's own children.
 """
 
 import asyncio
@@ -26,10 +27,10 @@ class ChildExited(msgspec.Struct, frozen=True):
 
 
 class Children:
-    """The children of this process by name; at most one of a name at a time. Use within a running event loop.
+    """The children of this process by name, within a running event loop.
 
-    ``environments`` has one for each; ``cores`` those to which some keep, with all their threads. ``on_exit`` is called once
-    for each child that ends. ``pulses`` is told of each, to feel its pulse.
+    ``environments`` has one for each; ``cores`` those of children with their own. ``on_exit`` is called once per child
+    that ends. ``pulses`` watches each child.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class Children:
         watcher.add_done_callback(self._watchers.discard)
 
     def terminate(self, name: str) -> None:
-        """Ask the child to end. Its own children are its own business."""
+        """Ask the child to end; it ends its own children."""
         if name in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGTERM)
 
     def kill(self, name: str) -> None:
-        """End the child and every process of its session's group."""
+        """Kill the child and its session's process group."""
         if name in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """End whatever still runs; for the way out after an error of our own."""
+        """Kill every child that still runs, after an error of the launcher."""
         for name in list(self._processes):
             self.kill(name)
 

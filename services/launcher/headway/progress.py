@@ -12,7 +12,7 @@ BAR_CELLS = 24
 
 
 class ProgressLine:
-    """A bar that is redrawn in place on a terminal, and nothing anywhere else."""
+    """A bar that is redrawn in place on a terminal; elsewhere it writes nothing."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         self._out = out
@@ -21,7 +21,7 @@ class ProgressLine:
         self._next_draw_s = clock() + REDRAW_S
 
     def show(self, num_done: int, num_all: int, what: str) -> None:
-        """Draw, if the last time is long enough ago; ``what`` says what is counted, and anything else."""
+        """Draw, if the last time is long enough ago; ``what`` names the counted things and may add more."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S
@@ -31,7 +31,7 @@ class ProgressLine:
         self._out.flush()
 
     def erase(self) -> None:
-        """Leave the line as it was before."""
+        """Remove the line."""
         if self._is_shown:
             self._out.write("\r\x1b[K")
             self._out.flush()

@@ -1,10 +1,9 @@
-"""Notices children that have not ended and yet do nothing any more: stopped, or caught in a call that never returns.
+"""Detection of children that run and do nothing: stopped, or in a call that never returns.
 
-Owns: the pipes in which children leave signs of life, and the count of how long each has been silent.
-Must not know: how children are started, or what becomes of a silent one.
+Owns: the pipes for signs of life, and how long each child has been silent. Must not know: how children are started, or
+what happens to a silent one.
 
-Silence is counted in looks, not in time: where this process is stopped as well (a machine that sleeps, a container that is
-frozen), it must not take the children for dead when both wake up.
+Silence is counted in looks, not in time. So children are not taken for dead after the whole machine was suspended.
 """
 
 import math
@@ -14,7 +13,9 @@ LOOK_INTERVAL_S = 0.5
 
 
 class PulseWatch:
-    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign on; ``hang_s`` of 0: none is."""
+    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign; with ``hang_s`` 0 none
+    is.
+    """
 
     def __init__(self, hang_s: float) -> None:
         self._most_silent_looks = math.ceil(hang_s / LOOK_INTERVAL_S) if hang_s else None
@@ -22,21 +23,21 @@ class PulseWatch:
         self._silent_looks: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """A new pipe for a child that is about to start; returns the end to pass on, which is the caller's to close."""
+        """Make a pipe for a new child; return the end to pass on, which the caller closes."""
         self.close(name)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipes[name] = reader
         return writer
 
     def close(self, name: str) -> None:
-        """The child has ended."""
+        """Forget a child that ended."""
         self._silent_looks.pop(name, None)
         reader = self._pipes.pop(name, None)
         if reader is not None:
             os.close(reader)
 
     def look(self) -> list[str]:
-        """Who has been silent for too long. Each is named once."""
+        """Return the children that have been silent for too long, each once."""
         silent = []
         for name, reader in self._pipes.items():
             if _has_signs(reader):

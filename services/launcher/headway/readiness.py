@@ -1,7 +1,7 @@
-"""Waiting until a server that was just started serves.
+"""Waiting until a new server serves.
 
-Owns: polling, what is told meanwhile, and the readiness line.
-Must not know: how the server was started, or what happens when it dies.
+Owns: polling, messages meanwhile, and the readiness line. Must not know: how the server was started, or what happens
+when it dies.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
-    """Return the readiness line once health says SERVING of all; tell now and then that it does not yet.
+    """Return the readiness line once all are SERVING; report now and then until then.
 
-    ``started`` is the monotonic time, in seconds, from which the start-up counts.
+    ``started`` is the monotonic time, in seconds, of the start.
     """
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
@@ -49,6 +49,6 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
 
 
 def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
-    """Say where what is served."""
+    """Return the line that says what is served where."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
     return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"

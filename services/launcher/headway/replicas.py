@@ -1,9 +1,7 @@
-"""What tells the replicas of ``headway serve --replicas N`` apart: each is a scheduler, an executor and a gateway.
+"""The differences between the replicas of ``headway serve --replicas N``.
 
-Owns: their names, and what each is given of a setting that they cannot share: ports, directories, devices, processor
-cores. Must not know: where a setting came from, or how a process is started.
-
-A server of one replica has everything as it was given, and its processes have their plain names.
+Owns: their names, and the settings that they cannot share: ports, directories, devices, processor cores. Must not know:
+where a setting came from, or how a process is started. A single replica has every setting as given, and plain names.
 """
 
 import contextlib
@@ -33,15 +31,15 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other to be told apart from."""
+        """Whether there is only one replica."""
         return self.count == 1
 
     def named(self, name: str) -> str:
-        """The name of one of its processes, or of its links."""
+        """Return the name of one of its processes or links."""
         return name if self.is_alone else f"{name}-{self.index}"
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
-        """Return a service's settings with those changed that the replicas cannot share.
+        """Return a service's settings, changed if replicas cannot share them.
 
         Raises:
             ConfigurationError: one cannot be shared, and not be derived either.
@@ -62,7 +60,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return str(Path(given.value) / f"{REPLICA_NAMES}{self.index}") if given.value else ""
 
     def _device(self, given: Given) -> str:
-        """A device each: ``cuda`` is device ``index``."""
+        """Return a device per replica: ``cuda`` becomes device ``index``."""
         device: str = given.value
         if device == _CUDA:
             return f"{_CUDA}:{self.index}"
@@ -83,7 +81,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """The cores for an executor whose threads compute: its equal share, or none if there are not two for each."""
+        """Return an executor's equal share of the cores, or none below two each."""
         num_own = len(cores) // self.count
         if self.is_alone or num_own < 2:
             return frozenset()
@@ -96,10 +94,10 @@ def replicas_of(count: int) -> list[Replica]:
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:
-    """Return a HOST:PORT for each of ``count`` gateways: the ports from the given one on, or free ones if that is 0.
+    """Return a HOST:PORT for each of ``count`` gateways: the given port and those after it, or free ones if it is 0.
 
-    Free ones are settled here, so that an address holds over restarts of its gateway. What is no HOST:PORT stays as it is,
-    for the gateway's own words.
+    Free ports are chosen here, so that a gateway keeps its address when it restarts. The gateway reports an invalid
+    HOST:PORT.
 
     Raises:
         ConfigurationError: there are not as many ports, or the host is not this machine's.
@@ -122,7 +120,7 @@ def grpc_addresses(given: Given, count: int) -> list[Given]:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return different ports that nobody listens on just now.
+    """Return different ports on which no process listens now.
 
     Raises:
         OSError: ``host`` is not this machine's.
@@ -136,7 +134,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
-    """Refuse addresses of which two are the same; ``listeners`` are pairs of who listens and HOST:PORT.
+    """Refuse equal addresses; ``listeners`` are pairs of a name and HOST:PORT.
 
     Raises:
         ConfigurationError: it names both.

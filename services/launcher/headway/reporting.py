@@ -1,7 +1,6 @@
 """How answers look on a terminal.
 
-Owns: the layout of answers, progress and the table of timings.
-Must not know: where the answers came from.
+Owns: the layout of answers, progress and the table of timings. Must not know: where the answers came from.
 """
 
 import math
@@ -17,7 +16,7 @@ _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "to
 
 
 class Screen:
-    """Shows several answers as they finish, each whole under its prompt, and on a terminal the progress meanwhile."""
+    """Shows each answer under its prompt when it ends; on a terminal it shows progress."""
 
     def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: TextIO | None = None) -> None:
         self._jobs = jobs
@@ -28,7 +27,7 @@ class Screen:
         self._num_tokens = 0
 
     def tokens_came(self, num_tokens: int) -> None:
-        """Count, and redraw the progress line."""
+        """Count tokens, and redraw the progress line."""
         self._num_tokens += num_tokens
         self._draw_progress()
 
@@ -62,9 +61,8 @@ def block(number: int, job: Job, answer: Answer) -> str:
 
 
 def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
-    """Return a line per token of a prompt from the second on: id, text, log probability and alternatives.
-
-    The last line has the sum and the perplexity. ``texts`` are by token id.
+    """Return a line per token of a prompt from the second on (id, text, log probability, alternatives), and the sum and
+    the perplexity. ``texts`` are by token id.
     """
     lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:

@@ -1,8 +1,7 @@
-"""``headway serve``: scheduler, executor and gateway on this machine, as one thing that starts, runs and stops.
+"""``headway serve``: scheduler, executor and gateway on this machine.
 
-Owns: the readiness line, and the loop that turns signals and ends of children
-into events for the supervision state machine.
-Must not know: what the processes are configured with (``plan`` settles that) or when to restart one (``supervision``).
+Owns: the readiness line, and the loop that feeds signals and ends of children to the supervision state machine. Must
+not know: configurations (``plan``) or when to restart (``supervision``).
 """
 
 import argparse
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
-    """Run the fleet until it is told to stop or cannot go on; return its exit code."""
+    """Run the fleet until it is stopped or cannot go on; return its exit code."""
     fleet = Fleet(plan.stop_stages, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     pulses = PulseWatch(plan.hang_s)
@@ -116,7 +115,7 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
 
 
 async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
-    """Wait until the fleet serves, do what is to be done then, and stop it if that is all or went wrong."""
+    """Wait until the fleet serves and call ``when_ready``; stop the fleet unless it says to keep serving."""
     keep_serving = False
     try:
         readiness_line = await wait_until_serving(targets, started=time.monotonic(), tell=say)
@@ -127,14 +126,13 @@ async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asy
 
 
 async def _announce_openai(address: str, gateways: Sequence[str]) -> None:
-    """Tell when the OpenAI API is served too, by all replicas, if it is to be."""
+    """Report when all replicas serve the OpenAI API too."""
     if address:
         await openai_front.wait_until_serving(address, len(gateways), gateways)
         say(f"OpenAI API on http://{address}/v1")
 
 
 async def _print_readiness(readiness_line: str, address: str) -> bool:
-    """Print the one line on stdout that says the fleet serves; keep serving."""
     del address
     with contextlib.suppress(OSError):
         sys.stdout.write(readiness_line + "\n")
@@ -143,7 +141,7 @@ async def _print_readiness(readiness_line: str, address: str) -> bool:
 
 
 async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Event]") -> int:
-    """Feed the fleet with what happens until it has ended; return its exit code."""
+    """Give events to the fleet until it has ended; return its exit code."""
     while (exit_code := fleet.exit_code) is None:
         event = await _next_event(events, fleet.next_deadline)
         now = time.monotonic()
@@ -161,7 +159,7 @@ async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Ev
 
 
 async def _next_event(events: "asyncio.Queue[Event]", deadline: float | None) -> Event | None:
-    """Return what happens next, or None if nothing has by the deadline (monotonic seconds)."""
+    """Return the next event, or None if there is none by the deadline (monotonic seconds)."""
     timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
         async with asyncio.timeout(timeout):
@@ -184,7 +182,7 @@ async def _perform(actions: list[Action], children: Children) -> None:
 
 
 def _tell_last_words(name: str, file: Path) -> None:
-    """Tell, below what the others had to say meanwhile, why a process could not work."""
+    """Write why a process could not work, below the output of the others."""
     try:
         _sink().write(file.read_text(encoding="utf-8"))
     except OSError:
@@ -192,7 +190,7 @@ def _tell_last_words(name: str, file: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the operator on stderr. One that is closed, full or not read is no reason to stop serving."""
+    """Write to stderr for the operator. A closed or full stderr does not stop serving."""
     _sink().write(f"headway serve: {text}\n")
 
 

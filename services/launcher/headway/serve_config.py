@@ -1,6 +1,6 @@
-"""What ``headway serve`` can be told beyond the settings of the services that it starts.
+"""The settings of ``headway serve`` itself.
 
-Owns: those settings. Must not know: the services' own, or how anything is started.
+Owns: these settings. Must not know: the services' settings, or how anything is started.
 """
 
 import importlib.util
@@ -70,7 +70,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
     def validate(self) -> None:
-        """Check what types alone cannot; the services check what they are given.
+        """Check what types alone cannot.
 
         Raises:
             ValueError: one of certificate and key is missing, or smg cannot be started.

@@ -1,6 +1,6 @@
 """The commands ``headway scheduler``, ``executor`` and ``gateway``: one service, run by itself.
 
-Must not know: what any setting means.
+Owns: nothing but the call. Must not know: what a setting means.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The three services as the launcher sees them: where their configuration is declared and how they are run.
+"""The three services: where their configuration is declared and how they are run.
 
-Owns: the list of services, loading the configuration of one, the name ``demo`` for the model that ships with Headway,
-and the line that tells the effective configuration at start, at level debug.
-Must not know: what a setting means. Imports a service only when it is asked for: a scheduler's host has no torch.
+Owns: the list of services, loading a configuration, the model name ``demo``, and the start-up line with the effective
+configuration. Must not know: what a setting means. A service is imported only when it is needed, because a scheduler's
+host has no torch.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SETTLED_BY_SERVE = frozenset(
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the three processes, named by its modules so that nothing is imported before it is needed."""
+    """One of the three processes, by the names of its modules."""
 
     name: str
     package: str
@@ -70,7 +70,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> Callable[[Any], int]:
-        """The process itself: takes the configuration, returns the exit code."""
+        """The process: takes the configuration, returns the exit code."""
         run: Callable[[Any], int] = importlib.import_module(f"{self.package}.process").run
         return run
 
@@ -102,7 +102,7 @@ SERVICES = {
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return the settings of ``serve``: its own, and every one of the services but those that it settles itself."""
+    """Return the settings of ``serve``: its own, and those of the services that it does not settle itself."""
     settings = settings_of(ServeConfig)
     for service in SERVICES.values():
         for name, setting in service.settings.items():
@@ -112,7 +112,7 @@ def serve_settings() -> dict[str, Setting]:
 
 
 def load(service: Service, arguments: argparse.Namespace, environment: Mapping[str, str]) -> msgspec.Struct:
-    """Put together the configuration of a service that runs by itself.
+    """Build the configuration of a service that runs by itself.
 
     Raises:
         ConfigurationError: some source is wrong; nothing has been started.
@@ -124,7 +124,7 @@ def load(service: Service, arguments: argparse.Namespace, environment: Mapping[s
 
 
 def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
-    """Read the ``--config`` file where one is given, by section; check the names in the environment on the way.
+    """Read the ``--config`` file, if given, by section; also check the names in the environment.
 
     Raises:
         ConfigurationError: an unknown variable, or a file that is wrong.
@@ -137,7 +137,7 @@ def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str
 
 
 def with_model_directory(given: Layer) -> dict[str, Any]:
-    """Replace the model name ``demo`` by the directory of the model that ships with Headway."""
+    """Replace the model name ``demo`` by its directory."""
     result = dict(given)
     if "model" in result and result["model"].value == DEMO_MODEL:
         result["model"] = msgspec.structs.replace(result["model"], value=str(DEMO_MODEL_DIRECTORY))
@@ -173,7 +173,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def announce(name: str, config: msgspec.Struct) -> None:
-    """Tell the effective configuration, as one line on stderr in the configured format, at level debug."""
+    """Log the effective configuration in one line on stderr, at level debug."""
     import structlog
 
     from headway_process.logs import replica_field

@@ -1,7 +1,7 @@
-"""What can be configured: the fields of a configuration struct as settings with names, types and words for people.
+"""The fields of a configuration struct as settings with names, types and help.
 
-Owns: the flag and the environment variable of a field, reading a value from text, and saying what a type allows.
-Must not know: which services exist, or where values come from.
+Owns: the flag and the environment variable of a field, reading a value, and the words for allowed values. Must not
+know: which services exist, or where values come from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ SHOWN_VALUE_CHARS = 64
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be used. The message is one line for the person who wrote it."""
+    """A configuration that cannot be used. The message is one line for its author."""
 
     exit_code = 2
 
 
 class ModelDirectoryError(ConfigurationError):
-    """A configuration that names a model that is not there."""
+    """The configured model does not exist."""
 
     exit_code = 3
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a configuration struct. ``default`` is meaningless where ``required``."""
+    """One field of a configuration struct. ``default`` has no meaning if ``required``."""
 
     name: str
     type: Any
@@ -42,13 +42,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """The command line's name; a mapping is given entry by entry, so its flag is singular."""
+        """The name on the command line; singular for a mapping, because it gives one entry."""
         name = self.name.removesuffix("s") if self.is_mapping else self.name
         return "--" + name.replace("_", "-")
 
     @property
     def is_bool(self) -> bool:
-        """Whether the flag takes no value but comes as ``--x`` and ``--no-x``."""
+        """Whether the flag is ``--x`` or ``--no-x``, without a value."""
         return isinstance(self.shape, inspect.BoolType)
 
     @property
@@ -106,9 +106,9 @@ def variable_of(section: str, name: str) -> str:
 
 
 def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
-    """Read a value from the texts of a flag, one per time it was given, or from the one text of a variable.
+    """Read a value from the texts of a flag, one per use, or from the one text of a variable.
 
-    A scalar takes the last text, as command lines do; mappings and sequences take them all.
+    A scalar takes the last text; mappings and sequences take all.
 
     Raises:
         ConfigurationError: the text is no value of the setting's type.
@@ -121,7 +121,7 @@ def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
 
 
 def from_toml(setting: Setting, value: Any, origin: str) -> Any:
-    """Check a value that a TOML file has typed already.
+    """Check a value that TOML has typed.
 
     Raises:
         ConfigurationError: the value is not of the setting's type.
@@ -147,19 +147,19 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
 
 
 def shown(value: object) -> str:
-    """Quote a value for a message: at most 64 of its characters, and never a second line."""
+    """Quote a value for a message: at most 64 characters, in one line."""
     text = str(value)
     cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
     return repr(cut)
 
 
 def one_line(told: object) -> str:
-    """What an error or a server says, in one line: a decoder's words may quote what it found, line ends and all."""
+    """Return an error's or a server's text in one line."""
     return " ".join(str(told).split())
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:
-    """Return what is in a file that a setting names, or None where it names none.
+    """Return the content of a file, or None if none is named.
 
     Raises:
         ConfigurationError: the file cannot be read.
@@ -171,7 +171,7 @@ def bytes_of_file(path: str | None, origin: str) -> bytes | None:
 
 
 def token_of_file(path: str | None, origin: str) -> str:
-    """Return the bearer token in a file that a setting names, or nothing where it names none.
+    """Return the bearer token in a file, or an empty text if none is named.
 
     Raises:
         ConfigurationError: the file cannot be read, or holds something else than one word of printable ASCII.
@@ -183,7 +183,7 @@ def token_of_file(path: str | None, origin: str) -> str:
 
 
 def allowed(setting: Setting) -> str:
-    """Say in words what a setting's type admits."""
+    """Describe which values a setting's type allows."""
     return _allowed(setting.shape)
 
 
@@ -228,7 +228,7 @@ def metavar(setting: Setting) -> str:
 
 
 def as_text(setting: Setting, value: Any) -> list[str]:
-    """Return the command line words that give a setting this value; what ``from_text`` reads back."""
+    """Return the words on a command line that give a setting this value; the inverse of ``from_text``."""
     if setting.is_bool:
         return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
     if setting.is_mapping:

@@ -1,10 +1,7 @@
-"""The private directory of a launcher's sockets, and the removal of those that killed launchers left.
+"""The private directory of a launcher's sockets, and the removal of abandoned ones.
 
-Owns: where it is, who may enter it, and how one tells that nobody uses it any more.
-Must not know: what the sockets are for.
-
-A launcher holds a lock on a file in its directory. The kernel lets go of it however the launcher ends, so a directory whose
-lock can be had belongs to nobody.
+Owns: its place, its permissions, and the sign that it is unused. Must not know: what the sockets are for. A launcher
+locks a file in its directory; the kernel releases the lock when the launcher ends in any way.
 """
 
 import contextlib
@@ -25,9 +22,9 @@ _LONGEST_NAME = f"/{_PREFIX}12345678/ingress"
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a directory that only this user can enter, and remove it at the end; first remove what others have left.
+    """Make a directory that only this user can enter, and remove it at the end; first remove abandoned ones.
 
-    The path of a Unix socket is at most 107 bytes, so a long TMPDIR is passed over for the system's own.
+    A Unix socket's path has at most 107 bytes, so the system's own directory replaces a long TMPDIR.
     """
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent + _LONGEST_NAME)) > MAX_IPC_PATH_BYTES:
@@ -48,7 +45,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove this user's socket directories in ``parent`` whose launcher is gone; return them."""
+    """Remove this user's socket directories in ``parent`` whose launcher has ended; return them."""
     removed = []
     for directory in sorted(parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):

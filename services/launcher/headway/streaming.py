@@ -1,7 +1,7 @@
-"""Runs prompts against a server and measures what comes back.
+"""Runs prompts against a server and measures the answers.
 
-Owns: the figures of one answer as its client sees them, and running many prompts at once.
-Must not know: where prompts come from, or how answers are shown.
+Owns: the figures of an answer as its client sees them, and running many prompts at once. Must not know: where prompts
+come from, or how answers are shown.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _TEXTS_AT_ONCE = 64
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. ``title`` is the prompt as people know it."""
+    """A prompt and its options. ``title`` is the prompt as shown to people."""
 
     title: str
     prompt: str | list[ChatMessage]
@@ -24,11 +24,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a job. Times in seconds, measured at the client from the moment the request was sent.
+    """The result of a job. Times in seconds, at the client, from sending.
 
-    ``mean_itl_s`` is the time from the first token to the last over the number of gaps between tokens; tokens that
-    arrive together count as having arrived at once. It is 0 where there are fewer than two tokens. ``prompt`` is what was told
-    of the prompt, if it was to be.
+    ``mean_itl_s`` is the time from the first to the last token over the number of gaps; it is 0 for fewer than two
+    tokens. ``prompt`` is filled if it was asked for.
     """
 
     request_id: str = ""
@@ -50,9 +49,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], None]) -> Answer:
-    """Stream one job to its end. ``on_text`` sees each piece of text and how many tokens came with it.
-
-    A failure of the request is part of the answer, so that it leaves the other jobs alone.
+    """Stream one job to its end. ``on_text`` gets each piece of text and its number of tokens. A failed request is an
+    answer with an error, so other jobs go on.
     """
     sent = time.perf_counter()
     first = last = 0.0
@@ -89,7 +87,7 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
 
 
 async def texts_of(client: AsyncClient, told: PromptTokens) -> dict[int, str]:
-    """The text of each token that log probabilities of a prompt name.
+    """Return the text of each token in the log probabilities of a prompt.
 
     Raises:
         HeadwayError: the server did not tell.
@@ -110,9 +108,9 @@ async def answer_all(
     on_tokens: Callable[[int], None],
     on_answer: Callable[[int, Answer], None],
 ) -> list[Answer]:
-    """Run the jobs, at most ``concurrency`` at a time; return their answers in the order of the jobs.
+    """Run the jobs, at most ``concurrency`` at a time; return their answers in the same order.
 
-    ``on_tokens`` hears of tokens as they come; ``on_answer`` gets each job's number and answer when it ends.
+    ``on_tokens`` gets counts of tokens as they come; ``on_answer`` gets each job's number and answer when it ends.
     """
     slots = asyncio.Semaphore(concurrency)
 

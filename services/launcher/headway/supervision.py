@@ -1,8 +1,7 @@
-"""What to do when a process of the fleet ends, or when someone asks the fleet to end.
+"""The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out.
 
-Owns: restarts with back-off and a budget, the order of an orderly stop, and the fleet's exit code. A pure state
-machine: events and the time go in, actions come out.
-Must not know: how a process is started or signalled, what the processes do, or the clock.
+Owns: restarts with back-off and a budget, the order of a stop, and the exit code. Must not know: how a process is
+started or signalled, what it does, or the clock.
 """
 
 import itertools
@@ -18,10 +17,10 @@ RESTARTS_EXHAUSTED_EXIT_CODE = 1
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how fast a process that died is started again. Times in seconds.
+    """How often and how fast a dead process is started again. Times in seconds.
 
-    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``; a process that
-    has lasted a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
+    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. A process that ran
+    for a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
     """
 
     max_restarts: int = 10
@@ -49,7 +48,7 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Tell the operator."""
+    """Write a line for the operator."""
 
     text: str
 
@@ -58,12 +57,10 @@ Action = Start | Terminate | Kill | Report
 
 
 class Fleet:
-    """The processes that make up one served model, from the first start to the last exit.
+    """The processes of one served model, from the first start to the last exit.
 
-    Args:
-        stop_stages: the stages of an orderly stop: the processes of a stage are asked to end together, and only after
-            all of the stage before have. Each maps names to seconds from SIGTERM to SIGKILL.
-        policy: when to start a dead process again.
+    ``stop_stages`` are the stages of an orderly stop. Each stage maps names to seconds from SIGTERM to SIGKILL, and
+    begins when all processes of the stage before have ended. ``policy`` is for restarts.
     """
 
     def __init__(self, stop_stages: Sequence[Mapping[str, float]], policy: RestartPolicy) -> None:
@@ -82,27 +79,27 @@ class Fleet:
 
     @property
     def refused_by(self) -> str:
-        """The process that could not work as it was told to, and so ended the others; empty without one."""
+        """The process that refused its settings and so ended the others; empty without one."""
         return self._refused_by
 
     @property
     def exit_code(self) -> int | None:
-        """The code to leave with once the fleet has ended; None before."""
+        """The exit code once the fleet has ended; None before."""
         has_ended = self._stopping and not self._alive and not self._restart_at
         return self._exit_code if has_ended else None
 
     @property
     def next_deadline(self) -> float | None:
-        """When ``tick`` has something to do, if nothing else happens before."""
+        """When ``tick`` is due without another event."""
         return min((*self._restart_at.values(), *self._kill_at.values()), default=None)
 
     def start(self, names: Sequence[str]) -> list[Action]:
-        """Start the fleet, in this order; none of the processes waits for another."""
+        """Start the fleet in this order; no process waits for another."""
         self._alive.update(names)
         return [Start(name) for name in names]
 
     def child_exited(self, name: str, returncode: int, now: float) -> list[Action]:
-        """Take in the end of a process; ``returncode`` is negative for a signal, as in ``subprocess``."""
+        """Process the end of a child; ``returncode`` is negative for a signal."""
         self._alive.discard(name)
         self._kill_at.pop(name, None)
         if self._stopping:
@@ -117,13 +114,13 @@ class Fleet:
         return self._restart_or_give_up(name, returncode, now)
 
     def child_hangs(self, name: str) -> list[Action]:
-        """Take in that a process gives no sign of life; its end, which follows, is like any other."""
+        """Process a child's silence; its end follows as another event."""
         return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
-        """Begin an orderly stop; asked for a second time, kill at once and leave with ``impatient_exit_code``.
+        """Begin an orderly stop; a second request kills at once, with ``impatient_exit_code``.
 
-        What dies meanwhile, without having been asked to, starts again: the work that was accepted is to be finished.
+        A process that dies meanwhile without having been asked is started again, to finish accepted work.
         """
         if self._stopping:
             self._is_orderly = False
@@ -137,7 +134,7 @@ class Fleet:
         return [Report("stopping: " + ", then ".join(stages)), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Do what has fallen due: delayed restarts, and kills of processes that did not end when asked."""
+        """Do what is due: delayed restarts, and kills of processes that did not end when asked."""
         actions: list[Action] = []
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -162,7 +159,7 @@ class Fleet:
         return [Report(f"{ended}; starting it again in {delay:g} s")]
 
     def _stop_all(self, exit_code: int, now: float) -> list[Action]:
-        """Stop out of order: with one process gone for good the others cannot finish their work."""
+        """Stop everything out of order, because the others cannot finish without the lost process."""
         self._stopping = True
         self._is_orderly = False
         self._exit_code = exit_code
@@ -180,7 +177,7 @@ class Fleet:
         return Terminate(name)
 
     def _is_needed(self, name: str) -> bool:
-        """Whether a process that is stopped before this one still has work."""
+        """Return whether a process that stops before this one still has work."""
         earlier = itertools.takewhile(lambda stage: name not in stage, self._stages)
         return any(other in self._alive for stage in earlier for other in stage)
 
