@@ -1,10 +1,10 @@
-"""How many streams one process of ``headway bench`` drives, and what it costs: users against the simulated backend.
+"""How many streams one process of ``headway bench`` drives, and at what cost: users against the simulated backend.
 
 Owns: the server, the load, and the table. Must not know: how ``headway bench`` sends.
 
-``--users`` send one request each within ``--ramp-s``, and every step of ``--step-ms`` brings a token of each. All processes
-share this machine, so how late the client is here is also how busy the server keeps it; what counts is the processor time per
-token, and that all streams are open at once.
+``--users`` send one request each within ``--ramp-s``, and every step of ``--step-ms`` brings a token of each. All
+processes share this machine, so a busy server makes the client late too. The figures that count are the processor time
+per token, and that all streams are open at once.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ PROMPT_TOKENS = 32
 
 
 def most_open(result: BenchResult) -> int:
-    """The most requests that were sent and had not ended at one time."""
+    """Return the most requests that were open at one time."""
     starts = [(request.intended_s + request.late_s, 1) for request in result.requests]
     ends = [(request.intended_s + request.end_to_end_s, -1) for request in result.requests]
     now_open = most = 0

@@ -1,17 +1,17 @@
-"""The bench against what is known: steps of a known time, and what the scheduler's flight recorder saw of each request.
+"""The bench against the truth: steps of a known time, and the flight log's times of each request.
 
-Owns: a server whose every step takes ``--step-ms`` (the simulated backend), two loads, the comparison and the result file.
-Must not know: how ``headway bench`` measures.
+Owns: a server whose every step takes ``--step-ms`` (the simulated backend), two loads, the comparison and the result
+file. Must not know: how ``headway bench`` measures.
 
-The truth is computed from the flight log: the time from a request's arrival at the scheduler to its first token (**TTFT**),
-every gap between its tokens (**ITL**) and their mean (**TPOT**), of the requests of one tenant, which only the measured load
-has. The bench's percentiles must be within ``--within`` of these. Prompts take several chunks, so that TTFT has a spread;
-what gRPC, tokenising and validation add to a first token (1 to 2 ms) is part of what a client sees, and small beside it.
+The flight log has the time from a request's arrival at the scheduler to its first token (**TTFT**), every gap between
+its tokens (**ITL**) and their mean (**TPOT**). Only requests of the measured load's tenant count. The bench's
+percentiles must be within ``--within`` of these. Prompts take several chunks, so TTFT has a spread; gRPC, tokenising
+and validation add 1 to 2 ms to a first token.
 
-Then the same server is asked for twenty times the rate, far beyond what it can serve: the bench must say that it was not reached.
+Then the load asks the same server for twenty times the rate, and the bench must say that it was not reached.
 
-Exits with 1 if a ratio is off, or nothing was said; with 3 if even the recorded gaps say that steps did not take the known
-time, because the machine was busy: the server's and the client's lateness are then two different things.
+Exit code 1: a ratio is off, or the bench did not say so. 3: the recorded gaps are not the known time, because the
+machine was busy.
 """
 
 import argparse
@@ -46,7 +46,6 @@ class Truth(NamedTuple):
 
 
 def truth_of(log: Path) -> Truth:
-    """What the scheduler recorded of the measured load."""
     flight, recording = Flight(str(log)), Recording()
     for event in flight.events("the truth"):
         recording.note(event, flight.replay.core)
@@ -134,7 +133,7 @@ def main() -> None:
 
 
 def exit_code(truth: Truth, worst: float, arguments: argparse.Namespace) -> int:
-    """0: the bench is right; 1: it is not; 3: this machine was too busy to tell."""
+    """Return 0 if the bench is right, 1 if not, 3 if the machine was too busy."""
     stretched = (truth.itl_ms.p90 or 0.0) / arguments.step_ms - 1
     if worst > arguments.within and stretched > arguments.within:
         print(f"too busy: by the flight recorder, steps took {100 * stretched:.0f}% longer than they were to")

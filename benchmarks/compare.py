@@ -57,7 +57,7 @@ BLUE, GREY = "#2563a8", "#b5b5b5"
 
 
 def settings_of_cases(num_users: int) -> dict[str, tuple[str, ...]]:
-    """The flags of each case: those of ``PUBLISHED``, and ``prefill_first``, of which the article has no figures."""
+    """Return the flags of each case: those of ``PUBLISHED``, and ``prefill_first``, which the article does not have."""
     whole = ("--max-num-batched-tokens", str(WHOLE_PROMPTS_BUDGET))
     chunked = {
         f"chunk {chunk}": ("--batching", "chunked", "--max-num-batched-tokens", str(chunk + num_users))
@@ -73,7 +73,7 @@ def settings_of_cases(num_users: int) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def target_of(label: str, model: Path, arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """What the bench is told of the server of a case, which runs meanwhile; the peer runs already."""
+    """Return the bench's options for the server of a case; a peer runs already."""
     if label == arguments.peer_name:
         yield {"url": arguments.url, "endpoint": arguments.endpoint, "model": arguments.peer_model}
         return
@@ -99,7 +99,6 @@ def options_of(target: Mapping[str, str], arguments: argparse.Namespace) -> Benc
 
 
 def run_case(label: str, model: Path, arguments: argparse.Namespace) -> BenchResult:
-    """One case, once."""
     with target_of(label, model, arguments) as target:
         # The same few requests first: threads, caches, connections.
         options = options_of(target, arguments)
@@ -109,7 +108,7 @@ def run_case(label: str, model: Path, arguments: argparse.Namespace) -> BenchRes
 
 
 def figures_of(results: list[BenchResult]) -> Figures:
-    """The median of each figure over the rounds."""
+    """Return the median of each figure over the rounds."""
 
     def median(values: Iterator[float | None]) -> float:
         return statistics.median(value or 0.0 for value in values)
@@ -124,7 +123,7 @@ def figures_of(results: list[BenchResult]) -> Figures:
 
 
 def draw(path: Path, title: str, figures: Mapping[str, Figures], results: Mapping[str, list[BenchResult]]) -> None:
-    """Each figure over orca's, published and measured, with the measured value; below, how ITLs are distributed."""
+    """Draw each figure over orca's, published and measured, and below the distribution of ITLs."""
     figure = Figure(figsize=(11, 9), layout="constrained")
     figure.suptitle(title, fontsize=10)
     above, below = figure.subfigures(2, 1, height_ratios=(3, 2))

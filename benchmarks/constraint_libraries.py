@@ -1,17 +1,16 @@
-"""The libraries that structured output could be built on: what a compile and a mask cost, and what a hostile input does.
+"""Libraries for structured output: the cost of a compile and of a mask, and the effect of hostile inputs.
 
-Owns: the schemas, the vocabularies, the hostile inputs, and the result file.
-Must not know: Headway. Neither library is used through it.
+Owns: the schemas, the vocabularies, the hostile inputs, and the result file. Must not know: Headway.
 
-Measured for each library and vocabulary: seconds to take in the tokenizer; milliseconds to compile each schema; microseconds
-per mask over outputs drawn at random from what is allowed (the same draws where the masks are the same); how fast another
-Python thread runs meanwhile, against how fast it runs alone (1: the interpreter lock is let go); whether two compiles give the
-same masks. Hostile inputs run in a process each, ended after ``--patience`` seconds: to compile, then 40 masks.
+Measured for each library and vocabulary: seconds to read the tokenizer; milliseconds to compile each schema;
+microseconds per mask over random allowed outputs (the same if the masks are the same); the speed of another Python
+thread meanwhile against its speed alone (1: the interpreter lock is free); whether two compiles give the same masks.
+Each hostile input runs in its own process for at most ``--patience`` seconds: a compile, then 40 masks.
 
-    pip install --no-deps xgrammar apache-tvm-ffi pydantic pydantic-core annotated-types typing-inspection
-    python benchmarks/constraint_libraries.py --json benchmarks/results/constraint_libraries.json
+pip install --no-deps xgrammar apache-tvm-ffi pydantic pydantic-core annotated-types typing-inspection
+python benchmarks/constraint_libraries.py --json benchmarks/results/constraint_libraries.json
 
-A library that is not installed is left out. Result of record: two shared cores, busy with other work.
+A library that is not installed is left out.
 """
 
 import argparse
@@ -82,14 +81,14 @@ for _ in range(400):
 
 
 class Library(Protocol):
-    """One of the libraries, over one tokenizer. Masks are packed bits, int32."""
+    """A library over one tokenizer. Masks are packed bits, int32."""
 
     def compile(self, schema: object) -> Any:
-        """A grammar; raises where it cannot be."""
+        """Compile a schema; raise if that is impossible."""
         ...
 
     def matcher(self, grammar: Any) -> Any:
-        """Where an output begins."""
+        """Return the state at the beginning of an output."""
         ...
 
     def fill(self, matcher: Any, words: np.ndarray) -> None:
@@ -97,7 +96,7 @@ class Library(Protocol):
         ...
 
     def accept(self, matcher: Any, token_id: int) -> bool:
-        """Go on; False where the output is over or does not follow."""
+        """Advance; False if the output is over or the token does not follow."""
         ...
 
 
@@ -172,7 +171,7 @@ LIBRARIES: dict[str, type[Llguidance | Xgrammar]] = {"llguidance": Llguidance, "
 
 
 def vocabularies() -> dict[str, tuple[str, int]]:
-    """Tokenizers by name: text and width."""
+    """Return tokenizers by name: text and width."""
     demo = Path(headway.__file__).parent / "demo_model" / "tokenizer.json"
     return {"demo, 4k": (demo.read_text(encoding="utf-8"), 4096)} | {
         f"random, {size // 1024}k": (random_tokenizer(size, SEED), size) for size in (49_152, 131_072)
@@ -184,7 +183,7 @@ def bits(words: np.ndarray) -> np.ndarray:
 
 
 def walk(library: Library, grammar: Any, vocab_size: int, num_masks: int, seed: int) -> tuple[list[float], int]:
-    """Seconds of each mask of outputs drawn at random, and a number that tells the masks apart."""
+    """Return the seconds of each mask over random outputs, and a checksum of the masks."""
     draw, seconds, digest = np.random.default_rng(seed), [], 0
     words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     matcher = library.matcher(grammar)
@@ -200,7 +199,7 @@ def walk(library: Library, grammar: Any, vocab_size: int, num_masks: int, seed: 
 
 
 def lets_go(work: Any) -> float:
-    """The speed of another Python thread during ``work``, against its speed alone."""
+    """Return the speed of another Python thread during ``work``, against its speed alone."""
 
     def count(seconds: float, during: Any) -> float:
         counted, stop = [0], threading.Event()
@@ -270,7 +269,7 @@ def measure(name: str, tokenizer: str, vocab_size: int, num_masks: int) -> dict[
 
 
 def try_hostile(name: str, label: str) -> None:
-    """In a process of its own: print what came of one hostile input."""
+    """Print the result of one hostile input, in a process of its own."""
     tokenizer, vocab_size = vocabularies()["demo, 4k"]
     library: Library = LIBRARIES[name](tokenizer, vocab_size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

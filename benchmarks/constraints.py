@@ -137,7 +137,7 @@ class Engine:
         self._in_flight: deque[tuple[int, int | None, int, Future[StepResult]]] = deque()
 
     def close(self) -> None:
-        """Let the backend's threads end."""
+        """End the backend's threads."""
         self._backend.close()
 
     def run(
@@ -145,8 +145,8 @@ class Engine:
     ) -> tuple[dict[int, list[int]], list[str], list[float], float]:
         """Run a request for each of ``samplings``.
 
-        Returns the tokens of each by its place, the reasons for which they ended, and the seconds between the answers of
-        steps that decode every one of them, and the processor time of the whole run, in seconds.
+        Returns the tokens of each by its place, why they ended, the seconds between the answers of steps that decode
+        all of them, and the processor time of the whole run in seconds.
         """
         first, cpu_began = self._handle, time.process_time()
         for sampling in samplings:
@@ -195,7 +195,6 @@ class Engine:
 
 
 def conformance(model: Path, num_outputs: int) -> dict[str, object]:
-    """Sample, parse and validate."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     engine = Engine(model, 64)
     names = [list(SCHEMAS)[place % len(SCHEMAS)] for place in range(num_outputs)]
@@ -230,7 +229,6 @@ def conformance(model: Path, num_outputs: int) -> dict[str, object]:
 
 
 def cost(model: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Decode steps of a whole batch, half constrained and not, by turns."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompt = tokenizer.encode(PROMPT).ids
     engine = Engine(model, arguments.batch)

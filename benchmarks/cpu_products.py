@@ -1,12 +1,11 @@
-"""Speed of the CPU kernels' products, every variant that this processor runs beside the others in one run.
+"""Speed of the CPU kernels' products, for every variant that this processor runs.
 
-Owns: the shapes, the turns, the table and the result file.
-Must not know: how a variant multiplies.
+Owns: the shapes, the turns, the table and the result file. Must not know: how a variant multiplies.
 
-A product of each kind that a Llama of 135M parameters has, so many times that no cache holds them all: weights
-come from memory, as they do in a model. The best of ``--repetitions`` rounds, in which the variants take turns.
+Each kind of product of a Llama with 135M parameters, with so many copies that no cache holds them: weights come from
+memory, as in a model. The best of ``--repetitions`` rounds, in which the variants take turns.
 
-    python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
+python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
 """
 
 import argparse
@@ -50,7 +49,7 @@ class Variant:
 
 
 def variants(num_threads: int) -> dict[str, Variant]:
-    """All that run here, the best first."""
+    """Return those that run here, the best first."""
     libraries = [CpuLibrary(path) for path in installed_variants() if runs_here(path)]
     return {library.variant: Variant(library, Team(library, num_threads)) for library in libraries}
 
@@ -58,7 +57,7 @@ def variants(num_threads: int) -> dict[str, Variant]:
 def measure(
     shape: Shape, form: WeightForm, all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
 ) -> list[dict[str, object]]:
-    """One record per number of rows: billions of operations per second of each variant."""
+    """Return billions of operations per second of each variant, by number of rows."""
     weight = torch.randn(shape.outputs, shape.inputs) * 0.02
     if form is WeightForm.BFLOAT16:
         weight = weight.bfloat16().float()

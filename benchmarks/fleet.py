@@ -1,19 +1,18 @@
-"""Several Headways behind smg: what routing by the prefix cache is worth, and what clients see when a replica is killed.
+"""Several Headways behind smg: the value of routing by the prefix cache, and the effect of a killed replica on clients.
 
 Owns: the load, which replica is killed and when, the tables and the result file. Must not know: how smg decides.
 
-The replicas are those of ``headway serve --replicas``, with the simulated backend: no model, and steps that take the time
-that ``--step-ms`` and ``--token-us`` say, so that a prompt's cached tokens are time saved. All share this machine's cores.
+The replicas are those of ``headway serve --replicas`` with the simulated backend, whose steps take ``--step-ms`` and
+``--token-us`` per token, so a prompt's cached tokens save time. All share this machine's cores.
 
-Routing: ``--groups`` groups of prompts share a long beginning each. One replica's cache holds a part of the groups, all
-replicas together hold all. Two smg stand in front of the same replicas, one ``cache_aware`` with KV events and one
-``round_robin``, and take turns in rounds of ``--requests`` each, at Poisson times with ``--rate`` per second, with prompts
-and an empty cache of their own. The hit rate is the schedulers' own (tokens found over tokens looked for); times to the
-first token are the clients'.
+Routing: ``--groups`` groups of prompts share a long beginning each. One replica's cache holds a part of the groups; all
+replicas together hold all. Two smg, one ``cache_aware`` with KV events and one ``round_robin``, take turns in rounds of
+``--requests``, at Poisson times with ``--rate`` per second. Each round has new prompts and empty caches. The hit rate
+is the schedulers' own, and times to the first token are the clients'.
 
-Killing: ``--users`` clients send one request after the other through the smg that ``serve`` starts. After a while all
-processes of the busiest replica are killed (SIGKILL) at once; later, only an executor. What clients saw is counted over the
-requests that were open at a kill or began within ``--after-s`` of it.
+Killing: ``--users`` clients send one request after the other through the smg of ``serve``. All processes of the busiest
+replica are killed (SIGKILL) at once; later, only an executor. Counted are the requests that were open at a kill or
+began within ``--after-s`` of it.
 """
 
 import argparse
@@ -60,7 +59,7 @@ _AFTER_FAILURE_S = 0.1
 
 @dataclass
 class Stream:
-    """What a client saw of one request. Times are those of ``time.perf_counter``."""
+    """One request as its client saw it. Times are those of ``time.perf_counter``."""
 
     began: float
     arrivals: list[float] = field(default_factory=list)
@@ -75,7 +74,7 @@ class Stream:
         return self.arrivals[0] - self.began
 
     def longest_gap_s(self, since: float, until: float) -> float:
-        """The longest time between two of its tokens, or from sending to the first, that lay at all in this span."""
+        """Return the longest gap before a token that overlaps this span."""
         times = [self.began, *self.arrivals]
         return max(
             (after - before for before, after in pairwise(times) if after > since and before < until), default=0.0
@@ -90,7 +89,7 @@ class Client:
         self._url = url
 
     async def stream(self, prompt: str, max_tokens: int) -> Stream:
-        """Send one request; whatever goes wrong becomes its outcome."""
+        """Send one request; an error becomes its outcome."""
         body = {
             "model": DEMO_MODEL.name,
             "prompt": prompt,
@@ -131,7 +130,7 @@ async def _follow(content: aiohttp.StreamReader, stream: Stream) -> None:
 
 
 def _message(body: str) -> str:
-    """The reason in an error's body, without what differs from one to the next."""
+    """Return the reason in an error's body, without its variable parts."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(body)["error"]
         body = error.get("code") or error["message"]
@@ -139,7 +138,7 @@ def _message(body: str) -> str:
 
 
 class Prompts:
-    """Prompts in groups: of a group all begin alike, and differ at the end. Every ``part`` has groups of its own."""
+    """Prompts in groups, which share a beginning. Every ``part`` has new groups."""
 
     def __init__(self, seed: int, groups: int, shared_tokens: int, own_tokens: int) -> None:
         self._random = random.Random(seed)
@@ -152,7 +151,7 @@ class Prompts:
         self._words = [word for word in self._words if len(text_model.encode(word)) == 1][:_WORDS]
 
     def part(self, num_requests: int) -> list[str]:
-        """So many prompts, of groups in an order without a pattern."""
+        """Return this many prompts, of groups in random order."""
         shared = [self._text(self._shared_tokens) for _ in range(self._groups)]
         return [self._random.choice(shared) + self._text(self._own_tokens) for _ in range(num_requests)]
 
@@ -161,7 +160,7 @@ class Prompts:
 
 
 class Fleet:
-    """The running replicas, numbered from 0: their addresses, their schedulers' metrics, their processes."""
+    """The running replicas, numbered from 0: addresses, metrics and processes."""
 
     def __init__(self, addresses: Sequence[str], metrics_port: int, session: aiohttp.ClientSession) -> None:
         self.addresses = addresses
@@ -169,7 +168,7 @@ class Fleet:
         self._session = session
 
     async def scheduler_metrics(self, replica: int) -> dict[str, float]:
-        """The figures of a replica's scheduler; none while it is not there."""
+        """Return a scheduler's figures; none while it is away."""
         port = self._metrics_port + _PORTS_PER_REPLICA * replica
         try:
             async with self._session.get(f"http://127.0.0.1:{port}/metrics") as answer:
@@ -178,19 +177,19 @@ class Fleet:
             return {}
 
     async def num_running(self, replica: int) -> float:
-        """Requests that have a row of this replica."""
+        """Return how many requests have a row."""
         return (await self.scheduler_metrics(replica)).get("headway_num_requests_running", 0.0)
 
     async def num_generated(self, replica: int) -> float:
-        """Output tokens of this replica since its scheduler was started."""
+        """Return the output tokens since the scheduler's start."""
         return (await self.scheduler_metrics(replica)).get("headway_generation_tokens_total", 0.0)
 
     async def num_epochs(self, replica: int) -> float:
-        """How many executors have begun since this replica's scheduler was started."""
+        """Return how many executors have joined since the scheduler's start."""
         return (await self.scheduler_metrics(replica)).get("headway_epochs_total", 0.0)
 
     async def prefix_tokens(self) -> tuple[float, float]:
-        """Tokens found in the prefix caches, and tokens looked for, by all replicas."""
+        """Return the tokens found in all prefix caches, and the tokens looked for."""
         told = [await self.scheduler_metrics(replica) for replica in range(len(self.addresses))]
         hits = sum(each["headway_prefix_cache_hits_total"] for each in told)
         return hits, sum(each["headway_prefix_cache_queries_total"] for each in told)
@@ -205,7 +204,7 @@ class Fleet:
                 assert answer.success, answer.message
 
     def processes(self, replica: int, services: Sequence[str]) -> list[psutil.Process]:
-        """These processes of a replica."""
+        """Return these processes of a replica."""
         ends = (f"/step-{replica}", f"/ingress-{replica}")
         found = []
         for process in psutil.Process().children(recursive=True):
@@ -217,7 +216,7 @@ class Fleet:
 
 
 def figures(text: str) -> dict[str, float]:
-    """The figures of a page of metrics by name, summed over labels."""
+    """Return a page's metrics by name, summed over labels."""
     result: Counter[str] = Counter()
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -228,7 +227,6 @@ def figures(text: str) -> dict[str, float]:
 
 
 def fleet_flags(arguments: argparse.Namespace, metrics_port: int) -> list[str]:
-    """The flags of ``headway serve`` that all parts have."""
     options = (f"step_base_us={arguments.step_ms * 1e3}", f"per_token_us={arguments.token_us}", "verify_kv=false")
     return [
         *("--replicas", str(arguments.replicas), "--backend", "simulated", "--kv-events"),
@@ -240,7 +238,6 @@ def fleet_flags(arguments: argparse.Namespace, metrics_port: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def running_fleet(arguments: argparse.Namespace, *flags: str) -> AsyncIterator[Fleet]:
-    """Serve; end it again."""
     metrics_port = _row_of_free_ports(_PORTS_PER_REPLICA * arguments.replicas)
     connector = aiohttp.TCPConnector(limit=0)
     with served(*fleet_flags(arguments, metrics_port), *flags) as addresses:
@@ -249,7 +246,7 @@ async def running_fleet(arguments: argparse.Namespace, *flags: str) -> AsyncIter
 
 
 def _row_of_free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on, below those that the system gives out by itself."""
+    """Return the first of ``count`` free ports in a row, below the system's own range."""
     for first in range(random.randrange(*_METRICS_PORTS), _METRICS_PORTS[1], count):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
@@ -260,14 +257,13 @@ def _row_of_free_ports(count: int) -> int:
 
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """A client of an smg."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         yield Client(session, url)
 
 
 async def compare_routing(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for each policy and round."""
+    """Return a row for each policy and round."""
     prompts = Prompts(arguments.seed, arguments.groups, arguments.shared_tokens, arguments.own_tokens)
     rows: list[dict[str, object]] = []
     async with running_fleet(arguments) as fleet, contextlib.AsyncExitStack() as stack:
@@ -294,7 +290,7 @@ def _smg(addresses: Sequence[str], policy: str) -> "contextlib.AbstractContextMa
 async def one_round(
     fleet: Fleet, client: Client, part: Sequence[str], arguments: argparse.Namespace
 ) -> dict[str, object]:
-    """Send the prompts at Poisson times. The first of each group can be in no cache, under any policy."""
+    """Send the prompts at Poisson times. The first of each group is in no cache."""
     gaps = random.Random(arguments.seed)
     hits_before, queries_before = await fleet.prefix_tokens()
     tasks = []
@@ -319,7 +315,6 @@ async def one_round(
 
 
 async def kill_replicas(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """What clients saw of each kill."""
     (port, smg_metrics_port) = free_ports("127.0.0.1", 2)
     address = f"127.0.0.1:{port}"
     flags = ("--openai-address", address, f"--smg-flags=--prometheus-port,{smg_metrics_port}")
@@ -340,7 +335,7 @@ async def one_kill(
     arguments: argparse.Namespace,
     smg_metrics_port: int,
 ) -> dict[str, object]:
-    """Load, kill, load; tell what became of the requests around the kill."""
+    """Load, kill, load; return what happened to the requests around the kill."""
     prompts = Prompts(arguments.seed, arguments.groups, arguments.shared_tokens, arguments.own_tokens)
     endless = itertools.cycle(prompts.part(arguments.requests))
     streams: list[Stream] = []
@@ -387,7 +382,7 @@ async def one_kill(
 
 
 async def _user(client: Client, prompts: Iterator[str], max_tokens: int, streams: list[Stream]) -> None:
-    """One request after the other; after a failed one it waits a little, as a client would."""
+    """Send one request after the other, with a pause after a failed one."""
     for prompt in prompts:
         streams.append(await client.stream(prompt, max_tokens))
         if streams[-1].outcome != WHOLE:
@@ -395,7 +390,7 @@ async def _user(client: Client, prompts: Iterator[str], max_tokens: int, streams
 
 
 async def _seconds_until_it_generates(fleet: Fleet, replica: int, epochs: float, since: float) -> float | None:
-    """Seconds until a replica has an executor of a later epoch and generates a token with it; None if it takes too long."""
+    """Return the seconds until a replica has a later executor and a token of it; None if that takes too long."""
     generated = float("inf")
     while time.perf_counter() < since + _BACK_S:
         if generated == float("inf") and await fleet.num_epochs(replica) > epochs:
@@ -415,7 +410,7 @@ async def _retries(smg_metrics_port: int) -> float:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
-    """The median of the rounds, by policy."""
+    """Return the median of the rounds, by policy."""
     names = ("hit_rate", "ttft_ms_p50", "ttft_ms_p99")
     return {policy: {name: statistics.median(_column(rows, policy, name)) for name in names} for policy in POLICIES}
 
@@ -425,7 +420,6 @@ def _column(rows: Sequence[dict[str, object]], policy: str, name: str) -> list[f
 
 
 def table(routing: dict[str, dict[str, float]], kills: dict[str, dict[str, object]]) -> str:
-    """Make the results readable."""
     lines = [f"{'policy':<14}{'hit rate':>10}{'TTFT p50 ms':>14}{'TTFT p99 ms':>14}"]
     lines += [
         f"{policy:<14}{row['hit_rate']:>10.1%}{row['ttft_ms_p50']:>14.1f}{row['ttft_ms_p99']:>14.1f}"
@@ -437,7 +431,6 @@ def table(routing: dict[str, dict[str, float]], kills: dict[str, dict[str, objec
 
 
 def draw(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Hit rate and TTFT of every round, beside each other."""
     picture = Figure(figsize=(9, 3.2), layout="constrained")
     panels = (("hit_rate", "prefix hit rate"), ("ttft_ms_p50", "TTFT p50, ms"), ("ttft_ms_p99", "TTFT p99, ms"))
     for axes, (name, title) in zip(picture.subplots(1, len(panels)), panels, strict=True):
@@ -476,7 +469,6 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print and store."""
     arguments = _arguments(words)
     rows = asyncio.run(compare_routing(arguments))
     kills = {} if arguments.no_kills else asyncio.run(kill_replicas(arguments))

@@ -1,14 +1,14 @@
-"""What the flight recorder costs a scheduler step, what it leaves on disk, and how fast that is replayed.
+"""The cost of the flight recorder per scheduler step and on disk, and the speed of a replay.
 
 Owns: the comparison. Must not know: how anything is recorded.
 
-Two engines of N decodes each, one with a recorder and one without, take turns step by step in one process, so that a
-machine that runs at two speeds has both at both. "Step" is what an executor waits for: an answer in, the next step out, the
-gateway's message. What the recorder does when the scheduler is about to sleep (encoding) and on its thread (compressing and
-writing) is told apart, in microseconds of processor time per step. Of a round's steps the lower quartile counts. "Stall" is how long the scheduler stands still for the
-fork of a checkpoint, once per segment.
+Two engines of N decodes each, one with a recorder, take turns step by step in one process, so both see the machine's
+changes of speed. "Step" is what an executor waits for: an answer in, the next step out, the gateway's message. The
+recorder's later work (encoding before the scheduler sleeps; compressing and writing on its thread) is measured apart,
+in microseconds of processor time per step. The lower quartile of a round's steps counts. "Stall" is the time of the
+fork for a checkpoint, once per segment.
 
-    python benchmarks/flight_recorder.py --json benchmarks/results/flight_recorder.json
+python benchmarks/flight_recorder.py --json benchmarks/results/flight_recorder.json
 """
 
 import argparse
@@ -37,7 +37,7 @@ STEP_OF_A_DEVICE_MS = 15.0
 
 
 class DrawingBench(EngineBench):
-    """The engine, with tokens that are all different: those that are alike would take no room in a log."""
+    """The engine with tokens that are all different, because equal ones would take no room in a log."""
 
     def __init__(self, num_running: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ class RecordedBench(DrawingBench):
         super()._join()
 
     def beat(self) -> float:
-        """A step in microseconds; what is done after it counts in ``flush_us``."""
+        """Return a step's microseconds; the work after it counts in ``flush_us``."""
         step_us = super().beat()
         started = time.thread_time_ns()
         assert self.recorder is not None
@@ -74,18 +74,18 @@ class RecordedBench(DrawingBench):
         return step_us
 
     def _let_device_work(self) -> None:
-        """Steps do not follow each other at once where a device runs them; the log's thread has that time."""
+        """Give the log's thread the time that a device would take."""
         while self.log.is_busy:
             time.sleep(WRITING_S)
 
 
 def lower_quartile(times: list[float]) -> float:
-    """What a step takes while nobody else wants the processor."""
+    """Return a step's time while no other process wants the processor."""
     return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
 
 
 def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[str, float]:
-    """One round: both engines, a step each, by turns."""
+    """Run both engines, a step each, by turns."""
     plain, recorded = DrawingBench(num_running, seed), RecordedBench(num_running, seed, directory)
     for _ in range(64):
         plain.beat()
@@ -113,7 +113,7 @@ def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[s
 
 
 def stall_ms(num_running: int, seed: int, directory: Path) -> float:
-    """How long a scheduler stands still while a checkpoint's process is made."""
+    """Return how long a scheduler stops while a checkpoint's process is forked."""
     bench = RecordedBench(num_running, seed, directory)
     checkpointer = ForkingCheckpointer(bench.log)
     assert bench.engine.core is not None
@@ -129,7 +129,7 @@ def stall_ms(num_running: int, seed: int, directory: Path) -> float:
 
 
 def replay_speed(directory: Path) -> dict[str, float]:
-    """Steps per second of a replay, and how many seconds of such steps on a device a second replays."""
+    """Return replayed steps per second, and the seconds of a device that they stand for."""
     log = FlightLog(directory)
     replay = Replay(log.header.limits)
     started = time.perf_counter()

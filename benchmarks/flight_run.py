@@ -1,14 +1,14 @@
-"""A recorded run over the real processes: many requests of several tenants, then its replay and other policies.
+"""A recorded run of real processes: many requests of several tenants, then its replay and other policies.
 
-Owns: the load, the server's settings, and what is kept of the outcome. Must not know: how anything is recorded or replayed.
+Owns: the load, the server's settings, and the result. Must not know: how anything is recorded or replayed.
 
-``headway serve`` runs with the simulated backend, which takes as long for a step as a model of eight billion parameters on
-one accelerator would, and a KV pool that is too small for the bursts, so that requests wait and are preempted. The
-client is a process of its own. By default it is ten minutes and 5,000 requests:
+``headway serve`` runs with the simulated backend. Its steps take as long as those of a model of eight billion
+parameters on one accelerator, and its KV pool is too small for the bursts, so requests wait and are preempted. The
+client is this process. By default it sends 5,000 requests in ten minutes:
 
-    python benchmarks/flight_run.py --log flight --json benchmarks/results/flight_run.json
+python benchmarks/flight_run.py --log flight --json benchmarks/results/flight_run.json
 
-Everything else is then ``headway replay flight``, ``headway explain flight REQUEST`` and ``headway timeline flight``.
+See then ``headway replay flight``, ``headway explain flight REQUEST`` and ``headway timeline flight``.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def start_server(log: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 async def send(client: AsyncClient, number: int, at_s: float, rng: np.random.Generator, began: float) -> bool:
-    """Send one request when its time has come, and read its stream; whether it was answered to the end."""
+    """Send one request at its time and read its stream; return whether it was answered to the end."""
     tenant, priority, _ = TENANTS[rng.choice(len(TENANTS), p=[share for _, _, share in TENANTS])]
     num_prompt_tokens = int(np.clip(rng.lognormal(5.3, 0.7), 8, MOST_PROMPT_TOKENS))
     max_tokens = int(np.clip(rng.lognormal(4.5, 0.6), 4, 400))

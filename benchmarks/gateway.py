@@ -51,7 +51,7 @@ class Chain:
         self.processes = processes
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Processor time used so far, by process; this one is the client."""
+        """Return the processor time so far, by process; this process is the client."""
         ticks = os.sysconf("SC_CLK_TCK")
         pids = {name: process.pid for name, process in self.processes.items()} | {"client": os.getpid()}
         used = {}
@@ -72,7 +72,7 @@ def running_chain(
     curve_keys: Path | None = None,
     program: Sequence[str] = (sys.executable, "-m", "headway"),
 ) -> Iterator[Chain]:
-    """Start the three services and end them again; ``links`` are the addresses of step and ingress, else over IPC."""
+    """Run the three services; ``links`` are the addresses of step and ingress, by default IPC."""
     step, ingress = links or (f"ipc://{directory}/step", f"ipc://{directory}/ingress")
     commands = {
         "scheduler": ["--ingress-address", ingress, "--step-address", step, "--max-num-seqs", str(max(streams, 16))],
@@ -102,7 +102,6 @@ def running_chain(
 
 
 async def throughput(stub: api_grpc.GenerationStub, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
-    """One round: ``streams`` at once, each ``tokens`` long."""
     num_messages = 0
 
     async def one(seed: int) -> int:
@@ -133,7 +132,7 @@ async def throughput(stub: api_grpc.GenerationStub, chain: Chain, streams: int, 
 
 
 async def through_grpc(stub: api_grpc.GenerationStub, tokens: int) -> list[float]:
-    """Arrival times of one request's tokens, in seconds from sending it."""
+    """Return the arrival times of one request's tokens, in seconds from sending."""
     request = api.GenerateRequest(text=PROMPT, sampling=api.SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True))
     started, arrivals = time.perf_counter(), []
     async for event in stub.Generate(request):
@@ -143,7 +142,7 @@ async def through_grpc(stub: api_grpc.GenerationStub, tokens: int) -> list[float
 
 
 async def through_ingress(client: SchedulerClient, prompt_ids: list[int], tokens: int) -> list[float]:
-    """The same without a gateway."""
+    """Do the same without a gateway."""
     bell = Wakeup()
     submission = Submit(
         handle=client.next_handle(),
@@ -168,7 +167,7 @@ async def through_ingress(client: SchedulerClient, prompt_ids: list[int], tokens
 async def connected(
     address: str, ingress: str
 ) -> AsyncIterator[tuple[api_grpc.GenerationStub, SchedulerClient, list[int]]]:
-    """A gRPC stub, a link of one's own to the scheduler, and the prompt's tokens."""
+    """Return a gRPC stub, a link to the scheduler, and the prompt's tokens."""
     async with AsyncClient(address) as client:
         await client.wait_ready(60)
         prompt_ids = await client.tokenize(PROMPT)
@@ -182,13 +181,13 @@ async def connected(
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Median and 99th percentile, in milliseconds."""
+    """Return p50 and p99 in milliseconds."""
     values = percentiles([one * 1e3 for one in seconds])
     return {"p50_ms": values.p50 or 0.0, "p99_ms": values.p99 or 0.0}
 
 
 async def latency(address: str, ingress: str, requests: int) -> dict[str, dict[str, float]]:
-    """One request of one token at a time, alternating between the two ways."""
+    """Measure requests of one token, alternating between both ways."""
     async with connected(address, ingress) as (stub, link, prompt_ids):
         grpc_s, ingress_s = [], []
         for _ in range(requests + 20):
@@ -203,7 +202,7 @@ async def latency(address: str, ingress: str, requests: int) -> dict[str, dict[s
 
 
 async def gaps(address: str, ingress: str, tokens: int) -> dict[str, dict[str, float]]:
-    """Gaps between the tokens of one stream, over both ways."""
+    """Measure the gaps between the tokens of one stream, over both ways."""
     async with connected(address, ingress) as (stub, link, prompt_ids):
         result = {}
         for name, arrivals in (

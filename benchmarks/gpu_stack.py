@@ -1,16 +1,15 @@
-"""The whole stack on a GPU: does the device ever wait for the host, and how fast is it beside transformers?
+"""The whole stack on a GPU: whether the device waits for the host, and the speed beside transformers.
 
-Owns: the load, the server's process, what its step log says, the peer, and the result file.
-Must not know: how any of the three services works.
+Owns: the load, the server's process, reading its step log, the peer, and the result file. Must not know: how any of the
+three services works.
 
-``headway serve`` with the triton backend answers ``--concurrency`` clients at a time, over gRPC. Its step log tells, by the
-device's own clock, how long each step took and how long the device had nothing to do before it: in steady decode that is
-what the host cost. Then ``transformers`` runs the same prompts with its continuous batching, in a process of its own, with
-the same weights, drawn from the same seed.
+``headway serve`` with the triton backend answers ``--concurrency`` clients at a time, over gRPC. Its step log has each
+step's time and the idle time before it by the device's clock; in steady decode the idle time is the host's cost. Then
+``transformers`` runs the same prompts with its continuous batching, in its own process, with the same random weights.
 
-    python benchmarks/gpu_stack.py
-    python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
-    TRITON_INTERPRET=1 python benchmarks/gpu_stack.py --shape tiny --device cpu --no-peer     # tries the benchmark
+python benchmarks/gpu_stack.py
+python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
+TRITON_INTERPRET=1 python benchmarks/gpu_stack.py --shape tiny --device cpu --no-peer     # tries the benchmark
 """
 
 import argparse
@@ -41,13 +40,12 @@ LEAST_STEADY_STEPS = 20
 
 
 def prompts_of(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """The prompts, as token ids."""
     draw = np.random.default_rng(arguments.seed)
     return [draw.integers(0, vocab_size, arguments.prompt).tolist() for _ in range(arguments.requests)]
 
 
 def make_model(directory: Path, shape: Shape) -> None:
-    """A model directory without weights: the shape's config.json, and the demo model's tokenizer for the gateway."""
+    """Write a model directory without weights: the shape's config.json, and the demo model's tokenizer."""
     (directory / "config.json").write_text(json.dumps(shape.config))
     demo_model = Path(headway.__file__).with_name("demo_model")
     for name in TOKENIZER_FILES:
@@ -81,7 +79,7 @@ class Server:
 
 
 async def run_clients(arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
-    """Keep ``--concurrency`` requests open until all prompts are answered; the seconds it took."""
+    """Keep ``--concurrency`` requests open until all prompts are answered; return the seconds."""
     waiting = list(reversed(prompts))
 
     async def one_client(client: AsyncClient) -> None:
@@ -100,10 +98,7 @@ async def run_clients(arguments: argparse.Namespace, prompts: list[list[int]]) -
 
 
 def idle_share(step_log: Path, num_rows: int) -> tuple[float, int]:
-    """The share of its time that the device had nothing to do in steps of ``num_rows`` decodes, and how many those were.
-
-    Steady: the step before was such a step too.
-    """
+    """Return the device's idle share in steady steps of ``num_rows`` decodes, and the number of those steps."""
     lines = [json.loads(line) for line in step_log.read_text().splitlines()]
     idle = busy = count = 0
     for before, line in pairwise(lines):
@@ -113,7 +108,7 @@ def idle_share(step_log: Path, num_rows: int) -> tuple[float, int]:
 
 
 def run_peer(arguments: argparse.Namespace) -> float:
-    """Tokens per second of transformers, in a process of its own: the device's memory must be free for it."""
+    """Return tokens per second of transformers, in its own process, because it needs the device's memory."""
     words = [sys.executable, __file__, "--peer-only"]
     for name in ("shape", "device", "concurrency", "requests", "prompt", "output", "seed"):
         words += [f"--{name}", str(getattr(arguments, name))]
@@ -122,7 +117,7 @@ def run_peer(arguments: argparse.Namespace) -> float:
 
 
 def peer(arguments: argparse.Namespace) -> None:
-    """Be the peer: print ``{"tokens_per_s": ...}``."""
+    """Print ``{"tokens_per_s": ...}`` as the peer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -158,7 +153,6 @@ def peer(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both sides, one after the other."""
     shape = SHAPES[arguments.shape]
     prompts = prompts_of(arguments, int(str(shape.config["vocab_size"])))
     with tempfile.TemporaryDirectory() as name:
@@ -185,7 +179,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people."""
     lines = [f"headway serve:              {result['tokens_per_s']:10.0f} output tokens/s"]
     if result["steady_steps"] >= LEAST_STEADY_STEPS:
         lines.append(
@@ -203,7 +196,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print, store."""
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")

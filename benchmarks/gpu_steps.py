@@ -118,7 +118,7 @@ SHAPES = {"llama3-8b": LLAMA3_8B, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device gives: bytes per second of a copy (read and written), operations per second of a large product in
+    """The device's limits: bytes per second of a copy (read and written), operations per second of a large product in
     bfloat16 (on a CPU in float32), and bytes per second between pinned memory and the device, out and in.
     """
 
@@ -139,7 +139,7 @@ class Line:
 
     @property
     def share(self) -> float:
-        """How near the floor it comes: 1 is at the floor."""
+        """Floor over measured time."""
         return self.floor_ms / self.measured_ms if self.measured_ms else 0.0
 
 
@@ -178,7 +178,7 @@ class Device:
 
 
 def measure_limits(device: Device) -> Limits:
-    """What ``headway doctor`` measures; between main memory and a CPU there is no link, only the copy."""
+    """Measure as ``headway doctor`` does; a CPU has only the copy, no link."""
     if device.is_cuda:
         speed = measure_device(device.device.index or 0, say)
         return Limits(
@@ -213,7 +213,7 @@ class Floors:
         return config.num_layers * 2 * config.num_kv_heads * config.head_dim * self._element
 
     def step_s(self, contexts: list[int], chunk: int = 0) -> float:
-        """A step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
+        """Return the floor of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
         config, limits = self._config, self._limits
         num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
         num_bytes = self._weight_bytes + self.kv_bytes_per_token * (sum(contexts) + num_tokens)
@@ -224,7 +224,7 @@ class Floors:
 
 
 class SteppedBackend:
-    """The backend with rows that are given blocks as the executor would."""
+    """The backend with rows that get blocks as from the executor."""
 
     def __init__(
         self, backend: TritonBackend, num_blocks: int, vocab_size: int, max_num_rows: int, max_num_tokens: int
@@ -240,7 +240,7 @@ class SteppedBackend:
         self._step = 0
 
     def start(self, row: int, num_tokens: int) -> NewRow:
-        """A row of random tokens; ``run`` gives it blocks."""
+        """Start a row of random tokens; ``run`` gives it blocks."""
         self._computed[row] = 0
         self._held[row] = 0
         token_ids = self._random.integers(0, self._vocab_size, num_tokens).astype(np.int32)
@@ -253,12 +253,12 @@ class SteppedBackend:
         )
 
     def forget(self, row: int) -> None:
-        """End a row. Its blocks are not given out again, which a run of this length affords."""
+        """End a row. Its blocks are not reused; a run of this length has enough."""
         self._held.pop(row)
         self._gone.append(row)
 
     def fill(self, num_rows: int, context: int) -> None:
-        """Start rows ``0 .. num_rows - 1`` and compute ``context`` tokens of each, so that they decode from then on."""
+        """Start rows ``0 .. num_rows - 1`` and compute ``context`` tokens of each, so that they decode."""
         for row in range(num_rows):
             new = (self.start(row, context),)
             for first in range(0, context, self._max_num_tokens):
@@ -297,7 +297,7 @@ class SteppedBackend:
 
 
 def device_ms(results: Iterator[StepResult | Future[StepResult]], in_flight: int = 2) -> float:
-    """Give the steps to the device, at most ``in_flight`` at once; the median of their times, the first ones left out."""
+    """Run the steps, at most ``in_flight`` at once; return the median of their times without the first ones."""
     pending: deque[StepResult | Future[StepResult]] = deque()
     times: list[int] = []
 
@@ -359,7 +359,7 @@ class StepBenchmark:
         return lines
 
     def prefill(self, floors: Floors) -> list[Line]:
-        """A chunk of a new prompt, again and again."""
+        """Run a chunk of a new prompt, repeatedly."""
         chunk = self._shape.chunk
         measured = device_ms(self._chunks(0, chunk))
         return [Line(f"prefill, chunk of {chunk}", measured, floors.step_s([], chunk) * 1e3, 0.70)]
@@ -373,11 +373,10 @@ class StepBenchmark:
         return [Line(f"mixed, {num_decodes} decodes and a chunk of {chunk}", measured, floor, 1 / 1.15)]
 
     def close(self) -> None:
-        """Give the device back."""
+        """Close the backend."""
         self._backend.close()
 
     def _chunks(self, num_decodes: int, chunk: int) -> Iterator[StepResult | Future[StepResult]]:
-        """Steps of a fresh prompt of ``chunk`` tokens beside decodes."""
         steps = self._stepped()
         steps.fill(num_decodes, self._shape.decode_context)
         decodes = dict.fromkeys(range(num_decodes), 1)
@@ -403,7 +402,7 @@ class AttentionBenchmark:
         self._repetitions = repetitions
 
     def decode(self, batch: int, context: int, bandwidth: float) -> Line:
-        """``batch`` decodes after ``context`` positions each."""
+        """Run ``batch`` decodes after ``context`` positions each."""
         config = self._config
         work = self._attention(batch, context, 1)
         measured = self._device.seconds(work, self._repetitions)
@@ -411,7 +410,7 @@ class AttentionBenchmark:
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
 
     def prefill(self, length: int) -> Line:
-        """One prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
+        """Run one prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
         config = self._config
         work = self._attention(1, length, length)
         measured = self._device.seconds(work, self._repetitions)
@@ -464,7 +463,7 @@ class AttentionBenchmark:
 
 
 def swap_lines(config: ModelConfig, device: Device, dtype: torch.dtype, num_tokens: int, limits: Limits) -> list[Line]:
-    """All blocks of a request, scattered, out to pinned memory and back, in one launch each."""
+    """Measure all blocks of a request, scattered, out to pinned memory and back, in one launch each."""
     from headway_kernels.gpu import block_moves
 
     count = -(-num_tokens // BLOCK_SIZE)

@@ -28,7 +28,7 @@ DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 
 
 def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int) -> float:
-    """Mean loss per token in nats; every window of ``window`` tokens is scored on its own."""
+    """Return the mean loss per token in nats; every window of ``window`` tokens is scored alone."""
     config = read_model_config(model)
     num_threads = len(os.sched_getaffinity(0))
     with torch.inference_mode(), Checkpoint(model) as checkpoint:

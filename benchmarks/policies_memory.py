@@ -50,7 +50,7 @@ RESERVES = ("none", "prompt", "predicted", "full")
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Users and their requests, and the pool that is too small for them. ``max_tokens`` 0: an answer's length is its limit."""
+    """Users and their requests, and a pool that is too small. ``max_tokens`` 0: an answer's length is its limit."""
 
     prompt: str
     output: str
@@ -170,7 +170,7 @@ RESERVATION_WORKLOADS = {
 
 
 def world_of(workload: Workload, *, model: str, share: float, seed: int, bandwidth_gb_s: float = 25.0) -> World:
-    """A device with the workload's pool, and ``share`` of its requests, two for each user at least."""
+    """Return a device with the workload's pool, and ``share`` of its requests, at least two for each user."""
     num_requests = max(round(share * workload.num_requests), 2 * workload.num_users)
     options = SimulationOptions(
         num_requests=num_requests, users=workload.num_users, host_bandwidth_gb_s=bandwidth_gb_s, seed=seed
@@ -204,12 +204,11 @@ def world_of(workload: Workload, *, model: str, share: float, seed: int, bandwid
 
 
 def figures(world: World, **limits: str) -> dict[str, float]:
-    """One run of the scheduler under these limits."""
     return figures_of(simulate(world, Case(label="", limits=SchedulerLimits(**limits))))
 
 
 def figures_of(result: CaseResult) -> dict[str, float]:
-    """The figures of a run's window, and the preemptions of all of it."""
+    """Return the figures of a run's window, and the preemptions of the whole run."""
     requests = result.requests
     arrival_s = np.array([request.arrival_s for request in requests])
     start_s, end_s = float(np.sort(arrival_s)[int(WARM_UP_SHARE * len(requests))]), float(arrival_s.max())
@@ -242,7 +241,7 @@ def figures_of(result: CaseResult) -> dict[str, float]:
 
 
 def mean_of(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each figure over seeds; of the most preemptions of one request the largest."""
+    """Return the mean of each figure over seeds; for one request's preemptions, the largest."""
     means = {name: round(sum(run[name] for run in runs) / len(runs), 2) for name in runs[0]}
     return {**means, "preemptions_of_one": max(run["preemptions_of_one"] for run in runs)}
 
@@ -250,7 +249,7 @@ def mean_of(runs: list[dict[str, float]]) -> dict[str, float]:
 def preemption_rows(
     models: list[str], contexts: list[str], bandwidths: list[float], share: float, seeds: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """One row per model, context length, bandwidth and mode."""
+    """Return a row per model, context length, bandwidth and mode."""
     for model in models:
         for context in contexts:
             # It moves nothing, so that the bandwidth does not matter to it.
@@ -274,7 +273,7 @@ def _over_seeds(
 
 
 def reservation_rows(workloads: list[str], share: float, seeds: list[int]) -> Iterator[dict[str, Any]]:
-    """One row per workload and reservation."""
+    """Return a row per workload and reservation."""
     for name in workloads:
         worlds = [world_of(RESERVATION_WORKLOADS[name], model="llama-3-8b", share=share, seed=seed) for seed in seeds]
         base = 0.0
@@ -285,10 +284,10 @@ def reservation_rows(workloads: list[str], share: float, seeds: list[int]) -> It
 
 
 class CostBench:
-    """A scheduler with about ``num_running`` rows in a pool that they fill, and a queue that does not get in.
+    """A scheduler with about ``num_running`` rows in a pool that they fill, and a queue that does not fit.
 
-    Answers stop with one chance in ``MEAN_LENGTH`` a token, except for ``BLOCKED_STEPS`` out of each ``PERIOD``, which are
-    those that are timed.
+    Answers stop with one chance in ``MEAN_LENGTH`` a token, except during the timed ``BLOCKED_STEPS`` of each
+    ``PERIOD``.
     """
 
     MEAN_LENGTH = 300
@@ -315,7 +314,9 @@ class CostBench:
         self._now = 0.0
 
     def run(self, num_periods: int) -> dict[str, float]:
-        """Microseconds of schedule and update in the timed steps, and how many rows ran and requests waited in them."""
+        """Return microseconds of schedule and update in the timed steps, and the numbers of running and waiting
+        requests.
+        """
         timed: list[tuple[float, int, int]] = []
         for step in range(self.WARM_UP_STEPS + num_periods * self.PERIOD):
             is_blocked = step >= self.WARM_UP_STEPS and step % self.PERIOD >= self.PERIOD - self.BLOCKED_STEPS
@@ -390,14 +391,14 @@ COST_LIMITS: dict[str, dict[str, Any]] = {
 
 
 def cost_rows(sizes: list[int], num_periods: int, seed: int) -> Iterator[dict[str, Any]]:
-    """One row per number of running requests and set of limits."""
+    """Return a row per number of running requests and set of limits."""
     for size in sizes:
         for name, limits in COST_LIMITS.items():
             yield {"policy": name, "asked_running": size, **CostBench(size, seed, limits).run(num_periods)}
 
 
 def shown(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print rows as they come, and keep them."""
+    """Print rows as they come, and return them."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         if not kept:

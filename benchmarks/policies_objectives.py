@@ -1,22 +1,20 @@
-"""Whether the policies keep what they promise: the real scheduler in virtual time, on simulated devices.
+"""Whether the policies keep their promises: the real scheduler in virtual time, on simulated devices.
 
 Owns: the workloads, the runs, the tables and the result file. Must not know: how the scheduler decides.
 
 - *slo*: with ``budget=slo`` and an objective of 50 ms, the 99th percentile of gaps between tokens, and the throughput
-  relative to the best fixed budget of a sweep that keeps the objective. Devices are always busy: users who wait for
-  their answers, or bursts that exceed what can be served.
-- *priority*: four classes, a tenth of the requests REALTIME, three times as many as can be served. REALTIME's time to
-  the first token against the same REALTIME requests alone, with the same settings; and how many LOW requests have
-  ended by the time of the last arrival.
-- *fair*: a tenant that sends three times what can be served and one that sends a tenth of it. The latter's time to the
-  first token against the same requests alone.
-- *backlog*: two tenants that both always wait. How far their service differs over any part of that time, prompt tokens
-  counted once, when a request starts, and output tokens twice, over their weights; against the bound of Sheng et al.
+  relative to the best fixed budget that keeps the objective. Devices are always busy.
+- *priority*: four classes at three times the rate that can be served, a tenth of it REALTIME. REALTIME's time to the
+  first token against the same requests alone; and how many LOW requests end by the last arrival.
+- *fair*: one tenant sends three times what can be served and one a tenth of it. The latter's time to the first token
+  against the same requests alone.
+- *backlog*: two tenants that always wait. The largest difference of their service over any part of that time (prompt
+  tokens once, when a request starts, and output tokens twice, over their weights), against the bound of Sheng et al.
   (OSDI 2024, Theorem 4.4), ``2 max(longest prompt, 2 tokens that fit the pool)``, over the least weight.
 
-Step times vary by 3%. What REALTIME or a modest tenant cannot be spared are the steps that are in flight when it comes
-(two, so one and a half on average) and the decodes that share its steps; so the ratio is near 1 where a prompt takes
-many steps, as the workloads here do, and larger where it takes one.
+Step times vary by 3%. A REALTIME or modest request always waits for the steps in flight when it comes (one and a half
+on average) and shares its steps with decodes. So the ratio is near 1 for prompts of many steps, as here, and larger for
+prompts of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,14 +97,14 @@ TIMES_OF_FIRST, TIMES_OF_SECOND = 100, 101
 
 
 class Latency(NamedTuple):
-    """Of first tokens, in milliseconds."""
+    """Times to the first token, in milliseconds."""
 
     p50: float
     p99: float
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, the lengths of what is sent to it, and the scheduler's settings."""
+    """A device, the lengths of its requests, and the scheduler's settings."""
 
     device: str
     prompts: str
@@ -115,18 +113,18 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int = 0
 
     def world(self, seed: int) -> World:
-        """The device; requests are drawn apart."""
+        """Return the device."""
         options = SimulationOptions(
             **DEVICES[self.device], num_kv_blocks=self.num_kv_blocks, num_requests=1, noise=NOISE, seed=seed
         )
         return make_world(options)
 
     def scheduler_limits(self, order: str) -> SchedulerLimits:
-        """With ``order``."""
+        """Return the limits with ``order``."""
         return SchedulerLimits(**{"order": order, "max_num_waiting": UNBOUNDED_QUEUE, **self.limits})
 
     def draw(self, world: World, tenants: Sequence[Tenant], num_requests: int, seed: int) -> list[PlannedRequest]:
-        """Requests with these lengths."""
+        """Draw requests with these lengths."""
         shape = WorkloadShape(
             num_requests=num_requests,
             prompt=parse_lengths(self.prompts),
@@ -136,7 +134,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return draw_requests(shape, world.capacity.max_request_tokens, seed)
 
     def described(self) -> dict[str, Any]:
-        """For the result file."""
+        """Return it for the result file."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value or name == "limits"}
 
 
@@ -192,7 +190,7 @@ def latency_of(latencies_s: Sequence[float]) -> Latency:
 
 
 def keep_objective(device: str, workload: str, budgets: Sequence[int], num_requests: int, seed: int) -> dict[str, Any]:
-    """One row: ``budget=slo`` against the best of the fixed ``budgets``."""
+    """Return a row: ``budget=slo`` against the best of the fixed ``budgets``."""
     options = SimulationOptions(
         **DEVICES[device], **SLO_WORKLOADS[workload], num_requests=num_requests, noise=NOISE, seed=seed
     )
@@ -225,7 +223,7 @@ def keep_objective(device: str, workload: str, budgets: Sequence[int], num_reque
 
 
 class WatchedScheduler:
-    """The core, and what each tenant has had after each step."""
+    """The core, with each tenant's service after each step."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
         self._core = Scheduler(limits, capacity)
@@ -241,7 +239,7 @@ class WatchedScheduler:
         return getattr(self._core, name)
 
     def add_request(self, new: NewRequestEvent, now: float) -> None:
-        """Note whose it is."""
+        """Record the request's tenant."""
         self._core.add_request(new, now)
         if new.tenant not in self.tenants:
             self.tenants.append(new.tenant)
@@ -252,7 +250,7 @@ class WatchedScheduler:
         self._num_waiting[self._place[new.origin.handle]] += 1
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:
-        """Add up what the step gave to whom."""
+        """Add up the service of each tenant."""
         events = self._core.update(output, now)
         for event in events.admitted:
             place = self._place[event.origin.handle]
@@ -269,7 +267,7 @@ class WatchedScheduler:
 
 
 class Seen(Exception):  # noqa: N818 - it names why a run is over
-    """What is to be measured has happened; what still waits does not matter."""
+    """The measured part is over; the rest does not matter."""
 
 
 def run_requests(
@@ -281,7 +279,7 @@ def run_requests(
     *,
     is_over: Callable[[float], bool] | None = None,
 ) -> RunCollector:
-    """Run ``scheduler`` on the world's device until all requests have ended, or it ``is_over``, asked after each step."""
+    """Run ``scheduler`` on the world's device until all requests have ended or ``is_over``, checked after each step."""
     device = VirtualDevice(
         world.roofline,
         scheduler.capacity,
@@ -310,7 +308,7 @@ def capacity_for(world: World, limits: SchedulerLimits) -> ExecutorCapacity:
 
 
 def served_rate(world: World, limits: SchedulerLimits, requests: Sequence[PlannedRequest], seed: int) -> float:
-    """Requests per second with more users than can be served at once."""
+    """Return requests per second with more users than can be served at once."""
     scheduler = scheduler_for(world, limits)
     users = max(SATURATING_USERS, limits.max_num_seqs // 2)
     measurement = run_requests(world, scheduler, ClosedArrivals(requests, users, 0.0), len(requests), seed)
@@ -323,7 +321,7 @@ Timed = list[tuple[float, PlannedRequest]]
 def open_run(
     world: World, limits: SchedulerLimits, timed: Timed, seed: int, *, tenant: str
 ) -> tuple[RunCollector, Scheduler]:
-    """Requests at given times, numbered anew, until the last has arrived and those of ``tenant`` have ended."""
+    """Send requests at given times until the last has arrived and those of ``tenant`` have ended."""
     requests = [msgspec.structs.replace(request, number=number) for number, (_, request) in enumerate(timed)]
     scheduler = scheduler_for(world, limits)
     arrivals = OpenArrivals(requests, [time_s for time_s, _ in timed])
@@ -342,7 +340,7 @@ def first_tokens(measurement: RunCollector, *, tenant: str) -> Latency:
 
 
 def overload_by_class(setup: Setup, num_requests: int, seed: int, **limits: Any) -> dict[str, Any]:
-    """One row: REALTIME among three times what can be served, and alone."""
+    """Return a row: REALTIME among three times what can be served, and alone."""
     world = setup.world(seed)
     settings = msgspec.structs.replace(setup.scheduler_limits("priority"), **limits)
     requests = setup.draw(world, parse_tenants(CLASSES), num_requests, seed)
@@ -373,7 +371,7 @@ def overload_by_class(setup: Setup, num_requests: int, seed: int, **limits: Any)
 
 
 def modest_beside_flood(setup: Setup, num_modest: int, seed: int, order: str = "fair") -> dict[str, Any]:
-    """One row: a modest tenant beside one that floods, and alone."""
+    """Return a row: a modest tenant beside one that floods, and alone."""
     world = setup.world(seed)
     limits = setup.scheduler_limits(order)
     flood, modest = (Tenant(name=name, share=1.0) for name in ("flood", "modest"))
@@ -407,7 +405,7 @@ def _timed(requests: Sequence[PlannedRequest], rate: float, seed: int, stream: i
 def both_backlogged(
     setup: Setup, weights: dict[str, float], num_requests: int, seed: int, order: str = "fair"
 ) -> dict[str, Any]:
-    """One row: two tenants that always wait, the first of which sends four times as much."""
+    """Return a row: two tenants that always wait; the first sends four times as much."""
     world = setup.world(seed)
     limits = msgspec.structs.replace(setup.scheduler_limits(order), tenant_weights=weights)
     tenants = (Tenant(name="flood", share=4.0), Tenant(name="other", share=1.0))
@@ -436,7 +434,9 @@ def both_backlogged(
 
 
 def _difference(scheduler: WatchedScheduler) -> tuple[float, dict[str, float]]:
-    """The largest over any interval in which both wait, and what each had had when one did not any more."""
+    """Return the largest difference over any interval in which both wait, and the service of both until one stops
+    waiting.
+    """
     least = most = 0.0
     shares = [0.0, 0.0]
     for service, waits in scheduler.history:
@@ -458,8 +458,6 @@ def show(title: str, rows: list[dict[str, Any]], line: Callable[[dict[str, Any]]
 
 
 def run_all(*, scale: float, seed: int) -> dict[str, Any]:
-    """Everything; ``scale`` multiplies the numbers of requests."""
-
     def count(number: int) -> int:
         return max(int(number * scale), 40)
 

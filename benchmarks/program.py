@@ -56,7 +56,7 @@ def _hardware() -> dict[str, object]:
 
 
 def _processor() -> str:
-    """The processor's name and the vector extensions that decide how fast it multiplies."""
+    """Return the processor's name, and the vector extensions that matter for products."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -69,7 +69,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit measured, marked when the tree differs from it."""
+    """Return the measured commit, marked if the tree differs from it."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607 (whichever git is there)
         cwd=Path(__file__).parent,

@@ -1,10 +1,10 @@
-"""What a prompt costs on this CPU: alone, with log probabilities of its own tokens, and many times at once.
+"""The cost of a prompt on this CPU: alone, with log probabilities of its own tokens, and many times at once.
 
-Owns: one real scheduler, batch state and torch backend with two steps in flight, the cases, the table and the result file.
-Must not know: what the scheduler decides, or anything of the backend beyond its protocol.
+Owns: one real scheduler, batch state and torch backend with two steps in flight, the cases, the table and the result
+file. Must not know: what the scheduler decides, or anything of the backend beyond its protocol.
 
-Every case begins with an empty prefix cache and lasts until each of its requests has its first token. The cases take turns,
-``--rounds`` times, and each tells its median; ratios are to one request alone. Left out: the links, the gateway, and decodes.
+Every case begins with an empty prefix cache and ends when each of its requests has its first token. The cases take
+turns, ``--rounds`` times, and medians count; ratios are to one request alone. Links, gateway and decodes are left out.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds until everybody had a first token, and the prompt tokens that were computed."""
+    """Seconds until every request had a first token, and the prompt tokens that were computed."""
 
     seconds: float
     num_computed_tokens: int
@@ -121,7 +121,7 @@ def _output(diff: SchedulerOutput, digest: int | None, result: StepResult) -> Ex
 
 
 def measure(model: Path, load: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Every case by name; a round before the first warms up."""
+    """Return every case by name; a round before the first warms up."""
     many = load.requests
     cases = {
         "one": Case(),
@@ -152,7 +152,6 @@ def measure(model: Path, load: argparse.Namespace) -> dict[str, dict[str, float]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure, print and store."""
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--prompt", type=count, default=1000, help="tokens of the prompt (default: 1000)")
     parser.add_argument("--requests", type=count, default=8, help="how many at once (default: 8)")

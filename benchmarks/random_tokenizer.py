@@ -1,9 +1,8 @@
-"""A byte-level BPE tokenizer of any width, drawn from a seed: for benchmarks that need a wide vocabulary and no download.
+"""A byte-level BPE tokenizer of any width, drawn from a seed, for benchmarks that need a wide vocabulary and no
+download.
 
-Owns: which tokens it has. Must not know: what is measured with it.
-
-Every token but the bytes is another and one character more, drawn by how frequent letters are in English, so it looks like
-words and beginnings of words, with a share of digits and punctuation as in code.
+Owns: its tokens. Must not know: what is measured with it. Every token but the bytes is another token and one character,
+drawn by the frequency of English letters, with digits and punctuation as in code.
 """
 
 import json
@@ -19,7 +18,7 @@ _LONGEST = 12
 
 
 def random_tokenizer(vocab_size: int, seed: int) -> str:
-    """The text of a tokenizer.json with ``vocab_size`` tokens, of which the first ends a text."""
+    """Return a tokenizer.json with ``vocab_size`` tokens, of which the first ends a text."""
     draw = random.Random(seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [END_TOKEN, *alphabet]

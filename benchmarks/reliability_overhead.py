@@ -74,17 +74,16 @@ def free_port() -> int:
 
 
 class NoChecksum:
-    """In place of ``zlib`` in the framing: every checksum is 0, and right."""
+    """A replacement for ``zlib`` in the framing: every checksum is 0, and right."""
 
     @staticmethod
     def crc32(data: object, value: int = 0) -> int:
-        """The checksum of anything."""
+        """Return 0."""
         del data, value
         return 0
 
 
 def no_events(*_: object) -> list[Any]:
-    """In place of a look at the clock."""
     return []
 
 
@@ -99,7 +98,6 @@ def hold_without_bounds(
     logprobs: tuple[Any, ...] = (),
     finished: tuple[Any, ...] = (),
 ) -> None:
-    """``GatewayLink.hold`` that counts nothing."""
     if columns is not None and len(columns[0]):
         link._columns.append(columns)  # noqa: SLF001 (the method without a part of it)
     link._admitted += admitted  # noqa: SLF001
@@ -127,7 +125,7 @@ PARTS: dict[str, tuple[tuple[object, str, object], ...]] = {
 
 @contextlib.contextmanager
 def without(*parts: str) -> Iterator[None]:
-    """Our own code, with these parts of it left out."""
+    """Return the product's code without these parts."""
     with contextlib.ExitStack() as stack:
         for part in parts:
             for owner, name, substitute in PARTS[part]:
@@ -178,7 +176,7 @@ class EngineBench:
             self.beat()
 
     def _answer(self) -> bytes:
-        """Untimed: what an executor would say to the oldest step in flight, and what a gateway acknowledges."""
+        """Answer the oldest step in flight, and acknowledge as a gateway; untimed."""
         core = self.engine.core
         assert core is not None
         oldest = core._epoch.in_flight[0]  # noqa: SLF001 (the benchmark plays the executor)
@@ -194,11 +192,11 @@ class EngineBench:
         return self.executor.encode(output)
 
     def sampled_tokens(self, count: int) -> Sequence[int]:
-        """What the model draws."""
+        """Return the model's tokens."""
         return [7] * count
 
     def beat(self) -> float:
-        """One answer in, the next step and the gateway's message out: microseconds."""
+        """Return microseconds for one answer in, and the next step and the gateway's message out."""
         frame = self._answer()
         self.now += BEAT_S
         started = time.perf_counter_ns()
@@ -230,14 +228,13 @@ def measure_steps(num_running: int, steps: int, rounds: int, seed: int) -> dict[
 
 
 def link_addresses(kind: str, directory: Path) -> tuple[str, str]:
-    """For the step link and the ingress link."""
     if kind == "ipc":
         return f"ipc://{directory}/step", f"ipc://{directory}/ingress"
     return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
 
 
 def echo(address: str, keys: str, answer_bytes: int) -> None:
-    """An executor that answers every frame with as many bytes as its tokens would take; ends with an empty frame."""
+    """Answer every frame with as many bytes as its tokens would take; an empty frame ends it."""
     channel = SchedulerChannel(address, keys)
     answer = bytes(answer_bytes)
     for _ in range(200):  # sends are dropped while there is no peer
@@ -254,7 +251,7 @@ def echo(address: str, keys: str, answer_bytes: int) -> None:
 
 
 def round_trips(kind: str, directory: Path, num_running: int, count: int) -> float:
-    """The median of ``count`` steps there and answers back."""
+    """Return the median of ``count`` steps there and answers back."""
     step_address, ingress_address = link_addresses(kind, directory)
     keys = directory / "keys" if kind == "tcp+curve" else None
     transport = Transport(step_address, ingress_address, str(keys / "scheduler") if keys else "")
@@ -294,7 +291,7 @@ def measure_links(directory: Path, num_running: int, count: int, rounds: int) ->
 
 
 class ChainSpeed(NamedTuple):
-    """Of one run: the wall clock's and the processors' view, the client left out of the second."""
+    """One run by the wall clock and by the processors, the latter without the client."""
 
     tokens_per_s: float
     cpu_us_per_token: float
@@ -345,7 +342,7 @@ def measure_chain(directory: Path, streams: int, tokens: int, step_us: float, ro
 
 
 def percent(with_it: float, without: float) -> float:
-    """How much more; 0 where a run was too short for the clock of the processors."""
+    """Return the difference in percent; 0 if the processors' clock was too coarse."""
     return round((with_it / without - 1) * 100, 1) if without else 0.0
 
 

@@ -114,7 +114,7 @@ class Bench:
             self.core.add_request(self.new_request(max_tokens=2000), now=self.now)
 
     def new_request(self, max_tokens: int) -> NewRequestEvent:
-        """A request as it comes off the wire."""
+        """Return a request as it comes off the wire."""
         number = self.num_arrived
         self.num_arrived += 1
         extra = 0 if self.aligned else number % BLOCK_SIZE
@@ -130,7 +130,7 @@ class Bench:
         )
 
     def schedule(self) -> bytes | None:
-        """One step out, as a frame; and, untimed by the caller, the answer that an executor would give."""
+        """Send one step as a frame, and prepare the executor's answer, untimed."""
         output = self.core.schedule(self.now)
         return None if output is None else self.step_writer.encode(output)
 
@@ -148,7 +148,7 @@ class Bench:
         )
 
     def update(self, frame: bytes) -> StepEvents:
-        """Take one answer in."""
+        """Process one answer."""
         body = self.reader.decode(frame).body
         assert isinstance(body, step.ExecutorOutput)
         self.now += STEP_S
@@ -166,14 +166,14 @@ class Bench:
             self.untimed_step()
 
     def untimed_step(self) -> None:
-        """One step and the oldest answer, without a clock."""
+        """Run one step and the oldest answer, without a clock."""
         if self.schedule() is not None:
             self.in_flight.append(self.answer())
         if len(self.in_flight) == self.core.limits.max_steps_in_flight or not self.core.num_running:
             self.update(self.in_flight.popleft())
 
     def timed_step(self, arrivals: list[NewRequestEvent]) -> float:
-        """Microseconds for one arrival batch, schedule, encode, decode, update."""
+        """Return microseconds for one arrival batch, schedule, encode, decode, update."""
         clock = time.perf_counter_ns
         start = clock()
         for new in arrivals:
@@ -246,7 +246,7 @@ def churn(
 def waiting(
     order: str, num_running: int, num_waiting: int, depth: int, seed: int
 ) -> dict[str, dict[str, float] | None]:
-    """What single events cost with ``num_waiting`` requests in the queue; None where there is nobody to cancel."""
+    """Return the cost of single events with ``num_waiting`` requests in the queue; None without a request to cancel."""
     bench = Bench(num_running, depth, seed, policies={**POLICIES["everything"], "order": order})
     bench.settle()
     running = [request.new.origin for request in bench.core.requests()]
@@ -267,7 +267,7 @@ def waiting(
 
 
 def profiled(num_running: int, steps: int, depth: int, seed: int) -> str:
-    """Where the time goes with every policy: all-decode steps, then churn. The profiler's own cost is in the figures."""
+    """Profile all-decode steps, then churn, with every policy. The profiler's own cost is in the figures."""
     text = io.StringIO()
     for title in ("all-decode", "churn"):
         profile = cProfile.Profile()
@@ -281,19 +281,17 @@ def profiled(num_running: int, steps: int, depth: int, seed: int) -> str:
 
 
 def quickest(rounds: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The round with the lowest median."""
     return min(rounds, key=lambda figures_of_round: figures_of_round["median_us"])
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Microseconds for a call."""
+    """Return microseconds for a call."""
     start = time.perf_counter_ns()
     work()
     return (time.perf_counter_ns() - start) / 1e3
 
 
 def num_leaving(num_running: int) -> int:
-    """Requests that are replaced in each step of the churn."""
     return max(1, round(num_running * CHURN_SHARE))
 
 
@@ -316,7 +314,7 @@ def run_peer(command: str) -> dict[str, dict[str, float]]:
 def measured(
     name: str, policies: dict[str, Any], size: int, peer: dict[str, dict[str, float]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row of the table, which it prints."""
+    """Print and return one row of the table."""
     steps, depth, seed = arguments.steps, arguments.depth, arguments.seed
     decode = quickest(
         all_decode(size, steps, depth, seed, aligned=arguments.aligned, policies=policies)

@@ -1,6 +1,6 @@
 """``headway serve`` for a benchmark, as a user would start it.
 
-Owns: starting it on a free port of this machine, waiting until it serves, and ending it. Must not know: what is measured.
+Owns: starting it on a free port, waiting until it serves, and ending it. Must not know: what is measured.
 """
 
 import os
@@ -24,7 +24,7 @@ _STOP_S = 60.0
 
 @contextmanager
 def served(*flags: str) -> Iterator[str]:
-    """Serve with these flags; the value is the gateway's address. A benchmark that is told to end takes its server along."""
+    """Serve with these flags; yield the gateway's address. SIGTERM ends the server with the benchmark."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     command = [
@@ -48,7 +48,7 @@ def served(*flags: str) -> Iterator[str]:
 
 
 def write_random_model(directory: Path, seed: int, shape: Mapping[str, object]) -> None:
-    """A checkpoint of random weights in this shape, with the demo model's tokenizer for the gateway."""
+    """Write a checkpoint of random weights in this shape, with the demo model's tokenizer."""
     write_checkpoint(directory, seed, dict(shape))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)

@@ -58,7 +58,7 @@ CHAT, LONG = 0, 1
 
 @dataclass
 class Run:
-    """What one run showed; times in seconds since its start."""
+    """The figures of one run; times in seconds since its start."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """When a token of a chat came, and how long after the one before."""
@@ -152,7 +152,6 @@ class ClosedLoop:
 
 @contextmanager
 def loop(model: Path, load: argparse.Namespace, **limits: Any) -> Iterator[ClosedLoop]:
-    """A fresh scheduler and a fresh backend."""
     config = BackendConfig(
         model=str(model),
         max_model_len=min(MAX_MODEL_LEN, load.long + 64),
@@ -182,7 +181,7 @@ def spread(gaps_s: list[float]) -> dict[str, float]:
 
 
 def figures(runs: list[Run], load: argparse.Namespace) -> dict[str, Any]:
-    """Over all rounds, the warm-up left out."""
+    """Return the figures over all rounds, without the warm-up."""
     gaps = [gap for run in runs for when, gap in run.gaps if when >= load.warm_up]
     first_gaps = [gap for run in runs for when, gap in run.gaps if when < load.warm_up]
     seconds = len(runs) * (load.seconds - load.warm_up)

@@ -43,7 +43,7 @@ Way = Callable[[int, int], Awaitable[list[float]]]
 
 
 class Ways:
-    """The three ways to the same tokens."""
+    """Three ways to the same tokens."""
 
     def __init__(self, channel: grpc.aio.Channel, session: aiohttp.ClientSession, url: str) -> None:
         self._native = api_grpc.GenerationStub(channel)
@@ -53,7 +53,7 @@ class Ways:
         self._prompt_ids = load_text_model(DEMO_MODEL).encode(PROMPT)
 
     def by_name(self) -> dict[str, Way]:
-        """The ways in the order of what they add."""
+        """Return the ways in the order of what they add."""
         return {"native": self.native, "vllm_engine": self.vllm_engine, "openai_through_smg": self.openai_through_smg}
 
     async def native(self, tokens: int, seed: int) -> list[float]:
@@ -78,7 +78,7 @@ class Ways:
         return arrivals
 
     async def openai_through_smg(self, tokens: int, seed: int) -> list[float]:
-        """``/v1/completions`` of smg, read line by line without a client library. Some tokens bring no text and no event."""
+        """``/v1/completions`` of smg, read line by line. Some tokens bring no text and no event."""
         body = {
             "model": DEMO_MODEL.name,
             "prompt": PROMPT,
@@ -129,7 +129,7 @@ def running_smg(
 
 
 async def throughput(way: Way, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
-    """One round: ``streams`` at once. Processor time is in microseconds per token."""
+    """Return a round of ``streams`` at once. Processor time is in microseconds per token."""
     before, started = chain.cpu_seconds(), time.perf_counter()
     await asyncio.gather(*(way(tokens, seed) for seed in range(streams)))
     wall_s = time.perf_counter() - started
@@ -139,7 +139,7 @@ async def throughput(way: Way, chain: Chain, streams: int, tokens: int) -> dict[
 
 
 async def latencies(way: Way, requests: int, tokens: int) -> dict[str, float]:
-    """One stream at a time: medians over requests."""
+    """Return medians over requests, one stream at a time."""
     firsts, gaps = [], []
     for seed in range(requests):
         started = time.perf_counter()
@@ -151,7 +151,6 @@ async def latencies(way: Way, requests: int, tokens: int) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def connected(address: str, url: str) -> AsyncIterator[Ways]:
-    """Open a channel to the gateway and a session with smg."""
     connector = aiohttp.TCPConnector(limit=0)
     async with grpc.aio.insecure_channel(address) as channel, aiohttp.ClientSession(connector=connector) as session:
         yield Ways(channel, session, url)
@@ -159,7 +158,6 @@ async def connected(address: str, url: str) -> AsyncIterator[Ways]:
 
 @contextlib.asynccontextmanager
 async def serving(step_us: float, streams: int) -> AsyncIterator[tuple[Ways, Chain]]:
-    """Start everything; end it again."""
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     with (
         tempfile.TemporaryDirectory(prefix="hw") as directory,
@@ -189,7 +187,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """Make the results readable; ratios are to the native stream."""
     base = rows["native"]
     lines = [
         f"{'way':<20}{'tokens/s':>10}{'ratio':>7}{'TTFT ms':>9}{'added':>7}{'ITL ms':>8}{'gateway us':>12}{'smg us':>8}"
@@ -204,7 +201,6 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print and store."""
     parser = parser_of(__doc__)
     parser.add_argument("--streams", type=count, default=64, help="streams at a time (default: 64)")
     parser.add_argument("--tokens", type=count, default=128, help="tokens of each (default: 128)")

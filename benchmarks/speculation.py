@@ -50,19 +50,19 @@ def random_prompts(rng: np.random.Generator, count: int, vocab_size: int) -> Pro
 
 
 def repetitive_prompts(rng: np.random.Generator, count: int, vocab_size: int) -> Prompts:
-    """A passage of 25 tokens, four times."""
+    """Return a passage of 25 tokens, four times."""
     return [rng.integers(3, vocab_size, size=25).tolist() * 4 for _ in range(count)]
 
 
 def passages(count: int) -> Prompts:
-    """Paragraphs that the demo model has not seen, cut at 100 tokens."""
+    """Return paragraphs that the demo model has not seen, cut at 100 tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     paragraphs = (DEMO_MODEL / "held_out.txt").read_text().split("\n\n")
     return [tokenizer.encode(text).ids[:100] for text in paragraphs if len(text) > 60][:count]
 
 
 def exactness(engine: SpeculativeEngine, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Whether the outputs of many prompts are equal, greedy and at temperature 1."""
+    """Return whether the outputs of many prompts are equal, greedy and at temperature 1."""
     rng = np.random.default_rng(arguments.seed)
     prompts = random_prompts(rng, arguments.prompts // 2, 4096)
     prompts += repetitive_prompts(rng, arguments.prompts - len(prompts), 4096)
@@ -87,7 +87,7 @@ def tokens_proposed(engine: SpeculativeEngine) -> tuple[int, int]:
 def compare(
     engine: SpeculativeEngine, prompts: Prompts, batch: int, sampling: Sampling, num_output: int, num_rounds: int
 ) -> dict[str, object]:
-    """How many times faster ``prompts`` are answered with speculation, ``batch`` at once: the median of the rounds."""
+    """Return the speed-up for ``prompts`` with speculation, ``batch`` at once: the median of the rounds."""
     ratios = []
     groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
 
@@ -127,7 +127,7 @@ def speeds(
     num_output: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, object]]:
-    """One proposer on both loads with one model."""
+    """Measure one proposer on both loads with one model."""
     engine = SpeculativeEngine(config)
     cases: list[tuple[str, Prompts, int, Sampling]] = [
         ("repetitive", repetitive[: arguments.alone], 1, greedy),

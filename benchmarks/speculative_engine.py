@@ -32,10 +32,10 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class AlwaysSpeculate(SpeculationPolicy):
-    """Whether it pays or not, as far ahead as may be."""
+    """Speculates as far as possible, even if it does not pay."""
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
-        """Always."""
+        """Return True."""
         del step, num_rows
         return True
 
@@ -46,18 +46,17 @@ class AlwaysSpeculate(SpeculationPolicy):
         step: int,
         objective_s: float | None,
     ) -> list[int]:
-        """As many as may be."""
+        """Return the most."""
         del decoding, step, objective_s
         return [self.max_tokens] * len(candidates)
 
     def learn(self, record: SpeculationRecord, num_computed_tokens: int, **counts: int) -> None:
-        """Nothing."""
+        """Learn nothing."""
 
 
 class SpeculativeEngine:
-    """One loaded model; a scheduler that lets it speculate and one that does not take turns.
-
-    ``always``: it speculates whether it pays or not.
+    """One loaded model under two schedulers that take turns; one speculates. With ``always`` it does so even if it does
+    not pay.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class SpeculativeEngine:
         sampling: Callable[[int], SamplingParams] = lambda _: GREEDY,
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> list[list[int]]:
-        """The outputs of all ``prompts``, admitted together, of ``num_output`` tokens at most each."""
+        """Return the outputs of all ``prompts``, admitted together, of at most ``num_output`` tokens each."""
         core = self._cores[speculates]
         self._epoch += 1
         self._state.begin_epoch()
@@ -155,7 +154,7 @@ class SpeculativeEngine:
 
 
 def write_first_layers(model: Path, directory: Path, num_layers: int) -> Path:
-    """A checkpoint of the first layers of ``model`` in ``directory``; return that."""
+    """Write a checkpoint of the first layers of ``model`` to ``directory``; return that."""
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))

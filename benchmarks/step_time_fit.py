@@ -73,7 +73,7 @@ FLOAT32_BYTES = 4
 
 
 class StepShape(NamedTuple):
-    """A step: ``num_decodes`` rows of one token behind ``context`` others, and a chunk of a prompt behind ``before``."""
+    """A step: ``num_decodes`` rows of one token after ``context`` others, and a chunk of a prompt after ``before``."""
 
     num_decodes: int
     context: int
@@ -82,7 +82,7 @@ class StepShape(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Tokens to run and tokens computed, of each row."""
+        """Return the tokens to run and the computed tokens of each row."""
         return [(1, self.context)] * self.num_decodes + [(self.chunk, self.before)] * bool(self.chunk)
 
 
@@ -95,7 +95,7 @@ class MeasuredStep(NamedTuple):
 
 
 class StepRunner:
-    """Runs steps of any shape on an open backend. The cache holds whatever it holds: only the time matters."""
+    """Runs steps of any shape on an open backend. The cache has any content, because only time matters."""
 
     def __init__(self, config: BackendConfig, vocab_size: int, seed: int) -> None:
         self._backend = TorchBackend()
@@ -108,7 +108,7 @@ class StepRunner:
         self._step = 0
 
     def seconds(self, shape: StepShape, repetitions: int) -> list[float]:
-        """The times of ``repetitions`` runs of the same step, after one that does not count."""
+        """Return the times of ``repetitions`` runs of the same step, after one that does not count."""
         rows = shape.rows
         numbers = np.arange(len(rows), dtype=np.int32)
         scheduled, computed = np.array(rows, dtype=np.int32).T
@@ -129,7 +129,7 @@ class StepRunner:
         return [self._execute(numbers, scheduled, computed) for _ in range(repetitions + 1)][1:]
 
     def _give_blocks(self, rows: Sequence[tuple[int, int]]) -> Int32Array:
-        """Blocks from all over the pool, as after a while of serving; column group (row, block)."""
+        """Give blocks from all over the pool, as after a while of serving; columns (row, block)."""
         free = iter(self._rng.permutation(self._info.num_blocks).tolist())
         pairs = []
         for number, (tokens, before) in enumerate(rows):
@@ -166,7 +166,7 @@ class StepRunner:
 
 
 def step_shapes(decodes: Sequence[int], contexts: Sequence[int], chunks: Sequence[int]) -> list[StepShape]:
-    """Decodes by context, chunks by what is before them, and a few decodes beside chunks."""
+    """Return decodes by context, chunks by the tokens before them, and a few decodes beside chunks."""
     alone = [StepShape(count, context, 0, 0) for count, context in itertools.product(decodes, contexts)]
     befores = (0, *contexts[1:])
     prompts = [StepShape(0, 0, chunk, before) for chunk, before in itertools.product(chunks, befores)]
@@ -185,7 +185,7 @@ def measure(runner: StepRunner, shapes: Sequence[StepShape], arguments: argparse
 
 
 def shape_of(name: str, model: ModelConfig) -> ModelShape:
-    """The model as the simulator describes one."""
+    """Return the model as the simulator describes one."""
     return ModelShape(
         name=name,
         num_layers=model.num_layers,
@@ -244,7 +244,7 @@ def predicted_s(accelerator: Accelerator, model: ModelShape, shape: StepShape) -
 def log_errors(
     parameters: NDArray[np.float64], model: ModelShape, steps: Sequence[MeasuredStep]
 ) -> NDArray[np.float64]:
-    """The logarithm of predicted over measured time, shape ``[steps]``."""
+    """Return the logarithm of predicted over measured time, shape ``[steps]``."""
     accelerator = accelerator_of(parameters)
     return np.array([math.log(predicted_s(accelerator, model, step.shape) / step.seconds) for step in steps])
 
@@ -252,7 +252,7 @@ def log_errors(
 def least_squares(
     errors: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64], rounds: int = 200
 ) -> NDArray[np.float64]:
-    """The parameters that make the sum of squared errors smallest, from ``start``, inside ``BOUNDS``.
+    """Return the parameters with the least sum of squared errors inside ``BOUNDS``, from ``start``.
 
     Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963; numerical derivatives.
     """
@@ -282,7 +282,7 @@ def least_squares(
 def run_ratio(
     directory: Path, model: ModelShape, accelerator: Accelerator, arguments: argparse.Namespace
 ) -> dict[str, object]:
-    """A whole run, measured (the lower quartile of several) and simulated, in seconds."""
+    """Return a whole run, measured (the lower quartile of several) and simulated, in seconds."""
     num_requests, num_prompt, num_output = (int(part) for part in arguments.run.split(","))
     config = BackendConfig(
         model=str(directory),
@@ -331,7 +331,7 @@ def run_ratio(
 
 
 def error_summary(errors: NDArray[np.float64]) -> dict[str, float]:
-    """Median, 90th percentile and largest of the relative errors, sign left out."""
+    """Return median, 90th percentile and largest of the relative errors, without sign."""
     relative = np.abs(np.expm1(errors))
     median, p90 = np.percentile(relative, (50, 90)).tolist()
     return {"median": round(median, 4), "p90": round(p90, 4), "max": round(float(relative.max()), 4)}
@@ -353,7 +353,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(directory: Path, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure, fit, and return the record that is stored; it is also a device for ``--hardware-file``."""
+    """Measure, fit, and return the record, which is also a device for ``--hardware-file``."""
     decodes, contexts, chunks = (
         [int(part) for part in text.split(",")] for text in (arguments.decodes, arguments.contexts, arguments.chunks)
     )

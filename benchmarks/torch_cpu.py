@@ -71,7 +71,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class Speed:
-    """What one concurrency gave; rates in tokens per second."""
+    """The rates of one concurrency in tokens per second."""
 
     concurrency: int
     output_rate: float
@@ -111,7 +111,7 @@ class OfflineEngine:
         self._num_requests = 0
 
     def seconds(self, prompts: list[list[int]], num_output: int) -> float:
-        """Wall time to run all ``prompts``, admitted together, to ``num_output`` greedy tokens each."""
+        """Return the wall time to run all ``prompts``, admitted together, to ``num_output`` greedy tokens each."""
         started = time.perf_counter()
         for prompt in prompts:
             self._num_requests += 1
@@ -146,7 +146,7 @@ class OfflineEngine:
 
 
 def write_checkpoint(directory: Path, seed: int, shape: dict[str, object] | None = None) -> None:
-    """A random checkpoint, of the 135M shape unless another is given."""
+    """Write a random checkpoint, of the 135M shape by default."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape or SHAPE_135M, indent=1))
     torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def write_checkpoint(directory: Path, seed: int, shape: dict[str, object] | None
 def measure(
     engine: OfflineEngine, model: ModelConfig, concurrency: int, arguments: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
-    """Seconds of ``--repetitions`` full runs and of as many prefill-only runs."""
+    """Return the seconds of ``--repetitions`` full runs and of as many prefill-only runs."""
     draw = random.Random(arguments.seed)
 
     def prompts() -> list[list[int]]:
@@ -175,7 +175,6 @@ def measure(
 def speed_of(
     concurrency: int, full: list[float], prefill: list[float], floor_ms: float, arguments: argparse.Namespace
 ) -> Speed:
-    """Medians of the repetitions of one concurrency."""
     seconds, prefill_seconds = statistics.median(full), statistics.median(prefill)
     return Speed(
         concurrency=concurrency,
@@ -189,7 +188,7 @@ def speed_of(
 
 
 def machine_limits() -> Limits:
-    """Best of several: reading 1 GB, and large float32 and int8 products (torch's or the CPU kernels', the quicker)."""
+    """Return the best of several: reading 1 GB, and large float32 and int8 products (torch's or the CPU kernels')."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     big = torch.ones(1 << 28)
     square = torch.randn(2048, 2048)
@@ -210,7 +209,6 @@ def machine_limits() -> Limits:
 
 
 def best_seconds(work: object, repetitions: int = 8) -> float:
-    """The shortest of several calls, in seconds."""
     assert callable(work)
     times = []
     for _ in range(repetitions):
@@ -221,7 +219,7 @@ def best_seconds(work: object, repetitions: int = 8) -> float:
 
 
 def floor_ms(model: ModelConfig, width: int, concurrency: int, limits: Limits) -> float:
-    """The least a decode step can take: weights of ``width`` bytes read once, or the products, if they take longer."""
+    """Return a decode step's least time: weights of ``width`` bytes read once, or the products, if longer."""
     weights = sum(
         int(np.prod(shape))
         for name, shape in expected_tensors(model).items()
@@ -233,7 +231,7 @@ def floor_ms(model: ModelConfig, width: int, concurrency: int, limits: Limits) -
 
 
 def weight_bytes(directory: Path, quantization: str) -> int:
-    """Bytes of one weight as the CPU kernels hold it."""
+    """Return the bytes of one weight in the CPU kernels."""
     if quantization == "int8":
         return 1
     with Checkpoint(directory) as checkpoint:
@@ -241,7 +239,7 @@ def weight_bytes(directory: Path, quantization: str) -> int:
 
 
 def startup_seconds(model: Path, quantization: str) -> float:
-    """From starting a Python process to a backend that is open and has run a step."""
+    """Return the time from starting Python to a backend that has run a step."""
     started = time.perf_counter()
     command = [sys.executable, __file__, "--model", str(model), "--quantization", quantization, "--only-open"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -312,7 +310,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure everything and return the record that is stored."""
     model = read_model_config(model_directory)
     quantizations = arguments.quantization.split(",")
     sizes = arguments.concurrency
@@ -355,7 +352,7 @@ def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, objec
 
 
 def report(quantization: str, speed: Speed, peer_rates: list[float]) -> dict[str, object]:
-    """One row of the result, printed as a line of the table."""
+    """Return one row of the result, and print it."""
     ratio = round(speed.output_rate / statistics.median(peer_rates), 2) if peer_rates else None
     print(
         f"{quantization:>5} {speed.concurrency:>4} {speed.output_rate:>9} {speed.best_output_rate:>9} "

@@ -78,7 +78,7 @@ class HostStep:
         self._launch_nothing()
 
     def admit(self) -> None:
-        """Give every row a prompt, whose blocks begin at different offsets, as they would by chance."""
+        """Give every row a prompt, whose blocks begin at random offsets."""
         requests = tuple(
             NewRequest(
                 row=row,
@@ -102,7 +102,7 @@ class HostStep:
         self.seconds(self._writer.encode(output))
 
     def message(self, step: int) -> bytes:
-        """The scheduler's message of a decode step."""
+        """Return the scheduler's message of a decode step."""
         # Row r has CONTEXT - r % BLOCK_SIZE + step - 1 computed tokens: it needs a block when that is a multiple.
         rows = np.arange(self._num_rows, dtype=np.int32)
         crossing = rows[(CONTEXT - rows % BLOCK_SIZE + step - 1) % BLOCK_SIZE == 0]
@@ -112,7 +112,7 @@ class HostStep:
         )
 
     def seconds(self, message: bytes) -> float:
-        """The time from a message to its answer."""
+        """Return the time from a message to its answer."""
         started = time.perf_counter()
         frame = self._reader.decode(message)
         assert isinstance(frame.body, SchedulerOutput)
@@ -130,7 +130,7 @@ class HostStep:
         return found
 
     def _launch_nothing(self) -> None:
-        """Replace what is launched, which the interpreter would run, by nothing."""
+        """Replace all launches, which the interpreter would run, by nothing."""
 
         def nothing(*arguments: object, **named: object) -> None:
             del arguments, named
@@ -144,7 +144,7 @@ class HostStep:
 
 
 def measure(num_rows: int, num_steps: int) -> dict[str, float]:
-    """Microseconds of a step."""
+    """Return microseconds of a step."""
     host = HostStep(num_rows)
     host.admit()
     times = [host.seconds(host.message(step)) for step in range(1, 1 + num_steps + NUM_WARM_UPS)][NUM_WARM_UPS:]
