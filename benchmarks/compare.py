@@ -1,25 +1,19 @@
-"""The published comparison of batching policies, measured: a real model on this machine's CPU, one load, every policy.
+"""The published comparison of batching policies, measured with a real model on this machine's CPU.
 
     python benchmarks/compare.py
     python benchmarks/compare.py --url http://127.0.0.1:8000/v1 --peer-name "vLLM 0.32"
 
-Owns: which settings stand for each published case, the load, the table, the picture and the result file. Must not know: how a
-load is sent or measured; that is ``headway bench``, which drives a peer in the same way.
+Owns: the settings of each case, the load, the table, the picture and the result file. Must not know: how a load is sent
+or measured; ``headway bench`` does that, for a peer too.
 
-**The load** is that of ``headway simulate --compare`` (``headway_lab.simulate.comparison`` says why those lengths), so that the
-same requests can be looked at in both: as many users as ``--users``, each of whom sends the next request when the last is
-answered. That saturates the machine: there is always more to do than fits a step. Prompts are 40 tokens in the median and
-2,000 at most, several times what one of the smaller chunks takes, so a whole prompt holds up all others' tokens.
+The load is that of ``headway simulate --compare`` (see ``headway_lab.simulate.comparison``): ``--users`` who always
+wait for an answer, which saturates the machine. Prompts are 40 tokens in the median and 2,000 at most, so a whole
+prompt delays all other tokens. The model has random weights in a Llama shape of 40M parameters by default; the demo
+model's steps and context would be too short. "chunk C" is a budget of C tokens beside one per user; the others get
+2,048 tokens a step.
 
-**The model** is random weights in a Llama shape of 40M parameters unless ``--model`` gives another: what a step costs does
-not depend on what the weights say. The demo model's 5M would leave a step shorter than what surrounds it, and its context
-of 1,024 would cut the long prompts.
-
-**The settings**: "chunk C" is a budget of C tokens beside one for each user; the others get 2,048 tokens a step, which no
-prompt exceeds. All else is as ``headway serve`` has it.
-
-Cases run one after the other, ``--rounds`` times in turn, and each figure is the median of its rounds: the speed of a shared
-machine drifts. Figures of another device and another model are not to be compared with the published ones; their order is.
+Cases take turns for ``--rounds`` rounds, and medians count, because a shared machine drifts. Only the order of figures
+compares with the published ones.
 """
 
 import argparse

@@ -7,8 +7,8 @@ microseconds per mask over random allowed outputs (the same if the masks are the
 thread meanwhile against its speed alone (1: the interpreter lock is free); whether two compiles give the same masks.
 Each hostile input runs in its own process for at most ``--patience`` seconds: a compile, then 40 masks.
 
-pip install --no-deps xgrammar apache-tvm-ffi pydantic pydantic-core annotated-types typing-inspection
-python benchmarks/constraint_libraries.py --json benchmarks/results/constraint_libraries.json
+    pip install --no-deps xgrammar apache-tvm-ffi pydantic pydantic-core annotated-types typing-inspection
+    python benchmarks/constraint_libraries.py --json benchmarks/results/constraint_libraries.json
 
 A library that is not installed is left out.
 """

@@ -1,14 +1,12 @@
-"""Structured output: whether every output follows its schema, and what constrained rows cost a step.
+"""Structured output: whether every output follows its schema, and the cost of constrained rows per step.
 
-Owns: the schemas, the closed loop of real core, batch state and torch backend, the rounds, and the result file.
-Must not know: how a mask is made or applied.
+Owns: the schemas, the closed loop of real core, batch state and torch backend, the rounds, and the result file. Must
+not know: how a mask is made or applied.
 
-Conformance: ``--outputs`` outputs of the demo model at temperature 1, several schemas, each checked with the ``jsonschema``
-package. Cost: the time of a decode step of ``--batch`` rows, half of them constrained, against none constrained, by turns
-in one run, greedy and at temperature 1; with the demo model (4,096 tokens wide) and with random weights of the shape of a
-135M model and a random tokenizer (49,152 wide). The constrained rows write long JSON, so that none ends while it is timed.
-Steps in flight: 2, as in production; the backend runs on its own thread. Wall time, steps in which rows begin or end left
-out.
+Conformance: ``--outputs`` outputs of the demo model at temperature 1, each checked with the ``jsonschema`` package.
+Cost: the time of a decode step of ``--batch`` rows, half of them constrained, against none, by turns, greedy and at
+temperature 1, with the demo model (4,096 tokens) and a random 135M model (49,152 tokens). Two steps are in flight.
+Steps in which rows begin or end do not count.
 
     python benchmarks/constraints.py --json benchmarks/results/constraints.json
 """

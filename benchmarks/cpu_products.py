@@ -5,7 +5,7 @@ Owns: the shapes, the turns, the table and the result file. Must not know: how a
 Each kind of product of a Llama with 135M parameters, with so many copies that no cache holds them: weights come from
 memory, as in a model. The best of ``--repetitions`` rounds, in which the variants take turns.
 
-python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
+    python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
 """
 
 import argparse

@@ -8,7 +8,7 @@ recorder's later work (encoding before the scheduler sleeps; compressing and wri
 in microseconds of processor time per step. The lower quartile of a round's steps counts. "Stall" is the time of the
 fork for a checkpoint, once per segment.
 
-python benchmarks/flight_recorder.py --json benchmarks/results/flight_recorder.json
+    python benchmarks/flight_recorder.py --json benchmarks/results/flight_recorder.json
 """
 
 import argparse

@@ -6,7 +6,7 @@ Owns: the load, the server's settings, and the result. Must not know: how anythi
 parameters on one accelerator, and its KV pool is too small for the bursts, so requests wait and are preempted. The
 client is this process. By default it sends 5,000 requests in ten minutes:
 
-python benchmarks/flight_run.py --log flight --json benchmarks/results/flight_run.json
+    python benchmarks/flight_run.py --log flight --json benchmarks/results/flight_run.json
 
 See then ``headway replay flight``, ``headway explain flight REQUEST`` and ``headway timeline flight``.
 """

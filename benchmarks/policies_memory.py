@@ -1,16 +1,13 @@
-"""What the memory policies are worth: kinds of preemption and reservations, with the real scheduler in virtual time.
+"""The value of the memory policies: preemption and reservations, with the real scheduler in virtual time.
 
-Owns: the workloads that run out of KV blocks, and the figures that tell policies apart. Must not know: how any is made.
+Owns: workloads that run out of KV blocks, and figures that tell policies apart. Must not know: how decisions are made.
 
-Users wait for each answer and send the next request at once, more of them than the pool can hold. Figures are those of
-the window from the arrival of a fifth of the requests to the last arrival: before, nothing is known of lengths; after,
-users leave. ``recomputed`` is in percent of the tokens that had to be computed, ``relative`` the throughput beside the
-first row's of the same workload (in the sweep: beside the better pure mode's). Times in seconds, ITL in milliseconds.
+More users than the pool can hold send the next request at once. Figures are from the arrival of a fifth of the requests
+to the last arrival. ``recomputed`` is in percent of the tokens that had to be computed, ``relative`` the throughput
+beside the workload's first row (in the sweep: beside the better pure mode). Times in seconds, ITL in milliseconds.
 
-- *preemption*: ``recompute``, ``swap`` and ``auto`` by context length and host bandwidth, under ``reserve=none``, which
-  preempts most.
-- *reservation*: every reservation on heavy-tailed answers that end with a stop token long before their limit, on answers
-  that the limit cuts, and on light-tailed ones.
+- *preemption*: ``recompute``, ``swap`` and ``auto`` by context length and host bandwidth, under ``reserve=none``.
+- *reservation*: each on heavy-tailed answers that stop long before their limit, on cut ones, and on light-tailed ones.
 - *cost*: the scheduler's own time for a step, while the head of the queue does not fit.
 """
 

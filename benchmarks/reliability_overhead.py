@@ -1,20 +1,16 @@
-"""What reliability costs: checksums, keys, heartbeats and bounds, each against the same work without.
+"""The cost of reliability: checksums, keys, heartbeats and bounds, each against the same work without.
 
-Owns: the comparison; what is compared is the product's own code, against the same code with a part of it left out here.
-Must not know: any switch of the product that weakens it, since there is none.
+Owns: the comparison, with parts of the product's code left out here. Must not know: any switch of the product that
+weakens it, because there is none.
 
-- ``step``: a scheduler step of N decodes within the whole engine: an answer in, the next step and the gateway's message
-  out. Once as it is, and once each without checksums, without health (heartbeats, silence, pulse, progress), without bounds
-  (what a gateway has left unread, credits), and without all of these. CURVE is not in it: threads of ZeroMQ do that.
-- ``link``: a step's frame there and an answer of N tokens back between two processes through the product's own sockets:
-  IPC, TCP, TCP with CURVE.
-- ``chain``: tokens per second of scheduler, executor, gateway and one client, as processes: over TCP with CURVE; over TCP
-  without it and with the same parts left out of every process; and over IPC, which needs no keys. One number each with
-  the simulated backend's steps at zero time, where every microsecond of any process counts, and one with steps of some
-  milliseconds, where it counts if it is longer than what a step hides.
+- ``step``: a scheduler step of N decodes in the whole engine: as it is, and without checksums, without health
+  (heartbeats, silence, pulse, progress), without bounds (unread messages of a gateway, credits), and without all.
+- ``link``: a step's frame and its answer between two processes over IPC, TCP, and TCP with CURVE.
+- ``chain``: tokens per second of scheduler, executor, gateway and one client over TCP with CURVE, over TCP without all
+  parts, and over IPC; with steps at zero time, and with steps of some milliseconds.
 
-Times in microseconds. Every figure is the best of ``--rounds``, which take turns, because shared machines drift; each round of a
-chain is several. Where other work takes a core away now and then, the CPU time of a token says more than tokens per second.
+Times in microseconds, the best of ``--rounds``, which take turns. On a busy machine, the CPU time per token is the
+better figure.
 """
 
 import argparse

@@ -1,21 +1,17 @@
-"""What one scheduler step costs: schedule, encode, decode the answer, update.
+"""The cost of one scheduler step: schedule, encode, decode the answer, update.
 
-Owns: the measurement of the core with its real frames, without sockets or a model.
-Must not know: any executor or gateway.
+Owns: measuring the core with its real frames, without sockets or a model. Must not know: any executor or gateway.
 
-All-decode: N requests with 512-token contexts, greedy, nothing finishes; block boundaries are spread over the steps
-(``--aligned`` puts all of them into one step out of ``block_size``). Churn: in every step 2% of the rows finish and as
-many new 512-token requests arrive; the token budget is large enough to start them all, so that N keep running. Encoding the tokens of the step for one gateway comes on top, as a figure of its own.
-"Default" are the settings as shipped; "everything" is every policy at once: order by priority, budgets from objectives,
-predicted reservation, preemption by cost, with requests of all classes, four tenants, and an objective of 50 ms that
-steps of virtual time keep. "Waiting" puts 100,000 requests behind those that run, under each order: what an
-arrival, the cancelling of a waiting request and the end of a running one cost then.
+All-decode: N greedy requests with 512-token contexts; block boundaries are spread over the steps, or with ``--aligned``
+all in one of ``block_size``. Churn: 2% of the rows finish in every step and as many new 512-token requests start.
+Encoding for one gateway is a figure of its own. "Default" are the default settings; "everything" is every policy at
+once: order by priority, budgets from objectives, predicted reservation, preemption by cost, all classes, four tenants,
+an objective of 50 ms. "Waiting" has 100,000 requests in the queue, under each order, and measures arrivals, cancels and
+ends.
 
-Each row is measured ``--rounds`` times, and the quickest counts: shared machines run at two speeds or more, and
-the peer's script keeps only what it measured at the higher one. Times in microseconds; "bytes" is the smallest step message seen.
-
-A peer can be measured in the same run: ``--peer "COMMAND"`` runs a command that prints one JSON object with
-``result -> "prefix_off/nN" -> sched_us, update_us`` (medians) (as the peer scripts for vLLM do) and adds the ratios.
+Each row is the quickest of ``--rounds``, because shared machines run at several speeds. Times in microseconds; "bytes"
+is the smallest step message. ``--peer "COMMAND"`` runs a peer, which prints one JSON object with ``result ->
+"prefix_off/nN" -> sched_us, update_us`` (medians), and adds the ratios.
 """
 
 import argparse

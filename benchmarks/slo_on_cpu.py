@@ -1,12 +1,12 @@
 """Gaps between tokens on a real device, this CPU: a fixed token budget against ``budget=slo``.
 
-Owns: the random checkpoint, a closed loop of real scheduler, batch state and torch backend with two steps in flight, the
-table and the result file. Must not know: what the scheduler decides, or anything of the backend beyond its protocol.
+Owns: the random checkpoint, a closed loop of real scheduler, batch state and torch backend with two steps in flight,
+the table and the result file. Must not know: what the scheduler decides, or anything of the backend beyond its
+protocol.
 
-A few users chat (short prompts, ``--output`` tokens each) while others send long prompts; each sends the next request
-when the last has ended. Both kinds run for ``--seconds``, one after the other, ``--rounds`` times in turn, so that a
-machine that drifts is the same for both. Each run starts with a scheduler that has learned nothing; ``--warm-up``
-seconds are left out of the figures of both, and told apart for ``slo``.
+A few users chat (short prompts, ``--output`` tokens each) while others send long prompts, each when its last request
+has ended. Both kinds of budget run for ``--seconds``, by turns, ``--rounds`` times, each with a new scheduler.
+``--warm-up`` seconds do not count; ``slo`` reports them apart.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""What smg adds in front of a gateway: the same tokens through the native gRPC stream, through the VllmEngine service,
-and as OpenAI's server-sent events through smg, in one run, with the simulated backend at zero step time.
+"""The cost of smg in front of a gateway: the same tokens by native gRPC, by the VllmEngine service, and as OpenAI
+events.
 
-Owns: starting smg, the load on each of the three ways, the table and the result file.
-Must not know: what smg does inside.
+Owns: starting smg, the load on each of the three ways, the table and the result file. Must not know: how smg works.
 
-Throughput: ``--streams`` at a time from this one client process, each ``--tokens`` long; the ways take turns, and each
-tells its best of ``--rounds``. Time to first token and gaps: one stream at a time with ``--gap-ms`` between steps, so that
-nothing queues; medians. The processor time of every process is told per token, since all share this machine's cores.
+The simulated backend has zero step time. Throughput: ``--streams`` at a time from one client, ``--tokens`` each; the
+ways take turns, and the best of ``--rounds`` counts. Latency: one stream at a time with ``--gap-ms`` between steps;
+medians. The processor time of every process is per token, because all share this machine's cores.
 """
 
 import argparse

@@ -1,13 +1,12 @@
-"""Speculative decoding on this CPU: whether the text stays the same, and how much faster or slower it comes.
+"""Speculative decoding on this CPU: whether the text stays the same, and the speed-up.
 
 Owns: the loads, the alternation, the table and the result file. Must not know: who proposes, or why a row speculates.
 
-Every comparison is one loaded model under two schedulers that take turns in one process, one that lets it speculate and one
-that does not, one step in flight; the order within a round alternates, and the median of the rounds' ratios is quoted.
-*Repetitive*: greedy answers, to passages of the demo model's held-out text, and of the random model to anything; such models
-soon go round in circles, which prompt lookup finds as it finds what an answer copies. *Random*: prompts and answers drawn at random, in which there is
-nothing to find. *Draft*: the demo model's own first layers, which were never trained to draft, so that nearly all of it is
-refused; it shows that the text stays the same and what giving up costs.
+One loaded model runs under two schedulers by turns, with and without speculation, one step in flight; the median of the
+rounds' ratios counts. *Repetitive*: greedy answers to held-out passages, and of the random model to anything; small
+models repeat themselves, which prompt lookup finds. *Random*: prompts and answers drawn at random, without repetition.
+*Draft*: the demo model's first layers, untrained, so that nearly all proposals are refused; this shows the cost of
+giving up.
 
     python benchmarks/speculation.py --json benchmarks/results/speculation.json
 """

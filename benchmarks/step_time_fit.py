@@ -1,22 +1,18 @@
-"""How well the simulator's cost model describes a real device: steps of the torch backend on this CPU, measured and fitted.
+"""How well the simulator's cost model describes a real device: steps of the torch backend on this CPU, measured and
+fitted.
 
-Owns: the grid of steps, their measurement, the fit, and its error on steps that it has not seen.
-Must not know: anything of the backend beyond its protocol, or of the cost model beyond its parameters.
+Owns: the grid of steps, their measurement, the fit, and its error on unseen steps. Must not know: anything of the
+backend beyond its protocol, or of the cost model beyond its parameters.
 
-A step is a set of rows, each with the tokens that it runs and those that were computed before: decodes alone, chunks of
-a prompt alone, and both. Each is run several times in several rounds, in another order every round, and the lower
-quartile counts, since whatever else runs on a machine only makes steps longer; how far the medians are above says how
-quiet it was. A part of the steps, drawn by the seed, is held out; the parameters of the roofline are fitted to the logarithm of
-the others by least squares (Levenberg and Marquardt's method), so that a percent counts alike in short and long steps.
+A step is a set of rows: decodes, chunks of a prompt, or both. Each runs several times in several rounds, in a new order
+each, and the lower quartile counts, because other work only makes steps longer. The parameters of the roofline are
+fitted to the logarithm of most steps' times by least squares (Levenberg and Marquardt's method); some steps, drawn by
+the seed, are held out. Then a whole run of the real scheduler is compared with its simulation on the fitted device.
+Links, gateway and, in the simulation, the scheduler's own time are left out. Only the device as a whole is meaningful,
+not each parameter.
 
     python benchmarks/step_time_fit.py --output benchmarks/results/step_time_fit.json
     headway simulate --hardware-file benchmarks/results/step_time_fit.json --model measured
-
-Then a whole run: prompts that arrive at once, through the real scheduler, against the simulation of the same on the
-fitted device. The scheduler's own time is in the one and not in the other.
-
-Left out: links and gateway. Parameters that this machine cannot tell apart share what they explain; take the
-device as a whole, not each figure of it, for a property of the machine.
 """
 
 import argparse

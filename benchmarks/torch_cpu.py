@@ -3,9 +3,9 @@
 Owns: the random checkpoint, the closed loop of real scheduler, batch state and backend, the table and the result file.
 Must not know: anything of the backend beyond its protocol.
 
-"Concurrency c" is c prompts at once, ``--prompt`` tokens each, ``--output`` greedy tokens each, all admitted together:
-the time covers prefill and decode. The prefill share is measured with one output token. A run is repeated and the median
-quoted; the machine's own speed drifts, so compare only what one run measured side by side (``--peer`` alternates).
+"Concurrency c" is c prompts of ``--prompt`` tokens at once, with ``--output`` greedy tokens each; the time covers
+prefill and decode. The prefill share is measured with one output token. Medians count; compare only figures of one run
+(``--peer`` alternates).
 
     python benchmarks/torch_cpu.py --quantization none,int8 --concurrency 1,8,32
     python benchmarks/torch_cpu.py --model DIR --peer "python vllm_offline.py DIR float32" --json result.json
@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import shlex
 import statistics
@@ -48,7 +47,7 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from program import count, counts, parser_of
+from program import count, counts, parser_of, provenance
 
 SHAPE_135M = {
     "architectures": ["LlamaForCausalLM"],
@@ -266,32 +265,6 @@ def backend_config(model: Path, quantization: str, arguments: argparse.Namespace
     )
 
 
-def hardware() -> dict[str, object]:
-    """What the numbers were measured on."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(models),
-    }
-
-
-def commit() -> str:
-    """The commit measured, marked when the tree differs from it."""
-    here = Path(__file__).parent
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 - git is found where it is installed
-        cwd=here,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return described.stdout.strip() or "unknown"
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it a random one of 135M parameters")
@@ -332,9 +305,7 @@ def run(model_directory: Path, arguments: argparse.Namespace) -> dict[str, objec
     record: dict[str, object] = {
         "benchmark": "torch_cpu",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "seed": arguments.seed,
-        "hardware": hardware(),
+        **provenance(arguments.seed),
         "torch": torch.__version__,
         "load": {"prompt_tokens": arguments.prompt, "output_tokens": arguments.output, "dtype": arguments.dtype},
         "limits": {name: f"{value / 1e9:.1f}e9" for name, value in asdict(limits).items()},

@@ -1,10 +1,11 @@
-"""What a step of the triton backend costs the host: the diff applied, the inputs prepared, the result built; no kernels run.
+"""The host's cost of a step of the triton backend: applying the diff, preparing inputs, building the result; no kernels
+run.
 
-Owns: the scripted steps, and the stand-ins for everything that is launched. Needs no GPU.
-Must not know: how the backend prepares a step.
+Owns: the scripted steps, and replacements for everything that is launched. Needs no GPU. Must not know: how the backend
+prepares a step.
 
 A decode step of ``--rows`` rows in which one row in ``block_size`` gets a block, from the scheduler's message to the
-executor's. What is left out is what only a device can tell: the driver's time for some copies, events and a graph's launch.
+executor's. The driver's time for copies, events and a graph's launch is left out.
 
     python benchmarks/triton_host_cost.py
     python benchmarks/triton_host_cost.py --rows 64,256,1024 --json result.json

@@ -53,11 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bench and report; return the exit code.
-
-    Raises:
-        ConfigurationError: a flag or a file cannot be used.
-    """
+    """Bench and report; see ``Command``."""
     given = given_by_flags(arguments, settings_of(BenchOptions))
     session = _load_session
     if arguments.what not in {LOAD, CAPACITY}:

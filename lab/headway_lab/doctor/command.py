@@ -39,11 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, measure and report; return the exit code.
-
-    Raises:
-        ConfigurationError: the model cannot be read, or there is no such shape.
-    """
+    """Examine, measure and report; see ``Command``."""
     model = _model(arguments)
     try:
         findings = examine()

@@ -30,11 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain; return the exit code.
-
-    Raises:
-        ConfigurationError: the log or the server cannot be used.
-    """
+    """Explain; see ``Command``."""
     try:
         with log_on_disk(arguments) as path:
             flight = Flight(path)

@@ -244,7 +244,6 @@ def _gaps(life: Life) -> Iterator[str]:
 
 
 def _gap_cause(life: Life, start_s: float, end_s: float) -> str:
-    """What was on its way in a gap."""
     setbacks = [setback for setback in life.setbacks if start_s <= setback.at_s <= end_s]
     if setbacks:
         return "it was preempted"

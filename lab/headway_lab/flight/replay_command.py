@@ -66,11 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and report; return the exit code.
-
-    Raises:
-        ConfigurationError: the log or a flag cannot be used.
-    """
+    """Replay and report; see ``Command``."""
     with log_on_disk(arguments) as path:
         return _run(Flight(path), arguments)
 

@@ -38,11 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw and write; return the exit code.
-
-    Raises:
-        ConfigurationError: a flag or the log cannot be used.
-    """
+    """Draw and write; see ``Command``."""
     _check(arguments)
     try:
         with log_on_disk(arguments) as path:

@@ -58,11 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate and report; return the exit code.
-
-    Raises:
-        ConfigurationError: a flag or a file cannot be used.
-    """
+    """Simulate and report; see ``Command``."""
     compares_sources = _take_compare_sources(arguments)
     given = given_by_flags(arguments, settings_of(SimulationOptions))
     if compares_sources:

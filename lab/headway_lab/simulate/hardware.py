@@ -1,32 +1,23 @@
 """The accelerators that can be simulated.
 
-Owns: what each can do at best, and which share of that good kernels reach. Must not know: models or steps.
+Owns: the peaks of each, and the shares of them that good kernels reach. Must not know: models or steps.
 
-Peaks are NVIDIA's data sheets' (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16, without sparsity; memory in decimal
-gigabytes; NVLink and PCI Express in one direction, half of the bidirectional figure. The rest:
+Peaks are NVIDIA's data sheets' (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16 without sparsity, decimal gigabytes,
+links in one direction. The rest:
 
-- GEMM 0.80 of the peak and memory 0.90: measured on one H200 with large bf16 products (790 of 989.4 TFLOP/s) and a copy
-  (4.3 of 4.8 TB/s). For the others the same shares are assumed.
-- A product of few tokens reads its weights at 0.80 of the peak, and arithmetic and reading overlap with exponent 2.5
-  (see ``roofline``): DeepGEMM's first published table, dense products on an H800 (3.35 TB/s), where that of 7168 x 16384
-  reads 2,668 GB/s with 64 tokens. Its times with 64, 128 and 4,096 tokens give the exponents 2.8, 2.5, 1.9 and 1.6, the
-  smaller the smaller the matrix. They are FP8 products; in bf16 both bytes and operations take twice as long, which
-  leaves the shape of the curve as it is. For the A100 the same is assumed.
-- A product runs in tiles of 64 tokens on Hopper, the rows of one of its matrix instructions (PTX ISA, ``wgmma``), and 128
-  on Ampere, where Sarathi-Serve saw a chunk of 257 tokens take 32% longer than one of 256 (Agrawal et al., 2024, 4.3).
-- Attention 0.75 on Hopper: FlashAttention-3's 740 TFLOP/s on H100 (Shah et al., 2024). 0.73 on Ampere:
-  FlashAttention-2's 230 TFLOP/s on A100 (Dao, 2023). Both give each head of each 128 queries to one processor.
-- Processors (SMs): 132 and 108, the data sheets'.
-- NVLink 0.80: assumed, about what collective libraries report for large messages within one machine.
-- An all-reduce of few bytes takes 10 us: assumed, the order of magnitude of one between the devices of one machine.
-- From the start of a kernel that has little to do to the start of the next 2 us: assumed, for kernels that are
-  replayed from a graph.
-- Between the end of a step and the start of the next 0.3 ms: assumed, for inputs that are prepared, a graph that is
-  started and ids that come back. The scheduler's own time is not in it.
-- ``compute-bound`` is no accelerator but an assumption, the one under which a widely read comparison of batching
-  policies was worked out: arithmetic is all that a step costs. Its table of iterations of a 70B model has 0.34 ms for
-  each token, decode or not, and 2 ms beside that. No device behaves so; see ``comparison``.
-- Host memory 0.78 of the link: 50 of PCI Express 5's 64 GB/s, measured on one H200. For PCI Express 4 the same is assumed.
+- GEMM 0.80 and memory 0.90 of the peak: measured on an H200 (790 of 989.4 TFLOP/s; a copy, 4.3 of 4.8 TB/s).
+- A product of few tokens reads weights at 0.80, with exponent 2.5 (see ``roofline``): DeepGEMM's first published table
+  on an H800 (7168 x 16384 reads 2,668 of 3,350 GB/s; 64, 128 and 4,096 tokens give exponents from 2.8 to 1.6). They are
+  FP8; bf16 doubles both bytes and operations.
+- Tiles of 64 tokens on Hopper (PTX ISA, ``wgmma``), and 128 on Ampere, where 257 tokens take 32% longer than 256
+  (Sarathi-Serve, Agrawal et al., 2024, 4.3).
+- Attention 0.75 on Hopper (FlashAttention-3, 740 TFLOP/s on H100, Shah et al., 2024), 0.73 on Ampere (FlashAttention-2,
+  230 on A100, Dao, 2023); both give each head of 128 queries to one of 132 or 108 processors.
+- Host memory 0.78 of the link: measured on an H200 (50 of PCI Express 5's 64 GB/s).
+- Assumed: the same shares for the other devices; NVLink 0.80; 10 us for a small all-reduce; 2 us from kernel to kernel
+  in a graph; 0.3 ms between two steps, without the scheduler's own time.
+- ``compute-bound`` is no accelerator, but the assumption of a published comparison of policies: 0.34 ms for each token
+  of a 70B model and 2 ms beside that (see ``comparison``).
 """
 
 from typing import Annotated

@@ -87,11 +87,7 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     png: Annotated[str, Meta(description="draw the result to this file; needs matplotlib")] = ""
 
     def validate(self) -> None:
-        """Check what types alone cannot.
-
-        Raises:
-            ValueError: one line that begins with the field's name.
-        """
+        """See ``LoadOptions.validate``."""
         super().validate()
         try:
             parse_slowdowns(self.slowdown)

@@ -1,28 +1,23 @@
-"""How long a step takes on a device, and how many KV blocks fit beside the weights.
+"""The time of a step on a device, and the KV blocks that fit beside the weights.
 
 Owns: the cost model. Must not know: schedulers, requests, or where a step comes from.
 
-A step is a chain of kernels, so its time is a sum:
+A step's time is a sum:
 
-- *Linear*: every token goes through the matrices of all layers, two operations per parameter, and every sampling row
-  through the one to the logits. The weights are read once per step, however many tokens share them. Tokens are computed
-  in whole tiles. Reading (time m) and arithmetic (time c) overlap, but not wholly: ``(m^x + c^x)^(1/x)`` with the device's
-  exponent x, which is max(m, c) far from the point where both are equal, and slower than that near it.
-- *Attention of decodes*, row by row: a token at position p scores and weighs p + 1 positions,
-  ``4 * heads * head_dim`` operations per layer each; the row's keys and values are read. Reading bounds it.
-- *Attention of prompts*: as many operations per position; a row's cache is read once per step, by tiles of queries that
-  run side by side and share what is read (that they do is what lets FlashAttention-3 compute at its published rate with a
-  cache larger than the chip's own memory). Over the chunks C of a prompt N these readings add up to N^2 / 2C.
-  A processor has one head of one tile at a time (Dao, FlashAttention-2, 2023, section 3.2), so a small chunk leaves most
-  of them idle, and the kernel ends when the longest tile does.
+- *Linear*: two operations per parameter for each token, and for each sampling row through the matrix to the logits.
+  Weights are read once per step. Tokens run in whole tiles. Reading (time m) and arithmetic (time c) overlap in part:
+  ``(m^x + c^x)^(1/x)`` with the device's exponent x.
+- *Attention of decodes*: ``4 * heads * head_dim`` operations per layer and position; reading keys and values bounds it.
+- *Attention of prompts*: the same operations; a row's cache is read once per step, since tiles of queries run side by
+  side (as FlashAttention-3's published rate implies), so the chunks C of a prompt N read N^2 / 2C. A processor has one
+  head of one tile at a time (Dao, FlashAttention-2, 2023, 3.2): a small chunk leaves most idle.
 - *Elementwise*: norms, rotation, activation and the writing of the cache, bound by memory.
-- *All-reduce*: two per layer if several devices share the model. Each sends ``2 (n - 1) / n`` of the hidden states over
-  NVLink (the ring's volume; Patarasuk and Yuan, 2009) and has a latency of its own.
-- *Sampling*: the logits of the rows that draw are gone over a few times.
-- *Fixed*: kernels that have to start one after the other, and what happens between two steps.
+- *All-reduce*: two per layer; each sends ``2 (n - 1) / n`` of the hidden states (Patarasuk and Yuan, 2009), plus a
+  latency.
+- *Sampling*: some passes over the logits. *Fixed*: starts of kernels, and the time between steps.
 
-Not modelled: attention of prompts that is split along the cache to keep processors busy, matrices so small that their
-tiles leave processors idle, clocks that fall under load, and communication behind arithmetic.
+Not modelled: attention split along the cache, matrices too small for all processors, clocks that fall under load, and
+communication behind arithmetic.
 """
 
 from typing import NamedTuple

@@ -56,11 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ConfigurationError: a flag or a file cannot be used, or stdout is no terminal and one is needed.
-    """
+    """Show the server; see ``Command``."""
     from headway_lab.top.server import NoAnswerError
 
     _check(arguments)

@@ -2,15 +2,10 @@
 
 Owns: the schema of a line, and reading a file. Must not know: how the requests are served.
 
-JSON Lines, one object per request, in any order:
-
-    {"arrival_s": 0.25, "prompt_tokens": 700, "output_tokens": 120,
-     "tenant": "chat", "priority": "high", "ttft_slo_ms": 500, "itl_slo_ms": 50,
-     "prefix": "system prompt 3", "prefix_tokens": 512}
-
-``arrival_s`` counts seconds from the start. The last two lines are optional. A request without objectives has those that
-the command gives to all; an objective of 0 is none. Of requests that name the same ``prefix``, the first
-``prefix_tokens`` tokens of the prompt are the same (as far as both go); ``prompt_tokens`` includes them.
+JSON Lines, one object per request, in any order: ``{"arrival_s": 0.25, "prompt_tokens": 700, "output_tokens": 120}``.
+Optional are "tenant", "priority", "ttft_slo_ms", "itl_slo_ms", "prefix" and "prefix_tokens". An objective of 0 is none;
+without one the command's holds. The first ``prefix_tokens`` of ``prompt_tokens`` are the same for all requests of a
+``prefix``.
 """
 
 from collections.abc import Iterator

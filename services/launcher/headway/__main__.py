@@ -40,7 +40,8 @@ _EXTRAS = {
 class Command(msgspec.Struct, frozen=True):
     """A command: its line in the overview, and its module.
 
-    The module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code.
+    The module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code or raises
+    ConfigurationError for a flag, a variable or a file that cannot be used.
     """
 
     summary: str

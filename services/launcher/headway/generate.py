@@ -139,11 +139,7 @@ _FLAG_TYPES: dict[str, type[int | float]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ConfigurationError: a file or flag cannot be used.
-    """
+    """Stream the answers; see ``Command``."""
     jobs = list(jobs_of(arguments))
     if arguments.concurrency < 1:
         raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")

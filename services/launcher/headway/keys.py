@@ -33,11 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the keys; return the exit code.
-
-    Raises:
-        ConfigurationError: the directory cannot be made, or has keys in it already.
-    """
+    """Make the keys; see ``Command``."""
     directory = Path(arguments.directory)
     try:
         make_keys(directory)

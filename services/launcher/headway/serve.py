@@ -56,11 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; return the exit code.
-
-    Raises:
-        ConfigurationError: nothing has been started.
-    """
+    """Serve until stopped; see ``Command``."""
     environment = os.environ
     with socket_directory() as directory:
         plan = make_plan(arguments, environment, directory)

@@ -16,11 +16,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(arguments: argparse.Namespace, name: str) -> int:
-    """Run the service until it is told to stop; return its exit code.
-
-    Raises:
-        ConfigurationError: some setting is wrong; nothing has been started.
-    """
+    """Run the service until it is stopped; see ``Command``."""
     config = load(SERVICES[name], arguments, os.environ)
     run_service = SERVICES[name].run
     if launcher_is_gone(os.environ):
