@@ -190,9 +190,9 @@ class Fleet:
 
     async def prefix_tokens(self) -> tuple[float, float]:
         """Return the tokens found in all prefix caches, and the tokens looked for."""
-        told = [await self.scheduler_metrics(replica) for replica in range(len(self.addresses))]
-        hits = sum(each["headway_prefix_cache_hits_total"] for each in told)
-        return hits, sum(each["headway_prefix_cache_queries_total"] for each in told)
+        figures = [await self.scheduler_metrics(replica) for replica in range(len(self.addresses))]
+        hits = sum(each["headway_prefix_cache_hits_total"] for each in figures)
+        return hits, sum(each["headway_prefix_cache_queries_total"] for each in figures)
 
     async def flush(self) -> None:
         """Empty the prefix caches."""

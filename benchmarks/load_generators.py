@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway import openai_front
+from headway.plan import without_settings
 from headway.replicas import free_ports
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
@@ -84,7 +85,7 @@ def headway_bench(address: str, arguments: argparse.Namespace) -> Generator:
             "output_tokens_per_s": totals["output_tokens_per_s"],
         }
 
-    environment = _own_environment()
+    environment = without_settings(os.environ)
     version = _finished([sys.executable, "-m", "headway", "version"], environment)
     return Generator(version, environment, command, report)
 
@@ -103,10 +104,10 @@ def vllm_bench_serve(address: str, arguments: argparse.Namespace) -> Generator:
         ]
 
     def report(path: Path) -> dict[str, float | None]:
-        told = json.loads(path.read_text())
+        said = json.loads(path.read_text())
         names = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "itl_ms_p50", "itl_ms_p99")
-        figures = {name: told["_".join((name[-3:], name[:-4]))] for name in names}
-        return {"requests": told["completed"], **figures, "output_tokens_per_s": told["output_throughput"]}
+        figures = {name: said["_".join((name[-3:], name[:-4]))] for name in names}
+        return {"requests": said["completed"], **figures, "output_tokens_per_s": said["output_throughput"]}
 
     environment = _foreign_environment()
     version = _finished([arguments.vllm_python, "-c", _VLLM_VERSION], environment).splitlines()[-1]
@@ -127,7 +128,9 @@ def guidellm(address: str, arguments: argparse.Namespace) -> Generator:
     def report(path: Path) -> dict[str, float | None]:
         (benchmark,) = json.loads(path.read_text())["benchmarks"]
         metrics = {
-            name: told["successful"] for name, told in benchmark["metrics"].items() if "successful" in (told or {})
+            name: metric["successful"]
+            for name, metric in benchmark["metrics"].items()
+            if "successful" in (metric or {})
         }
         ttft, tpot = (metrics[name]["percentiles"] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
         return {
@@ -145,13 +148,9 @@ def guidellm(address: str, arguments: argparse.Namespace) -> Generator:
     return Generator(version, environment, command, report)
 
 
-def _own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
-
-
 def _foreign_environment() -> dict[str, str]:
     """Without Headway's packages and the network, and with one client process for guidellm, as the others have."""
-    kept = {name: value for name, value in _own_environment().items() if name != "PYTHONPATH"}
+    kept = {name: value for name, value in without_settings(os.environ).items() if name != "PYTHONPATH"}
     return {
         **kept,
         "HF_HUB_OFFLINE": "1",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import headway
+from headway.plan import without_settings
 from torch_cpu import write_checkpoint
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
@@ -26,7 +27,7 @@ _STOP_S = 60.0
 def served(*flags: str) -> Iterator[str]:
     """Serve with these flags; yield the gateway's address. SIGTERM ends the server with the benchmark."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    environment = without_settings(os.environ)
     command = [
         *(sys.executable, "-m", "headway", "serve", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"),
         *flags,

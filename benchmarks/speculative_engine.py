@@ -147,10 +147,10 @@ class SpeculativeEngine:
         for handle, index, token_id in zip(*columns, strict=True):
             assert index == len(outputs[handle])
             outputs[handle].append(token_id)
-        for told in events.logprobs:
-            entries = self.logprobs.setdefault(told.origin.handle - first, [])
-            assert told.index == len(entries)
-            entries.append(told.values)
+        for entry in events.logprobs:
+            entries = self.logprobs.setdefault(entry.origin.handle - first, [])
+            assert entry.index == len(entries)
+            entries.append(entry.values)
 
 
 def write_first_layers(model: Path, directory: Path, num_layers: int) -> Path:

@@ -104,8 +104,8 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
         num_requests = sum(look.num_requests for look in looks)
         num_meeting = sum(look.num_meeting for look in looks)
         low, high = wilson_interval(num_meeting, num_requests)
-        told = [look.keeps_up for look in looks]
-        keeps_up = False if False in told else None if None in told else True
+        verdicts = [look.keeps_up for look in looks]
+        keeps_up = False if False in verdicts else None if None in verdicts else True
         is_close = bool(keeps_up) and low < attainment <= high
         if not is_close or len(looks) == _MOST_LOOKS:
             share = num_meeting / num_requests

@@ -111,7 +111,7 @@ async def _load_session(options: BenchOptions) -> int:
 async def _capacity_session(options: BenchOptions) -> int:
     search = Search(options.rate, options.most_rate, options.tolerance)
     numbers = itertools.count()
-    async with opened(options) as (_, info):  # Nobody there is told before anything else.
+    async with opened(options) as (_, info):  # A missing server is an error before anything else.
         sys.stdout.write(f"{info.model} at {info.address} ({info.runs_on}); {options.arrivals} arrivals\n\n")
 
     async def look(rate: float) -> Look:

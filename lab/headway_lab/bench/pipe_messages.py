@@ -82,7 +82,7 @@ def read_to_client(stream: BinaryIO) -> ToClient:
     """Wait for the next message.
 
     Raises:
-        EOFError: there is nobody any more who could send one.
+        EOFError: the sender has ended.
     """
     length = stream.read(LENGTH_BYTES)
     if len(length) < LENGTH_BYTES:

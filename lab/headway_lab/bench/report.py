@@ -42,7 +42,7 @@ CSV_COLUMNS = (
 
 
 def title(info: TargetInfo, load: Load) -> str:
-    """Return in one line what was benched with what."""
+    """Return the server and the load in one line."""
     return (
         f"{info.model} at {info.address} ({info.runs_on}); {len(load.requests)} requests, {load.title}; "
         f"seed {load.options.seed}"
@@ -168,13 +168,13 @@ def _asked_rate(totals: BenchTotals) -> str:
             f"{rate_cell(totals.achieved_requests_per_s)} were answered per second"
         )
     steady = totals.steady
-    told = f"too short to tell whether the asked rate, {rate_cell(asked)} requests/s, was reached: "
+    beginning = f"too short to tell whether the asked rate, {rate_cell(asked)} requests/s, was reached: "
     if steady is None:
-        return f"{told}nothing was answered"
+        return f"{beginning}nothing was answered"
     enough = max(steady.num_requests_to_tell(asked), 2 * totals.num_requests)
     since = f"; while the {steady.num_arrived} after that came, {steady.num_answered} were answered"
     return (
-        f"{told}requests came for {steady.span_s:.1f} s, and the first took {steady.run_in_s:.1f} s"
+        f"{beginning}requests came for {steady.span_s:.1f} s, and the first took {steady.run_in_s:.1f} s"
         + since * bool(steady.num_arrived)
         + f"; some {enough} requests will tell"
     )

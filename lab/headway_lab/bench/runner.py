@@ -82,5 +82,5 @@ class Runner:
         )
 
 
-def _or(told: int | None, assumed: int) -> int:
-    return assumed if told is None else told
+def _or(counted: int | None, assumed: int) -> int:
+    return assumed if counted is None else counted

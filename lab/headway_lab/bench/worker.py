@@ -36,7 +36,7 @@ def main() -> int:
         asyncio.run(_work(sys.stdin.buffer, sys.stdout.buffer))
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-    except (EOFError, BrokenPipeError):  # Whoever gave the job has gone.
+    except (EOFError, BrokenPipeError):  # The launching process has ended.
         return 1
     return 0
 

@@ -11,7 +11,7 @@ from headway.settings import one_line
 from headway_executor.backend_report import backend_reports
 from headway_lab.doctor.expectation import BATCHES, CONTEXT_TOKENS, StepDevice, expected_step
 from headway_lab.doctor.findings import DeviceFinding, Figure, Findings, KernelFinding
-from headway_lab.doctor.host import describe_host, installed_packages
+from headway_lab.doctor.host import Host, Package, describe_host, installed_packages
 from headway_lab.simulate.model_shapes import ModelShape
 
 _FLOAT32_BYTES = 4
@@ -39,20 +39,7 @@ def examine() -> Findings:
         torch = next(package for package in packages if package.name == "torch")
         said = one_line(error)
         problem = f"cannot be used: {said:.160}" if torch.version else f"not installed: {torch.install}"
-        return Findings(
-            host=host,
-            packages=packages,
-            torch_problem=problem,
-            free_memory_bytes=0,
-            kernels=KernelFinding(problem=_NO_TORCH),
-            cuda="",
-            driver="",
-            devices=(),
-            cuda_problem=_NO_TORCH,
-            triton_problem=_NO_TORCH,
-            cupy_problem=_NO_TORCH,
-            backends=backend_reports(num_devices=0, kernels_problem=_NO_TORCH),
-        )
+        return _without_torch(host, packages, problem)
     problems = {"triton": report.triton_problem, "cupy": report.cupy_problem}
     kernels_problem = "; ".join(f"{name} {problem}" for name, problem in problems.items() if problem)
     return Findings(
@@ -82,6 +69,23 @@ def examine() -> Findings:
             num_devices=len(report.devices),
             kernels_problem="needs a CUDA device" if report.cuda_problem else kernels_problem,
         ),
+    )
+
+
+def _without_torch(host: Host, packages: tuple[Package, ...], problem: str) -> Findings:
+    return Findings(
+        host=host,
+        packages=packages,
+        torch_problem=problem,
+        free_memory_bytes=0,
+        kernels=KernelFinding(problem=_NO_TORCH),
+        cuda="",
+        driver="",
+        devices=(),
+        cuda_problem=_NO_TORCH,
+        triton_problem=_NO_TORCH,
+        cupy_problem=_NO_TORCH,
+        backends=backend_reports(num_devices=0, kernels_problem=_NO_TORCH),
     )
 
 

@@ -99,7 +99,7 @@ class StepCollector:
 
     def _on_step(self, output: SchedulerOutput, now: float, view: SchedulerView) -> None:
         is_wanted = self._wanted.first <= self.num_steps < self._wanted.end
-        # The step before the first is looked at as well: who lost a row in the first had it in that.
+        # The step before the first counts too: it shows which requests lose a row in the first.
         cells = self._cells(output, view) if is_wanted or self.num_steps == self._wanted.first - 1 else ()
         if is_wanted:
             total = output.total_num_scheduled_tokens

@@ -13,7 +13,7 @@ from headway_lab.flight.life import FlightStep, Life, Wait, few_names
 from headway_lab.workload.requests import PRIORITY_NAMES
 
 _STANDS_OUT = 2.5
-"""A gap is told if it is so many times the median,"""
+"""A gap is described if it is this many times the median,"""
 _MOST_GAPS = 5
 """and only the longest few of them."""
 _LEAST_WAIT_S = 1e-4

@@ -95,9 +95,9 @@ def _compare(flight: Flight, recording: Recording, cases: Sequence[Case]) -> lis
 
 
 def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequence[CaseResult]) -> None:
-    told = {"replay": msgspec.structs.asdict(result), "limits": flight.replay.limits}
+    described = {"replay": msgspec.structs.asdict(result), "limits": flight.replay.limits}
     try:
-        Path(path).write_bytes(as_json(told, results, None, {}))
+        Path(path).write_bytes(as_json(described, results, None, {}))
     except OSError as error:
         raise ConfigurationError(f"--json: cannot write {shown(path)}: {error.strerror}") from None
 

@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Any] = {
     "prompt_tokens": "lognormal:40,1.2,2000",
     "output_tokens": "lognormal:50,0.9,512",
 }
-"""What is simulated where flags do not say otherwise."""
+"""The defaults of the comparison; flags replace them."""
 
 _NOTES = """\
 The lengths are not published, so look at the order, not at the size of the figures. The device is the article's own: each

@@ -23,7 +23,7 @@ _OWNER = 0
 _NEVER = float("inf")
 
 
-class NoProgress(RuntimeError):  # noqa: N818 - it names what was found
+class NoProgress(RuntimeError):  # noqa: N818 - it names a finding
     """Requests wait, nothing runs and nothing will arrive: the scheduler stopped for ever."""
 
 

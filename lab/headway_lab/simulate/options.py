@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     ModelName: TypeAlias = str
     HardwareName: TypeAlias = str
 else:
-    # What exists is told in one place each.
+    # The registries are the only lists of names.
     ModelName = Literal[(*MODEL_SHAPES, MEASURED_MODEL)]
     HardwareName = Literal[tuple(ACCELERATORS)]
 

@@ -120,6 +120,6 @@ async def _live(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("stdout is no terminal that can be drawn on; give --once for one screen as text")
     async with client_of(arguments) as client:
         server = Server(client, max_listed=arguments.max_listed)
-        first = await server.look()  # One line if nobody is there, rather than a screen.
+        first = await server.look()  # One line for a missing server, rather than a screen.
         view = LiveView(server, console, first, address=arguments.address, interval_s=arguments.interval)
         return await view.show()

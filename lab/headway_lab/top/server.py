@@ -37,7 +37,7 @@ class Server:
         """Ask for everything that is shown.
 
         Raises:
-            NoAnswerError: something was not told.
+            NoAnswerError: a call failed.
         """
         status = await _answer(self._client.status())
         is_listed = status.num_running + status.num_waiting <= self._max_listed
@@ -48,7 +48,7 @@ class Server:
         """Send an order; return its outcome, or the explanation for EXPLAIN.
 
         Raises:
-            NoAnswerError: it was refused, or nobody answered.
+            NoAnswerError: it was refused, or not answered.
         """
         match order.kind:
             case OrderKind.PAUSE:

@@ -22,7 +22,7 @@ NO_KEYS_HINT = "keys are off, since stdin is no terminal; Ctrl-C quits"
 _NO_BREAK = "\xa0"
 _LABEL_CELLS = 11
 _TALL_ROWS = 32
-"""From here on there is room for what is left out of 24 rows."""
+"""The height from which lines are shown that 24 rows leave out."""
 _CLASSES = {1: "realtime", 2: "high", 3: "normal", 4: "low"}
 _STATE_STYLES = {"serving": "green", "ready": "green", "running": "green", "preempted": "yellow", "waiting": "cyan"}
 _WIDE_CELLS = 110
@@ -208,10 +208,10 @@ def _step_time(status: admin_pb2.GetStatusResponse, frame: Frame) -> list[Text]:
         (model.context_token_s, "/context"),
         (model.prefill_pair_s, "/pair"),
     ]
-    told = [_unbroken(f"{duration(seconds)}{of}") for seconds, of in terms if seconds > 0]
+    known = [_unbroken(f"{duration(seconds)}{of}") for seconds, of in terms if seconds > 0]
     shifts = f", {_number(model.num_shifts, 'shift')} of speed" if model.num_shifts else ""
     error = _unbroken(f"(off by {percent(model.relative_error)}{shifts})")
-    words = f"{' + '.join(told) or 'nothing'} {error}"
+    words = f"{' + '.join(known) or 'nothing'} {error}"
     room = max(frame.width - _LABEL_CELLS, 20)
     parts = [part.replace(_NO_BREAK, " ") for part in textwrap.wrap(words, room)]
     return [_line("step time" if not row else "", part) for row, part in enumerate(parts)]
@@ -260,8 +260,8 @@ def _costs(status: admin_pb2.GetStatusResponse) -> Text:
 
 
 def _parts(counts: dict[str, int]) -> str:
-    told = ", ".join(f"{printable(name)} {count(number)}" for name, number in counts.items() if number)
-    return f" ({told})" if told else ""
+    words = ", ".join(f"{printable(name)} {count(number)}" for name, number in counts.items() if number)
+    return f" ({words})" if words else ""
 
 
 def _ends(status: admin_pb2.GetStatusResponse) -> Text:
@@ -270,8 +270,8 @@ def _ends(status: admin_pb2.GetStatusResponse) -> Text:
 
 def _policies(status: admin_pb2.GetStatusResponse) -> Text:
     names = status.policies
-    told = f"order {names.order}, batching {names.batching}, budget {names.budget}, preemption {names.preemption}"
-    return _line("policies", printable(told))
+    words = f"order {names.order}, batching {names.batching}, budget {names.budget}, preemption {names.preemption}"
+    return _line("policies", printable(words))
 
 
 def _lower_part(history: History, controls: Controls, frame: Frame, height: int) -> list[Text]:

@@ -33,7 +33,7 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 # Kubernetes gives every container such variables for every service of its namespace; one may be called headway.
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 _MAX_FILE_BYTES = 1 << 20
-# Read when the project is built, by hatch_build.py; who has them set for that may run commands in the same shell.
+# hatch_build.py reads them when the project is built, perhaps in the same shell.
 _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"})
 
 
@@ -72,7 +72,7 @@ class OneLineParser(argparse.ArgumentParser):
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse; refuse the first unknown argument by name."""
         required = [group for group in self._mutually_exclusive_groups if group.required]
-        for group in required:  # What is unknown may be just what is missed.
+        for group in required:  # An unknown flag may be a misspelt required one.
             group.required = False
         parsed, unknown = self.parse_known_args(words)
         if unknown:

@@ -220,7 +220,7 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
     async with client_of(arguments, arguments.retry_s) as client:
-        await client.model()  # One line if nobody is there, rather than one per prompt.
+        await client.model()  # One line for a missing server, rather than one per prompt.
         return await (
             _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)
         )

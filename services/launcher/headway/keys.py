@@ -59,7 +59,7 @@ def make_keys(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (SCHEDULER, *CLIENTS):
             (directory / name).mkdir()
-            # First, so that whoever adds files to a repository meanwhile adds none of these.
+            # First, so that no key is added to a repository meanwhile.
             (directory / name / ".gitignore").write_text("*\n")
             zmq.auth.create_certificates(directory / name, name)
         for name, directory_name in CLIENTS.items():

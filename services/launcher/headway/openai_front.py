@@ -69,7 +69,7 @@ def check_flags(flags: Sequence[str]) -> None:
 
 async def wait_until_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> None:
     """Return once ``is_serving``."""
-    while not await asyncio.to_thread(is_serving, openai_address, num_gateways, gateways):  # noqa: ASYNC110 (smg tells nobody)
+    while not await asyncio.to_thread(is_serving, openai_address, num_gateways, gateways):  # noqa: ASYNC110 (smg has no such event)
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 

@@ -91,11 +91,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     )
     serve = build(ServeConfig, given, ServeConfig.validate)
     values_of = _values_of_services(serve, given, environment, files)
-    # The token file may hold digests only, so serve has a token of its own, of which the gateways see the digest.
-    probe_token = secrets.token_urlsafe(32)
-    if values_of["gateway"].get("auth_token_file", _NOTHING).value:
-        digest = hashlib.sha256(probe_token.encode()).hexdigest()
-        values_of["gateway"]["launcher_token_digest"] = Given(digest, "the launcher")
+    probe_token = _probe_token(values_of["gateway"])
     # What answers at the gateway's address may be another server; under this name only one of these gateways answers.
     health_name = Given(secrets.token_hex(16), "the launcher")
     replicas = replicas_of(serve.replicas)
@@ -123,6 +119,14 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         environments=_environments(replicas),
         cores=_cores(replicas, configs),
     )
+
+
+def _probe_token(gateway: dict[str, Given]) -> str:
+    # The token file may hold digests only, so serve has a token of its own, of which the gateways see the digest.
+    token = secrets.token_urlsafe(32)
+    if gateway.get("auth_token_file", _NOTHING).value:
+        gateway["launcher_token_digest"] = Given(hashlib.sha256(token.encode()).hexdigest(), "the launcher")
+    return token
 
 
 def _values_of_services(

@@ -36,11 +36,11 @@ def check(plan: Plan) -> None:
         if isinstance(config, GatewayConfig):
             for package in of_gateway.packages_of(config):
                 require(package)
-            _told(settled, functools.partial(of_gateway.check, config))
+            _checked(settled, functools.partial(of_gateway.check, config))
         elif isinstance(config, SchedulerConfig):
-            _told(settled, functools.partial(of_scheduler.check, config))
+            _checked(settled, functools.partial(of_scheduler.check, config))
         elif isinstance(config, ExecutorConfig):
-            _told(settled, functools.partial(of_executor.check, config))
+            _checked(settled, functools.partial(of_executor.check, config))
     try:
         if plan.smg_flags:
             openai_front.check_flags(plan.smg_flags)
@@ -60,7 +60,7 @@ def require(package: str) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
-def _told(settled: Settled, look: Callable[[], None]) -> None:
+def _checked(settled: Settled, look: Callable[[], None]) -> None:
     try:
         look()
     except (ModelFilesError, of_gateway.MissingFileError) as error:
@@ -74,7 +74,7 @@ def check_free(who: str, address: str) -> None:
     """Check that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
 
     Raises:
-        ConfigurationError: somebody else does, or the host is not this machine's.
+        ConfigurationError: another process listens there, or the host is not this machine's.
     """
     problem = of_gateway.problem_of_listening(address)
     if problem:

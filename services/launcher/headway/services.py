@@ -75,7 +75,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         return run
 
     def build(self, given: Layer) -> msgspec.Struct:
-        """Make and validate the configuration; ``ConfigurationError`` says what is wrong in its author's words."""
+        """Make and validate the configuration; ``ConfigurationError`` names the flag, variable or line that is wrong."""
         return build(self.struct, given, lambda config: config.validate())  # type: ignore[attr-defined]
 
 

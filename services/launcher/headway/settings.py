@@ -153,9 +153,9 @@ def shown(value: object) -> str:
     return repr(cut)
 
 
-def one_line(told: object) -> str:
+def one_line(text: object) -> str:
     """Return an error's or a server's text in one line."""
-    return " ".join(str(told).split())
+    return " ".join(str(text).split())
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:

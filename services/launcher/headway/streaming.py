@@ -86,13 +86,15 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
     )
 
 
-async def texts_of(client: AsyncClient, told: PromptTokens) -> dict[int, str]:
+async def texts_of(client: AsyncClient, prompt: PromptTokens) -> dict[int, str]:
     """Return the text of each token in the log probabilities of a prompt.
 
     Raises:
         HeadwayError: the server did not tell.
     """
-    token_ids = sorted({one for entry in told.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))})
+    token_ids = sorted(
+        {one for entry in prompt.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))}
+    )
     texts: list[str] = []
     for first in range(0, len(token_ids), _TEXTS_AT_ONCE):
         some = token_ids[first : first + _TEXTS_AT_ONCE]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 USER_ERROR_EXIT_CODES = frozenset({2, 3})
-"""Configuration (2) and model files (3): starting again cannot help, and the process has said what is wrong."""
+"""Configuration (2) and model files (3): starting again cannot help, and the process has written why."""
 
 RESTARTS_EXHAUSTED_EXIT_CODE = 1
 
