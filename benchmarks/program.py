@@ -47,7 +47,12 @@ def write_result(path: Path | None, result: Mapping[str, object]) -> None:
 
 def provenance(seed: int) -> dict[str, object]:
     """Return where a result comes from: hardware, commit, versions."""
-    return {"commit": _commit(), "seed": seed, "python": platform.python_version(), "hardware": _hardware()}
+    return {
+        "commit": commit_of(Path(__file__).parent),
+        "seed": seed,
+        "python": platform.python_version(),
+        "hardware": _hardware(),
+    }
 
 
 def _hardware() -> dict[str, object]:
@@ -68,11 +73,11 @@ def _processor() -> str:
     return " ".join([values.get("model name", platform.machine()), *extensions])
 
 
-def _commit() -> str:
-    """Return the measured commit, marked if the tree differs from it."""
+def commit_of(directory: Path) -> str:
+    """Return the commit of a directory's checkout, marked if the tree differs from it."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607 (whichever git is there)
-        cwd=Path(__file__).parent,
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
