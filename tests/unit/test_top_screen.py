@@ -14,9 +14,10 @@ from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway_lab.top import command, figures
 from headway_lab.top.controls import Controls, Order, OrderKind
+from headway_lab.top.frame import Frame
 from headway_lab.top.history import RATE_WINDOW_S, History, Look
 from headway_lab.top.keyboard import keys_of
-from headway_lab.top.view import KEY_HINTS, Frame, picture
+from headway_lab.top.view import KEY_HINTS, picture
 from headway_process.installation import install_advice
 from headway_proto import admin_pb2 as api
 

@@ -87,9 +87,10 @@ async def _once(arguments: argparse.Namespace) -> int:
 
     from headway_lab.top.controls import Controls
     from headway_lab.top.figures import glyphs_for
+    from headway_lab.top.frame import Frame
     from headway_lab.top.history import History
     from headway_lab.top.server import Server
-    from headway_lab.top.view import Frame, picture
+    from headway_lab.top.view import picture
 
     async with client_of(arguments) as client:
         server = Server(client, max_listed=arguments.max_listed)

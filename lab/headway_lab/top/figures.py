@@ -107,3 +107,8 @@ def _three_digits(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def numbered(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun, in the singular or plural."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -15,10 +15,11 @@ from rich.live import Live
 
 from headway_lab.top.controls import Controls, Order, OrderKind
 from headway_lab.top.figures import age, glyphs_for
+from headway_lab.top.frame import Frame
 from headway_lab.top.history import History, Look
 from headway_lab.top.keyboard import keys_of, single_keys
 from headway_lab.top.server import NoAnswerError, Server
-from headway_lab.top.view import KEY_HINTS, NO_KEYS_HINT, Frame, picture
+from headway_lab.top.view import KEY_HINTS, NO_KEYS_HINT, picture
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_KEY_BYTES = 1024
