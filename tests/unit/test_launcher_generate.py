@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import itertools
 
 import pytest
 
@@ -9,6 +10,7 @@ from headway.client import PromptTokens, TokenLogprob
 from headway.configuration import OneLineParser
 from headway.demo import demo_jobs
 from headway.generate import add_flags, jobs_of, run
+from headway.progress import ProgressLine
 from headway.reporting import Screen, block, prompt_table, table
 from headway.settings import ConfigurationError
 from headway.streaming import Answer, Job, texts_of
@@ -162,7 +164,7 @@ def test_progress_shows_only_on_a_terminal():
     job = Job(title="p", prompt="p", options={})
     for progress, expected in ((io.StringIO(), ""), (Terminal(), "0 of 1 finished, 2 tokens")):
         out = io.StringIO()
-        screen = Screen([job], out=out, progress=progress)
+        screen = Screen([job], out=out, progress=ProgressLine(progress, clock=itertools.count().__next__))
         screen.tokens_came(2)
         screen.job_ended(0, ANSWERS[0])
         assert expected in progress.getvalue()

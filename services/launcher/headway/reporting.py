@@ -1,6 +1,6 @@
 """How answers look on a terminal.
 
-Owns: the layout of answers, progress and the table of timings. Must not know: where the answers came from.
+Owns: the layout of answers and of the table of timings. Must not know: where the answers came from.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from headway.client import PromptTokens
+from headway.progress import ProgressLine
 from headway.streaming import Answer, Job
 from headway.tables import aligned
 
@@ -18,38 +19,24 @@ _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "to
 class Screen:
     """Shows each answer under its prompt when it ends; on a terminal it shows progress."""
 
-    def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: TextIO | None = None) -> None:
+    def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: ProgressLine | None = None) -> None:
         self._jobs = jobs
         self._out = sys.stdout if out is None else out
-        self._progress = sys.stderr if progress is None else progress
-        self._shows_progress = self._progress.isatty()
+        self._progress = ProgressLine(sys.stderr) if progress is None else progress
         self._num_finished = 0
         self._num_tokens = 0
 
     def tokens_came(self, num_tokens: int) -> None:
         """Count tokens, and redraw the progress line."""
         self._num_tokens += num_tokens
-        self._draw_progress()
+        self._progress.show(self._num_finished, len(self._jobs), f"finished, {self._num_tokens} tokens")
 
     def job_ended(self, number: int, answer: Answer) -> None:
         """Print one answer under its prompt."""
         self._num_finished += 1
-        self._erase_progress()
+        self._progress.erase()
         self._out.write(block(number, self._jobs[number], answer))
         self._out.flush()
-        if self._num_finished < len(self._jobs):
-            self._draw_progress()
-
-    def _draw_progress(self) -> None:
-        if self._shows_progress:
-            done = f"{self._num_finished} of {len(self._jobs)} finished, {self._num_tokens} tokens"
-            self._progress.write(f"\r\x1b[K{done}")
-            self._progress.flush()
-
-    def _erase_progress(self) -> None:
-        if self._shows_progress:
-            self._progress.write("\r\x1b[K")
-            self._progress.flush()
 
 
 def block(number: int, job: Job, answer: Answer) -> str:
