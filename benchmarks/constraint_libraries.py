@@ -13,6 +13,8 @@ Each hostile input runs in its own process for at most ``--patience`` seconds: a
 A library that is not installed is left out.
 """
 
+# ruff: noqa: D102 (``Library`` describes the methods)
+
 import argparse
 import importlib.metadata
 import json
@@ -110,7 +112,6 @@ class Llguidance:
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=0)
 
     def compile(self, schema: object) -> Any:
-        """See ``Library``."""
         text = self._matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_flexible": False})
         matcher = self._matcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
@@ -118,17 +119,14 @@ class Llguidance:
         return matcher
 
     def matcher(self, grammar: Any) -> Any:
-        """See ``Library``."""
         return grammar.deep_copy()
 
     def fill(self, matcher: Any, words: np.ndarray) -> None:
-        """See ``Library``."""
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
 
     def accept(self, matcher: Any, token_id: int) -> bool:
-        """See ``Library``."""
         return bool(matcher.consume_token(token_id)) and not matcher.is_stopped()
 
 
@@ -150,20 +148,16 @@ class Xgrammar:
         self._words: Any = None
 
     def compile(self, schema: object) -> Any:
-        """See ``Library``."""
         return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
 
     def matcher(self, grammar: Any) -> Any:
-        """See ``Library``."""
         return self._xgrammar.GrammarMatcher(grammar)
 
     def fill(self, matcher: Any, words: np.ndarray) -> None:
-        """See ``Library``."""
         words[:] = -1
         matcher.fill_next_token_bitmask(words.reshape(1, -1))
 
     def accept(self, matcher: Any, token_id: int) -> bool:
-        """See ``Library``."""
         return bool(matcher.accept_token(token_id)) and not matcher.is_terminated()
 
 

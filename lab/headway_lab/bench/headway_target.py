@@ -6,6 +6,8 @@ It uses the stub, not ``AsyncClient``, because a bench must see a stream break. 
 one lock, so several share the load.
 """
 
+# ruff: noqa: D102 (``Target`` describes the methods)
+
 import itertools
 from typing import Any
 
@@ -41,7 +43,6 @@ class HeadwayTarget:
         self._channels: list[grpc.aio.Channel] = []
 
     async def open(self) -> TargetInfo:
-        """See ``Target.open``."""
         self._channels = [self._endpoint.aio_channel(_OWN_CONNECTION) for _ in range(self._num_connections)]
         stub: Any = api_grpc.GenerationStub(self._channels[0])  # type: ignore[no-untyped-call]
         try:
@@ -67,7 +68,6 @@ class HeadwayTarget:
         )
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        """See ``Target.prepare``."""
         message = api.GenerateRequest(
             token_ids=api.TokenIds(ids=self._prompts.prompt(request).tolist()),
             sampling=api.SamplingParams(
@@ -84,7 +84,6 @@ class HeadwayTarget:
         return message.SerializeToString()
 
     async def send(self, prepared: bytes, answer: Answer) -> None:
-        """See ``Target.send``."""
         call = next(self._calls)(prepared, metadata=self._endpoint.metadata())
         finished: api.Finished | None = None
         try:
@@ -103,7 +102,6 @@ class HeadwayTarget:
         _take_end(finished, answer)
 
     async def close(self) -> None:
-        """See ``Target.close``."""
         for channel in self._channels:
             await channel.close()
 

@@ -8,6 +8,8 @@ chunks with text. Each chunk counts as one token when it comes. Two requests bef
 many tokens a word of a prompt takes.
 """
 
+# ruff: noqa: D102 (``Target`` describes the methods)
+
 import contextlib
 import ssl
 from collections.abc import Mapping
@@ -96,7 +98,6 @@ class OpenAITarget:
         self._encoder = msgspec.json.Encoder()
 
     async def open(self) -> TargetInfo:
-        """See ``Target.open``."""
         self._session = aiohttp.ClientSession(
             # No limit: the load decides how many run at once.
             connector=aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True),
@@ -120,11 +121,9 @@ class OpenAITarget:
         )
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        """See ``Target.prepare``."""
         return self._body(self._words.prompt(request), request.num_output_tokens, request)
 
     async def send(self, prepared: bytes, answer: Answer) -> None:
-        """See ``Target.send``."""
         path = "/chat/completions" if self._is_chat else "/completions"
         try:
             async with self._session.post(self._base_url + path, data=prepared) as response:
@@ -136,7 +135,6 @@ class OpenAITarget:
             raise RequestFailed(DISCONNECTED, str(error) or type(error).__name__) from None
 
     async def close(self) -> None:
-        """See ``Target.close``."""
         await self._session.close()
 
     async def _follow(self, content: aiohttp.StreamReader, answer: Answer) -> None:

@@ -3,6 +3,8 @@
 Owns: one function per call, and the polling until a gateway is ready. Must not know: threads or event loops.
 """
 
+# ruff: noqa: D103 (``Client`` describes the calls)
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,67 +77,54 @@ def _nothing(_response: object) -> None:
 
 
 def tokenize(text: str | Sequence[ChatMessage]) -> Call[list[int]]:
-    """Ask for token ids."""
     return Call("generation", "Tokenize", tokenize_request(text), lambda response: list(response.token_ids))
 
 
 def detokenize(token_ids: Sequence[int]) -> Call[str]:
-    """Ask for a text."""
     request = generation_pb2.DetokenizeRequest(token_ids=token_ids)
     return Call("generation", "Detokenize", request, lambda response: str(response.text))
 
 
 def model() -> Call[generation_pb2.GetModelResponse]:
-    """Ask which model is served."""
     return Call("generation", "GetModel", generation_pb2.GetModelRequest(), lambda response: response)
 
 
 def status() -> Call[admin_pb2.GetStatusResponse]:
-    """Ask for the scheduler's figures."""
     return Call("admin", "GetStatus", admin_pb2.GetStatusRequest(), lambda response: response)
 
 
 def requests() -> Call[list[admin_pb2.RequestState]]:
-    """Ask for the live requests."""
     return Call("admin", "ListRequests", admin_pb2.ListRequestsRequest(), lambda response: list(response.requests))
 
 
 def explain(request_id: str) -> Call[admin_pb2.ExplainResponse]:
-    """Ask why a request is where it is."""
     return Call("admin", "Explain", admin_pb2.ExplainRequest(request_id=request_id), lambda response: response)
 
 
 def pause() -> Call[None]:
-    """Admit no more."""
     return Call("admin", "Pause", admin_pb2.PauseRequest(), _nothing)
 
 
 def resume() -> Call[None]:
-    """Admit again."""
     return Call("admin", "Resume", admin_pb2.ResumeRequest(), _nothing)
 
 
 def drain() -> Call[None]:
-    """Refuse new requests."""
     return Call("admin", "Drain", admin_pb2.DrainRequest(), _nothing)
 
 
 def cancel(request_id: str) -> Call[None]:
-    """End a request."""
     return Call("admin", "Cancel", admin_pb2.CancelRequest(request_id=request_id), _nothing)
 
 
 def pin_prefix(name: str, prefix: Prompt, tenant: str) -> Call[admin_pb2.PinnedPrefix]:
-    """Pin a prefix."""
     return Call("admin", "PinPrefix", pin_request(name, prefix, tenant), lambda response: response.pinned)
 
 
 def unpin_prefix(name: str) -> Call[None]:
-    """End a pin."""
     return Call("admin", "UnpinPrefix", admin_pb2.UnpinPrefixRequest(name=name), _nothing)
 
 
 def pinned_prefixes() -> Call[list[admin_pb2.PinnedPrefix]]:
-    """Ask for the pins."""
     request = admin_pb2.ListPinnedPrefixesRequest()
     return Call("admin", "ListPinnedPrefixes", request, lambda response: list(response.prefixes))

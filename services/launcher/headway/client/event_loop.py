@@ -3,6 +3,8 @@
 Owns: awaiting calls and streams. Must not know: messages; the modules beside it make and read them.
 """
 
+# ruff: noqa: D102 (``Client`` describes the same methods)
+
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -31,25 +33,20 @@ class AsyncGenerationStream:
 
     @property
     def request_id(self) -> str:
-        """See ``GenerationStream``."""
         return self._generation.request_id
 
     @property
     def prompt(self) -> PromptTokens:
-        """See ``GenerationStream``."""
         return self._generation.prompt
 
     def cancel(self) -> None:
-        """See ``GenerationStream``."""
         self._generation.is_cancelled = True
         self._call.cancel()
 
     async def text(self) -> str:
-        """See ``GenerationStream``."""
         return (await self.result()).text
 
     async def result(self) -> GenerationResult:
-        """See ``GenerationStream``."""
         async for _ in self:
             pass
         return self._generation.result()
@@ -104,76 +101,59 @@ class AsyncClient:
         self._connection = Connection(self._channel, endpoint.metadata(), patience)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
-        """See ``Client``."""
         return AsyncGenerationStream(self._connection, self._connection.generation(prompt, options))
 
     async def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
-        """See ``Client``."""
         return await self._call(calls.tokenize(text))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """See ``Client``."""
         return await self._call(calls.detokenize(token_ids))
 
     async def model(self) -> generation_pb2.GetModelResponse:
-        """See ``Client``."""
         return await self._call(calls.model())
 
     async def status(self) -> admin_pb2.GetStatusResponse:
-        """See ``Client``."""
         return await self._call(calls.status())
 
     async def requests(self) -> list[admin_pb2.RequestState]:
-        """See ``Client``."""
         return await self._call(calls.requests())
 
     async def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
-        """See ``Client``."""
         return await self._call(calls.explain(request_id))
 
     async def pause(self) -> None:
-        """See ``Client``."""
         await self._call(calls.pause())
 
     async def resume(self) -> None:
-        """See ``Client``."""
         await self._call(calls.resume())
 
     async def drain(self) -> None:
-        """See ``Client``."""
         await self._call(calls.drain())
 
     async def cancel(self, request_id: str) -> None:
-        """See ``Client``."""
         await self._call(calls.cancel(request_id))
 
     async def pin_prefix(self, name: str, prefix: Prompt, *, tenant: str = "") -> admin_pb2.PinnedPrefix:
-        """See ``Client``."""
         return await self._call(calls.pin_prefix(name, prefix, tenant))
 
     async def unpin_prefix(self, name: str) -> None:
-        """See ``Client``."""
         await self._call(calls.unpin_prefix(name))
 
     async def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
-        """See ``Client``."""
         return await self._call(calls.pinned_prefixes())
 
     async def read_flight_log(self) -> AsyncIterator[admin_pb2.ReadFlightLogResponse]:
-        """See ``Client``."""
         with own_errors():
             async for piece in self._connection.open_flight_log():
                 yield piece
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """See ``Client``."""
         poll = calls.ReadinessPoll(timeout_s)
         while not await self._is_ready(poll):
             poll.require_time_left()
             await asyncio.sleep(calls.READY_POLL_S)
 
     async def close(self) -> None:
-        """See ``Client``."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
