@@ -56,7 +56,6 @@ class NotedBench(Bench):
         self.noted: ServingStatistics | None = None
         self.engine = SchedulerEngine(self.core.limits, incarnation=1)
         self.engine.core = self.core
-        self.view = SchedulerView(self.core)
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
 
     def update(self, frame: bytes) -> StepEvents:
@@ -95,7 +94,7 @@ def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) 
     kept.step_tokens.observe(bench.num_running)
     kept.count_answer(events, 0, now)
     if now >= kept.next_mark_at:
-        kept.keep_time(now, bench.view)
+        kept.keep_time(now, SchedulerView(bench.core))
 
 
 def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool) -> dict[str, Any]:

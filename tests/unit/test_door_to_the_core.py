@@ -17,7 +17,7 @@ PRODUCT = [
     for path in sorted((REPOSITORY / top).rglob("*.py"))
     if "headway_scheduler/core/" not in path.as_posix() and "_compiled" not in path.parts
 ]
-TABLES = {"pool", "rows", "cache", "swapping", "prefix_statistics", "pinned_prefixes"}
+TABLES = {"pool", "rows", "cache", "counters", "swapping", "prefix_statistics", "pinned_prefixes"}
 CORE_NAMES = {"core", "_core", "scheduler", "_scheduler"}
 MAY_REACH_IN = {"commands.py", "recorder.py", "replay.py", "checkpoint.py"}
 """The commands of operators, and their replay, change the core. The others record and restore it."""

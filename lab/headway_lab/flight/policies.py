@@ -24,6 +24,7 @@ from headway_lab.workload.requests import SAMPLED_TOKENS, rng_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.view import SchedulerView
 
 _SEED = 0
 AS_RECORDED = "simulated as recorded"
@@ -85,7 +86,7 @@ def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResu
     scheduler, measurement = Scheduler(case.limits, capacity), RunCollector(len(requests))
     started = time.perf_counter()
     Simulation(scheduler, device, OpenArrivals(requests, times_s), recording.prompts(), measurement).run()
-    return _result(case, measurement, scheduler.counters, time.perf_counter() - started)
+    return _result(case, measurement, SchedulerView(scheduler).counters, time.perf_counter() - started)
 
 
 def _result(case: Case, measurement: RunCollector, counters: SchedulerCounters, wall_s: float) -> CaseResult:

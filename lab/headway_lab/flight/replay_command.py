@@ -21,6 +21,7 @@ from headway_lab.flight.source import Flight
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.report import CaseResult, as_json
 from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.replay import Divergence
 
 DIVERGED_EXIT_CODE = 1
@@ -88,7 +89,7 @@ def _run(flight: Flight, arguments: argparse.Namespace) -> int:
 
 def _compare(flight: Flight, recording: Recording, cases: Sequence[Case]) -> list[CaseResult]:
     core = flight.replay.core
-    counters = SchedulerCounters() if core is None else core.counters
+    counters = SchedulerCounters() if core is None else SchedulerView(core).counters
     results = compared(recording, counters, cases)
     sys.stdout.write(f"\n{comparison_text(recording, results)}")
     return results

@@ -24,6 +24,7 @@ from headway_lab.workload.load import Load, make_load
 from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.view import SchedulerView
 
 
 class World(NamedTuple):
@@ -128,7 +129,7 @@ def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, floa
     wall_s = time.perf_counter() - started
     return CaseResult(
         case=case,
-        totals=measurement.totals(scheduler.counters, world.load.asked_requests_per_s),
+        totals=measurement.totals(SchedulerView(scheduler).counters, world.load.asked_requests_per_s),
         requests=measurement.requests(),
         steps=step_columns(measurement),
         queue=queue_columns(measurement),
