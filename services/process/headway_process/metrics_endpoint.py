@@ -2,11 +2,9 @@
 
 Owns: the HTTP server, its access and its limits. Must not know: the figures, or how a process runs.
 
-The thread asks the process for a snapshot (``snapshots``) and formats it. So a scrape costs the process's loop only a
-copy of its figures, and a slow reader costs it nothing.
-
-Loopback needs no token. Other addresses require one (``addresses.check_metrics_address``) as ``authorization: Bearer
-TOKEN``, compared in constant time. It travels in clear: use TLS in front of it beyond a trusted network.
+A scrape costs the process's loop only a copy of its figures (``snapshots``); a slow reader costs it nothing. Loopback
+needs no token. Other addresses require one as ``authorization: Bearer TOKEN``, compared in constant time. It travels in
+clear: use TLS in front of it beyond a trusted network.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Steps were lost: which requests were in them, which one is guilty, and which one has to run alone.
+"""Finds out which requests were in lost steps, which one is guilty, and which one has to run alone.
 
-Owns: the way from the core's requests to the brake's names and back. Must not know: why steps were lost, frames, the clock.
-It only reads from the core; the engine gives the orders.
+Owns: the way from the core's requests to the brake's names and back. Must not know: frames, the clock. It only reads from
+the core; the engine gives the orders.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from headway_scheduler.notices import Notices
 
 
 class Trial(NamedTuple):
-    """The sequence that runs alone until it has ``num_tokens`` tokens; ``origin`` is None if all may run."""
+    """The sequence that runs alone until it has ``num_tokens`` tokens; None: all may run."""
 
     origin: Origin | None
     num_tokens: int
 
 
 class Verdict(NamedTuple):
-    """The sequences that were in the lost steps. ``guilty`` is the one to end with ``error``, if one was found."""
+    """The sequences of the lost steps, and the one to end with ``error``, if it is guilty."""
 
     in_flight: tuple[Origin, ...]
     guilty: Origin | None
@@ -38,7 +38,7 @@ class Blame:
         self._judged_epoch = -1
 
     def next_trial(self, core: Scheduler) -> Trial:
-        """The first suspect that is here and not acquitted runs alone; without one, all may run."""
+        """The first suspect that is here and not acquitted."""
         for name in self._brake.suspects:
             live = self._live.named(name)
             request = None if live is None else core.find(live.origin)
@@ -52,10 +52,7 @@ class Blame:
         return Trial(None, 0)
 
     def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
-        """Report the lost requests to the brake: those in ``step``, or in all steps in flight.
-
-        None if the losses of this epoch were judged before.
-        """
+        """Count the loss of ``step``, or of all steps in flight. None if this epoch was judged before."""
         if self._judged_epoch == core.epoch:
             return None
         self._judged_epoch = core.epoch

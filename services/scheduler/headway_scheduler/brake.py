@@ -1,16 +1,12 @@
 """Finds the request that brings the executor down, without failing the requests that ran beside it.
 
-Owns: which requests were in lost steps, which has to run alone because of it, and which is found guilty; the pause after a
-step that failed. Must not know: rows, frames, the clock, or why an executor was lost.
+Owns: suspects, guilt, and the pause after a failed step. Must not know: rows, frames, the clock, or why steps were lost.
 
-When an executor is lost, or a step fails, any request of the steps in flight may be to blame, or none: perhaps somebody
-pulled a plug. So everything is tried again first. A request that is lost ``LOSSES_BEFORE_TRIAL`` times without progress in
-between is a *suspect* and runs alone: one suspect at a time, the newest first. The requests of a first loss start again a
-few at a time (``core.start_window``), so that few become suspects. A suspect that gets the tokens that the lost steps would
-have brought is acquitted. A request that is lost for the ``MAX_LOSSES``th time, and alone, is guilty. So one bad request
-costs at most ``MAX_LOSSES`` executors, and the others a pause.
-
-A request that gets further before each loss is never found guilty: it made progress each time.
+When steps are lost, any of their requests may be to blame, or none. So everything is tried again. A request that is lost
+``LOSSES_BEFORE_TRIAL`` times without progress in between is a *suspect* and runs alone, the newest suspect first. If it
+gets the tokens that the lost steps would have brought, it is acquitted. A request that is lost for the ``MAX_LOSSES``th
+time, and alone, is guilty. So one bad request costs at most ``MAX_LOSSES`` executors. A request that makes progress
+before each loss is never found guilty.
 """
 
 from typing import NamedTuple
@@ -33,10 +29,7 @@ class _Suspicion(NamedTuple):
 
 
 class Brake:
-    """Counts losses, answers and ends; says which request has to run alone.
-
-    A suspect is acquitted after ``num_trial_tokens`` more tokens: as many as steps can be in flight.
-    """
+    """Counts losses, answers and ends. ``num_trial_tokens``: a suspect is acquitted after so many more tokens."""
 
     def __init__(self, num_trial_tokens: int) -> None:
         self._num_trial_tokens = num_trial_tokens
@@ -46,7 +39,7 @@ class Brake:
 
     @property
     def suspects(self) -> list[Name]:
-        """The sequences that have to run alone, one after the other, in this order."""
+        """The sequences that have to run alone, in this order."""
         return list(reversed(self._suspects))
 
     @property
@@ -60,7 +53,7 @@ class Brake:
         return 0 if suspicion is None else suspicion.num_losses
 
     def count_loss(self, in_flight: list[tuple[Name, int]]) -> Name | None:
-        """Steps were lost; ``in_flight`` are the sequences in them, each with its known tokens. Return the guilty one."""
+        """The sequences of lost steps, each with its known tokens. Return the guilty one."""
         for name, num_tokens in in_flight:
             before = self._suspicions.pop(name, None)
             has_come_further = before is not None and num_tokens - before.num_tokens >= self._num_trial_tokens
@@ -78,19 +71,19 @@ class Brake:
         return None
 
     def num_tokens_wanted(self, name: Name) -> int:
-        """The tokens, prompt and output, that acquit a suspect: as many as the lost steps would have brought."""
+        """The number of tokens, prompt and output, that acquits a suspect."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_tokens + self._num_trial_tokens
 
     def is_acquitted(self, name: Name, num_tokens: int) -> bool:
-        """Whether ``num_tokens`` tokens acquit a suspect; if so it is forgotten."""
+        """Whether ``num_tokens`` tokens acquit a suspect; if so, forget it."""
         if num_tokens < self.num_tokens_wanted(name):
             return False
         self.forget(name)
         return True
 
     def forget(self, name: Name) -> None:
-        """Remove a sequence that has ended or is no suspect any more."""
+        """Remove a sequence that ended or is acquitted."""
         self._suspicions.pop(name, None)
         self._suspects.pop(name, None)
 
@@ -99,10 +92,7 @@ class Brake:
         self._num_failures = 0
 
     def pause_s(self) -> float:
-        """The pause after one more step that failed; none after the first failure since an answer.
-
-        Without it, a backend that always fails would be called as fast as it can fail.
-        """
+        """The pause after one more failed step: none at first, so that only a backend that keeps failing waits."""
         self._num_failures += 1
         if self._num_failures == 1:
             return 0.0

@@ -3,8 +3,7 @@
 Owns: how the core, the executor's link and the gateways' links work together. Must not know: ZeroMQ, signals, wall clocks.
 Production, simulation and fault tests run this same object.
 
-Order within a beat: the engine takes an answer in, decides and sends the next step, and only then writes to the gateways,
-so that the executor never waits for them.
+An answer is taken in, the next step decided and sent, and only then gateways are written to: the executor never waits.
 """
 
 from headway_proto import ingress
@@ -47,8 +46,7 @@ class SchedulerEngine:
     """The whole scheduler as one object.
 
     Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
-    latest, then take ``executor_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic. The ``recorder``
-    records every call of the core.
+    latest, then take ``executor_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
     """
 
     def __init__(self, limits: SchedulerLimits, incarnation: int, recorder: NullRecorder | None = None) -> None:
@@ -64,13 +62,13 @@ class SchedulerEngine:
         self.administration = Administration(self)
         self.early = EarlySubmissions(limits)
         self.num_answers = 0
-        """Steps that were answered: the measure of progress."""
+        """The measure of progress."""
         self.draining = False
         self.core: Scheduler | None = None
         self.info: BackendInfo | None = None
         self._queue_pace = QueuePace()
         self._paused_until = float("-inf")
-        """After steps that failed, the time until which the executor gets none."""
+        """After steps that failed, the executor gets none until then."""
 
     @property
     def view(self) -> SchedulerView | None:
@@ -107,16 +105,16 @@ class SchedulerEngine:
             self._on_gateway_event(event, now)
 
     def executor_unreachable(self, peer: bytes, now: float) -> None:
-        """The transport could not deliver to this executor."""
+        """The transport could not reach this executor."""
         self._on_step_events(self.executor_link.unreachable(peer), now)
 
     def gateway_unreachable(self, peer: bytes, now: float) -> None:
-        """The transport could not deliver to this gateway."""
+        """The transport could not reach this gateway."""
         for event in self.gateways.unreachable(peer):
             self._on_gateway_event(event, now)
 
     def run(self, now: float) -> None:
-        """Do what is due: heartbeats, time-outs, steps, and the messages to gateways, in this order."""
+        """Do what is due: heartbeats, time-outs, steps, messages to gateways."""
         if now >= self._paused_until:
             # With or without an executor: a time in the past would ask for ``run`` again and again.
             self._paused_until = float("-inf")
@@ -129,7 +127,7 @@ class SchedulerEngine:
         self.gateways.flush()
 
     def schedule_steps(self, now: float) -> None:
-        """Schedule as many steps as may be in flight and hand them to the link."""
+        """Schedule and send as many steps as may be in flight."""
         core, link = self.core, self.executor_link
         if core is None or not link.is_open or now < self._paused_until:
             return
@@ -217,7 +215,7 @@ class SchedulerEngine:
         self.announce()
 
     def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
-        """A step failed: try smaller ones, or look for the request to blame. Return whether one was blamed for its size."""
+        """A step failed: try smaller ones, or blame a request. Return whether one was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # the size of the step explains it
         is_found = self._end_guilty(core, reason, failure.step, now)
@@ -225,7 +223,7 @@ class SchedulerEngine:
         return is_found and failure.max_num_batched_tokens > 0
 
     def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
-        """Steps were lost: let their requests start again a few at a time, and end the guilty one, if it is known."""
+        """Steps were lost: end the guilty request, if it is known, and return whether it was."""
         verdict = self._blame.judge(core, reason, step)
         if verdict is None:
             return False
@@ -291,7 +289,6 @@ class SchedulerEngine:
             self.gateways.send(owner, rejected)
 
     def _refusal(self, submit: Submit) -> Rejected | None:
-        """The answer to a submission that can be refused without the core; None otherwise."""
         if self.draining:
             problem = Problem(ingress.REJECT_UNAVAILABLE, "", "the scheduler is draining; it takes no new requests")
             return problem.rejection(submit.handle)
@@ -323,7 +320,7 @@ class SchedulerEngine:
         return None
 
     def _on_shed(self, core: Scheduler, end: FinishedEvent) -> None:
-        """Refuse a request after all: it can no longer meet its objective, and nothing of it has run."""
+        """Refuse a request that can no longer meet its objective; nothing of it has run."""
         self._forget(end.origin)
         message = "the first token can no longer come within its objective (ttft_slo_ms)"
         retry_s = max(UNKNOWN_S, core.expected_prefill_s)
@@ -331,7 +328,6 @@ class SchedulerEngine:
         self.gateways.send(end.origin.owner, rejected)
 
     def _deliver(self, events: StepEvents, now: float) -> None:
-        """Hand the events of a step to the gateways, and forget the sequences that ended."""
         if events.admitted:
             self._queue_pace.count_starts(len(events.admitted), now)
         deliver(self.gateways, events)
@@ -362,7 +358,7 @@ class SchedulerEngine:
     # ------------------------------------------------------------------------------------------ an operator's commands
 
     def announce(self) -> None:
-        """Send every gateway the state now rather than with the next heartbeat."""
+        """Send every gateway the state now."""
         self.gateways.announce(self._announcement())
 
     def drain(self) -> None:

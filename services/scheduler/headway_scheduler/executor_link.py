@@ -2,10 +2,9 @@
 
 Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, or what carries frames.
 
-There is one executor at a time. One that says hello gets a new epoch, unless another is alive: heard from within
-``TAKEOVER_SILENCE_S`` and not reported unreachable. A peer is one connection; after a reconnection the same executor is
-another peer. A damaged frame, a gap, an impossible answer or a request of the executor ends the epoch and opens another
-with the same executor; answers of the old epoch are ignored. The other side is ``headway_executor.step_link``.
+An executor that says hello gets a new epoch, unless another is alive: heard from within ``TAKEOVER_SILENCE_S``. A peer is
+one connection; after a reconnection an executor is another peer. A damaged frame, a gap or an impossible answer ends the
+epoch and opens another; answers of the old one are ignored. The other side is ``headway_executor.step_link``.
 """
 
 import msgspec
@@ -34,10 +33,7 @@ MAX_EPOCH = (1 << 32) - 1
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """The executor could not run ``step`` of the epoch before.
-
-    ``max_num_batched_tokens`` limits later steps; 0 if the failure had nothing to do with size.
-    """
+    """The executor could not run ``step``. ``max_num_batched_tokens`` limits later steps, 0 if size was not the reason."""
 
     step: int
     max_num_batched_tokens: int
@@ -100,7 +96,7 @@ class ExecutorLink:
         return self._peer is not None
 
     def executor_state(self, now: float) -> str:
-        """For operators: "absent", "ready", or "silent" if nothing came for three heartbeats."""
+        """ "absent", "ready", or "silent" after three missing heartbeats."""
         if not self.is_open:
             return "absent"
         return "silent" if now - self._heard_at > SILENT_AFTER_S else "ready"
@@ -181,7 +177,7 @@ class ExecutorLink:
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
-        """Allow steps as large as the executor announced at first; the request that was too large is gone."""
+        """Allow steps as large as at first: the request that was too large is gone."""
         assert self._info is not None
         self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
         return self.reopen("steps may be large again", now)
@@ -204,7 +200,7 @@ class ExecutorLink:
         return self._open(self._peer, self._executor, self._info, reason, now, failure)
 
     def _respect(self, max_num_batched_tokens: int) -> None:
-        """Remember the size limit that the executor asks for; 0 leaves it as it is. A new life starts without."""
+        """Remember the executor's size limit, 0 for no change."""
         assert self._info is not None
         if max_num_batched_tokens > 0:
             self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=max_num_batched_tokens)

@@ -1,9 +1,9 @@
 """The scheduler's side of the ingress protocol, as a state machine without sockets or clock.
 
-Owns: the links of all gateways: lives, frame order, flow control, unsent tokens. Must not know: scheduling, transport.
+Owns: the gateways' links: lives, frame order, flow control, unsent tokens. Must not know: scheduling, transport.
 
-The core knows a link as an *owner*, a number that is never used again. When a gateway opens another link, the old owner
-is reported gone and its requests end; the gateway submits again what it still wants.
+The core knows a link as an *owner*, a number that is never used again. When a gateway opens another link, the requests of
+the old owner end; the gateway submits again what it still wants.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ MAX_HELD_TOKENS = 1 << 22
 
 MAX_LINKS = 1024
 _TOKENS_WORTH_OF_A_PART = 32
-"""The memory of a part of a message beside its tokens, counted in tokens."""
+"""The memory of a part beside its tokens, counted in tokens."""
 
 
 class GatewayMessage(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ IngressEvent = GatewayMessage | GatewayGone
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """The state that every gateway gets with hello and heartbeat."""
+    """The state in hello and heartbeat."""
 
     model: ModelInfo | None
     state: str
@@ -97,7 +97,7 @@ class GatewayLink:
         return self._writer.encode(body)
 
     def acknowledge(self, num_frames: int) -> None:
-        """The gateway has received ``num_frames`` frames of this link."""
+        """The gateway has received ``num_frames`` frames."""
         self._acknowledged = max(self._acknowledged, min(num_frames, self._writer.next_sequence))
 
     def hold(
@@ -128,7 +128,7 @@ class GatewayLink:
         return self._num_held > MAX_HELD_TOKENS
 
     def flush(self) -> bytes | None:
-        """One message with everything held; None if there is nothing, or too much is unacknowledged."""
+        """One message with everything held; None if there is nothing or no credit."""
         if not (self._columns or self._admitted or self._finished or self._prompt_logprobs):
             return None
         if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:

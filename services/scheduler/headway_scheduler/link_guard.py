@@ -1,15 +1,12 @@
 """Controls who may connect to the scheduler's sockets, and limits the cost of connections without a handshake.
 
-Owns: the allow-lists of public keys, the answers to ZeroMQ's authentication requests (ZAP), the limit on pending
-handshakes, and the counts of rejections. Must not know: what a frame means, or what a connection is for.
+Owns: the allow-lists of keys, the answers to ZeroMQ's authentication requests (ZAP), the limit on pending handshakes.
+Must not know: what a frame means. It has a thread of its own, so that a flood of handshakes delays no step.
 
-It has a thread of its own, so that a flood of handshakes delays no step.
-
-libzmq accepts every connection and believes a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender.
-So strangers can fill at most the size of one frame times the number of pending handshakes. The guard limits the latter:
-it shuts down further connections as soon as they are accepted, and never an established one. libzmq reports which
-connections came and went, but only how many handshakes succeeded. A connection older than any handshake is established;
-of the younger ones, as many as there were successes.
+libzmq believes a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender. So strangers can fill that
+size times the number of pending handshakes, which the guard limits: it shuts down further connections at once, never an
+established one. libzmq reports which connections came and went, but only how many handshakes succeeded. A connection
+older than any handshake is established; of the younger ones, as many as there were successes.
 """
 
 import contextlib
@@ -47,10 +44,10 @@ _MOST_PROBLEMS = 32
 
 
 class AllowList:
-    """The public keys in the ``*.key`` files of a directory, read again when the directory or a file changes.
+    """The public keys in the ``*.key`` files of a directory, read again after a change.
 
-    A file without a whole key may be half written: its former key stays valid until the file is whole or gone. Removing a
-    key prevents new connections; it does not end the present one.
+    A file without a whole key may be half written: its former key stays valid. Removing a key prevents new connections; it
+    does not end the present one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -69,7 +66,7 @@ class AllowList:
         self._is_unreadable = False
 
     def admits(self, public_key: bytes) -> bool:
-        """Whether a (binary) public key is on the list."""
+        """Whether a (binary) public key is allowed."""
         now = time.monotonic()
         if now - self._looked_at >= _RELOAD_INTERVAL_S:
             self._looked_at = now
@@ -110,7 +107,7 @@ class AllowList:
 
 
 class Rejections(msgspec.Struct, frozen=True):
-    """Rejected connections at one socket, by reason: since the last report, and in all."""
+    """Rejected connections at one socket by reason, since the last report and in all."""
 
     link: str
     new: dict[str, int]
@@ -118,7 +115,7 @@ class Rejections(msgspec.Struct, frozen=True):
 
 
 class LinkGuard:
-    """Guards the sockets passed to ``watch``. ``allow_lists`` are by link name; empty without keys."""
+    """Guards the sockets passed to ``watch``; ``allow_lists`` are by link name."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
         self._context = context
@@ -137,7 +134,7 @@ class LinkGuard:
         self._thread = threading.Thread(target=self._run, name="link-guard", daemon=True)
 
     def watch(self, link: str, guarded: "zmq.Socket[bytes]") -> None:
-        """Limit the connections of a socket that is not bound yet. Call it before ``start``."""
+        """Limit the connections of a socket. Call it before ``start``."""
         monitor = guarded.get_monitor_socket(_EVENTS)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.setsockopt(zmq.RCVHWM, _MONITOR_HIGH_WATER_MARK)
@@ -146,11 +143,11 @@ class LinkGuard:
         self._counts[link], self._reported[link] = Counter(), Counter()
 
     def start(self) -> None:
-        """Start the thread. Call it before the sockets are bound."""
+        """Start the thread, before the sockets are bound."""
         self._thread.start()
 
     def take_rejections(self) -> list[Rejections]:
-        """The rejections since the last call, for each link that had any."""
+        """The rejections since the last call."""
         with self._lock:
             found = []
             for link, counts in self._counts.items():
@@ -161,7 +158,7 @@ class LinkGuard:
             return found
 
     def take_key_problems(self) -> list[str]:
-        """The unusable key files since the last call, with the reasons."""
+        """The unusable key files since the last call."""
         found = []
         for allow_list in self._allow_lists.values():
             while allow_list.problems:
@@ -169,7 +166,7 @@ class LinkGuard:
         return found
 
     def close(self) -> None:
-        """End the thread. Call it before the guarded sockets are closed."""
+        """End the thread, before the sockets are closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -206,7 +203,6 @@ class LinkGuard:
         zap.send_multipart((_ZAP_VERSION, request_id, *status))
 
     def _link_of_known_key(self, frames: list[bytes]) -> str | None:
-        """The link that a ZAP request may enter; None if its key is not allowed there."""
         if len(frames) != 7 or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
             return None
         domain = frames[2].decode("ascii", "replace")
@@ -227,13 +223,13 @@ class LinkGuard:
 
 
 class _Door:
-    """The connections of one socket, as its monitor reports them."""
+    """The connections of one socket."""
 
     def __init__(self, link: str, monitor: "zmq.Socket[bytes]") -> None:
         self.link = link
         self.monitor = monitor
         self.num_denied = 0
-        """Denied handshakes whose disconnection was not reported yet; they are not counted twice."""
+        """Denied handshakes that were not disconnected yet."""
         self._accepted_at: dict[int, float] = {}
         self._succeeded_at: deque[float] = deque()
         self._refused: set[int] = set()
@@ -285,11 +281,7 @@ class _Door:
 
 
 def _shut_down(fd: int) -> None:
-    """End a connection that libzmq owns; libzmq closes the descriptor itself.
-
-    The descriptor may belong to something else by now, so only a TCP connection is shut down; one of our peers would
-    connect again.
-    """
+    """End a TCP connection that libzmq owns. If the descriptor is another's by now, one of our peers connects again."""
     with contextlib.suppress(OSError):
         duplicate = socket.socket(fileno=os.dup(fd))
         with duplicate:

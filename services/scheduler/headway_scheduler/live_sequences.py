@@ -1,6 +1,6 @@
 """The sequences that the core holds, by origin and by name.
 
-A *request* is what a client sends; it has one *sequence* for each continuation that it asks for, told apart by ``index``.
+A client sends a *request*. It has one *sequence* for each continuation of its prompt.
 
 Owns: one record per live sequence. Must not know: frames, the core, or why a sequence ends.
 """
@@ -12,14 +12,14 @@ from headway_scheduler.core.state.arrival import Origin
 
 
 class Name(NamedTuple):
-    """The public name of a sequence. It outlives the link of its gateway."""
+    """The public name of a sequence; it outlives its gateway's link."""
 
     request_id: str
     continuation: int
 
 
 def name_of(submit: Submit) -> Name:
-    """The name of the submitted sequence."""
+    """The name of a submitted sequence."""
     return Name(submit.request_id, submit.index)
 
 
@@ -61,10 +61,10 @@ class LiveSequences:
         return self._by_name.get(name)
 
     def of_owner(self, owner: int) -> list[LiveSequence]:
-        """The sequences that came over one link of a gateway."""
+        """The sequences of one link."""
         return [live for origin, live in self._by_origin.items() if origin.owner == owner]
 
     def of_request(self, request_id: str) -> list[LiveSequence]:
-        """The sequences of a request, by index."""
+        """The sequences of a request, in order."""
         found = [live for name, live in self._by_name.items() if name.request_id == request_id]
         return sorted(found, key=lambda live: live.name.continuation)

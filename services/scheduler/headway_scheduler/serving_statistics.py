@@ -1,10 +1,9 @@
 """Latencies, rates and the service of each tenant, as the scheduler sees them.
 
-Owns: these figures, updated after each step. Must not know: who reads them, or the clock.
+Owns: these figures. Must not know: who reads them, or the clock.
 
-A step with decodes only costs one observation, whatever the batch: all its rows had the same gap since the step before.
-A request that starts or resumes brings its own gap. (Rows that were held back for a step had a longer gap; it counts
-like that of the others.)
+All rows that decoded in a step had the same gap since the step before, so a step of decodes costs one observation. A
+request that starts or resumes brings its own gap. (The longer gap of a row that was held back counts like the others.)
 """
 
 from collections import Counter, OrderedDict, deque
@@ -23,10 +22,9 @@ NUM_MARKS = 12
 RATE_MARKS = 2
 """Rates cover the last five to ten seconds."""
 MAX_TENANTS = 64
-"""The most tenants told apart. The longest unused one makes room for a new one."""
+"""The longest unused tenant makes room for a new one."""
 
 _MAX_STARTERS = 256
-"""The most answers with starting rows that are told apart until rows decode."""
 
 # Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
 _FIRST_TOKEN_S = (
@@ -47,14 +45,14 @@ _PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5
 
 
 class TenantTokens(msgspec.Struct):
-    """Tokens of one tenant: prompts that have started, outputs that have ended."""
+    """Tokens of started prompts and ended outputs of a tenant."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
 
 class TenantService(NamedTuple):
-    """One tenant's requests and tokens. ``counter`` is its service under the order ``fair``, None under others."""
+    """A tenant's requests and tokens. ``counter``: its service under the order ``fair``."""
 
     tenant: str
     num_running: int
@@ -65,7 +63,7 @@ class TenantService(NamedTuple):
 
 
 class PredictionError(msgspec.Struct):
-    """Predicted minus actual output tokens of ``count`` ended requests: sums of absolute and signed values."""
+    """Predicted minus actual output tokens, summed over ``count`` ended requests."""
 
     count: int = 0
     sum_absolute: int = 0
@@ -103,7 +101,6 @@ class ServingStatistics:
         self.step_tokens = Histogram(_STEP_TOKENS)
         """The caller observes each step that is sent."""
         self.prediction_ratio = Histogram(_PREDICTION_RATIO)
-        """Absolute error of a predicted output over the actual output."""
         self._with_recent = (self.first_token_s, self.gap_s, self.queue_s, self.request_s)
         self.ends: Counter[FinishReason] = Counter()
         self.prediction_error = PredictionError()
@@ -119,7 +116,6 @@ class ServingStatistics:
         self._starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
         """(time, count) of rows that got a token without decoding, since rows last decoded."""
         self.next_mark_at = 0.0
-        """The time of the next necessary call of ``keep_time``."""
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
     def count_arrival(self, tenant: str) -> None:
@@ -178,7 +174,7 @@ class ServingStatistics:
         self.executor_since = None
 
     def keep_time(self, now: float, view: SchedulerView | None) -> None:
-        """Move the recent window on; call it now and then, and before reading."""
+        """Move the recent window on; call it before reading."""
         if self.started_at is None:
             self.started_at = now
         if now < self.next_mark_at:
@@ -202,7 +198,7 @@ class ServingStatistics:
         )
 
     def tenant_services(self, view: SchedulerView) -> list[TenantService]:
-        """One entry per tenant; O(live requests) if requests name tenants."""
+        """One entry per tenant; O(live requests)."""
         if not self.tenants:
             return []
         running: Counter[str] = Counter()
@@ -225,7 +221,7 @@ class ServingStatistics:
         ]
 
     def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
-        """Observe the first gap of rows that started since rows last decoded; return how many other rows decode."""
+        """Observe the first gap of started rows; return how many other rows decode."""
         for since, count in self._starters:
             num_of_these = min(count, num_decoded)
             self.gap_s.observe(now - since, num_of_these)
@@ -241,7 +237,7 @@ class ServingStatistics:
         self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
 
     def _forget_starter(self, since: float | None) -> None:
-        """A row that had its first token then has ended; it will not decode."""
+        """A row that started then has ended; it will not decode."""
         for place, (time, count) in enumerate(self._starters):
             if time == since:
                 self._starters[place] = time, count - 1

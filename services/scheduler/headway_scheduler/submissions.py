@@ -1,6 +1,6 @@
-"""What gateways submit, before the core takes it: the checks that need no core, and those who wait for an executor.
+"""Submissions before the core takes them: the checks without the core, and the queue before an executor joins.
 
-Owns: these checks, and the submissions that cannot be checked completely yet. Must not know: links, or the core's rules.
+Owns: these two. Must not know: links, or the core's rules.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     message: str
 
     def rejection(self, handle: int, retry_s: float = 0.0) -> Rejected:
-        """The answer to the gateway. With ``retry_s``, the client may try again after so many seconds."""
+        """The answer to the gateway, with the time after which to try again."""
         retry_ms = round(retry_s * 1e3)
         return Rejected(
             handle=handle, reason=self.reason, field=self.field, message=self.message, retry_after_ms=retry_ms
@@ -36,10 +36,7 @@ class Problem(NamedTuple):
 
 
 class EarlySubmissions:
-    """Submissions that came before any executor did: nobody knows yet what fits.
-
-    A restarted scheduler gets its old requests back from the gateways before its executor is back.
-    """
+    """Submissions that came before any executor, for example after a restart of the scheduler."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -53,7 +50,7 @@ class EarlySubmissions:
         return origin in self._submits
 
     def is_full_for(self, submit: Submit) -> bool:
-        """Whether the queue has no place for another submission. An empty queue always has one."""
+        """Whether the queue is too full for another submission; an empty one never is."""
         if not self._submits:
             return False
         if len(self._submits) >= self._limits.max_num_waiting:
@@ -80,7 +77,7 @@ class EarlySubmissions:
             self.remove(origin)
 
     def take(self) -> list[tuple[int, Submit]]:
-        """Remove and return all of them with their owners, in order of arrival."""
+        """Remove all; return them with their owners, in order."""
         taken = [(origin.owner, submit) for origin, submit in self._submits.items()]
         self._submits.clear()
         self._num_bytes = 0
@@ -88,7 +85,7 @@ class EarlySubmissions:
 
 
 def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
-    """What is wrong with a submission by itself; None if nothing is. ``vocab_size`` is None before an executor joins."""
+    """The problem of a submission by itself, or None. ``vocab_size`` is None before an executor joins."""
     num_bytes = len(submit.token_ids)
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")

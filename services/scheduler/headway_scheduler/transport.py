@@ -96,11 +96,11 @@ class Transport:
         return unreachable
 
     def take_rejections(self) -> list[Rejections]:
-        """The rejected connections since the last call."""
+        """See ``LinkGuard``."""
         return [] if self._guard is None else self._guard.take_rejections()
 
     def take_key_problems(self) -> list[str]:
-        """The unusable key files since the last call, with the reasons."""
+        """See ``LinkGuard``."""
         return [] if self._guard is None else self._guard.take_key_problems()
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""What operators and tools may read from the scheduler: figures, requests, rows and the cache's changes.
+"""What operators and tools may read from the scheduler: figures, requests, rows and cache changes.
 
-Owns: the read-only questions about a ``Scheduler``. Must not know: who asks, or how answers travel. No decision
-changes because of a question.
+Owns: the questions about a ``Scheduler``; none changes a decision. Must not know: who asks.
 """
 
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class SchedulerFigures(NamedTuple):
-    """The figures of one moment. The defaults are those of a scheduler that has no executor yet."""
+    """The figures of one moment. The defaults are those without an executor."""
 
     step: int = 0
     num_running: int = 0
@@ -43,7 +42,7 @@ class SchedulerFigures(NamedTuple):
 
 
 class RequestFigures(NamedTuple):
-    """One live request at one moment. Without a row it holds no blocks and nothing of it is computed."""
+    """One live request. Without a row it has no blocks and no computed tokens."""
 
     num_tokens: int
     """Prompt and received output."""
@@ -52,7 +51,7 @@ class RequestFigures(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """A part of the cache's changes, and where the next part begins."""
+    """A part of the cache's changes, and where the next begins."""
 
     entries: tuple[CacheEntry, ...]
     next_index: int
@@ -67,7 +66,7 @@ class SchedulerView:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The limits that the scheduler was made with."""
+        """The limits of the scheduler."""
         return self._core.limits
 
     @property
@@ -77,7 +76,7 @@ class SchedulerView:
 
     @property
     def epoch(self) -> int:
-        """The epoch. The cache begins empty with each."""
+        """The epoch; the cache begins empty with each."""
         return self._core.epoch
 
     @property
@@ -87,12 +86,12 @@ class SchedulerView:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens that a step may have with this executor."""
+        """The most tokens of a step."""
         return self._core.max_num_batched_tokens
 
     @property
     def max_running(self) -> int:
-        """Requests that may run at once with this executor; also the number of rows."""
+        """The most requests at once, and the number of rows."""
         return self._core.max_running
 
     @property
@@ -112,18 +111,18 @@ class SchedulerView:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that are not free, 0 to 1."""
+        """Share of the blocks in use, 0 to 1."""
         pool = self._core.pool
         return 1.0 - pool.num_free / pool.num_blocks
 
     @property
     def step_times(self) -> StepTimeFigures | None:
-        """The model of step times; None while it has learned nothing."""
+        """The model of step times; None before it has learned."""
         return self._core.step_time_figures
 
     @property
     def alone(self) -> Request | None:
-        """The request that runs alone, if one does."""
+        """The request that runs alone, if any."""
         return self._core.alone
 
     def figures(self) -> SchedulerFigures:
@@ -161,7 +160,7 @@ class SchedulerView:
         return self._core.requests()
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests that start before this one, in their order; O(n log n)."""
+        """The waiting requests that start before this one, in order; O(n log n)."""
         return self._core.ahead_of(request)
 
     def num_tokens_of(self, request: Request) -> int:
@@ -182,7 +181,7 @@ class SchedulerView:
         return self._core.rows.request_in(row)
 
     def owners(self) -> dict[int, Request]:
-        """The requests that have a row, by row, ascending."""
+        """The requests with a row, by row, ascending."""
         rows = self._core.rows
         found: dict[int, Request] = {}
         for row in rows.live_rows().tolist():
@@ -190,28 +189,28 @@ class SchedulerView:
         return found
 
     def live_rows(self) -> RowIndices:
-        """The rows that have a request, ascending."""
+        """The rows with a request, ascending."""
         return self._core.rows.live_rows()
 
     def num_computed_in(self, rows: RowIndices) -> Int32Array:
-        """The tokens computed in each of these rows after the steps scheduled so far; shape ``[len(rows)]``."""
+        """The computed tokens of these rows after the scheduled steps; shape ``[len(rows)]``."""
         return self._core.rows.num_computed_tokens[rows]
 
     # ----------------------------------------------------------------------------------------------- cache and tenants
 
     def cache_changes(self, index: int | None, most_blocks: int) -> CachePart:
-        """Changes of the prefix cache from ``index`` on; all that it holds, if ``index`` is None or too long ago."""
+        """The cache's changes from ``index`` on; all content if that is None or too old."""
         entries, next_index = self._core.cache.changes(index, most_blocks)
         return CachePart(entries, next_index, self._core.cache.has_changes_from(next_index))
 
     def pinned_prefixes(self) -> tuple[PinnedPrefix, ...]:
-        """The pins, in the order in which they were made."""
+        """The pins, oldest first."""
         return self._core.pinned_prefixes.list()
 
     def prefix_use(self) -> dict[str, TenantPrefixUse]:
-        """What the prefix cache saved for each tenant, the one heard of last at the end."""
+        """The prefix cache's use by tenant, the most recent last."""
         return dict(self._core.prefix_statistics.tenants)
 
     def service_of(self, tenant: str) -> float | None:
-        """The weighted service of a tenant in the order's books; None under an order without books."""
+        """A tenant's weighted service; None under an order without books."""
         return self._core.service_counter_of(tenant)

@@ -2,9 +2,8 @@
 
 Owns: the encoding, the allowed classes, and the process that writes a checkpoint. Must not know: what an attribute means.
 
-The encoder walks the core's objects: classes of the core and of the protocol's messages, numpy arrays, and containers of
-the standard library. A shared object is encoded once and is shared again after the restore. Functions are not encoded:
-the state goes into a core that was just made with the same limits, whose functions and policies stay.
+The encoder walks the core's objects. A shared object is encoded once and is shared again after the restore. Functions
+are not encoded: the state goes into a core that was just made with the same limits, whose functions and policies stay.
 
 Nothing is pickled: a checkpoint names classes of a fixed list, and restoring calls no code but msgspec's.
 """
@@ -150,7 +149,7 @@ class _Decoder:
         self._classes = _classes()
 
     def value(self, encoded: Any, present: Any = None) -> Any:
-        """The decoded value; ``present`` is the new core's value in this place."""
+        """``present`` is the new core's value in this place."""
         if type(encoded) is not list:
             return encoded
         match encoded:
@@ -213,7 +212,6 @@ class _Decoder:
 
 
 def _classes() -> dict[str, type]:
-    """The allowed classes, by name."""
     modules = [module for name, module in sys.modules.items() if name.startswith(_CLASS_MODULES)]
     return {
         _name(entry): entry
@@ -228,7 +226,6 @@ def _name(kind: type) -> str:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    """The attributes of slots, of the dictionary, and of a compiled class."""
     for kind in type(value).__mro__:
         slots = getattr(kind, "__mypyc_attrs__", getattr(kind, "__slots__", ()))
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -264,7 +261,7 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], prese
 
 
 class ForkingCheckpointer:
-    """Begins a segment with a checkpoint that a forked child writes from its snapshot of the memory.
+    """Begins a segment with a checkpoint that a forked child writes.
 
     The scheduler waits only for ``fork``. While a child still writes, a segment begins without a checkpoint.
     """
@@ -275,7 +272,7 @@ class ForkingCheckpointer:
         self._child = 0
 
     def __call__(self, core: Scheduler) -> None:
-        """Begin a segment with the state of ``core``."""
+        """Begin a segment."""
         paths = self._log.rotate()
         if self._is_child_alive():
             return

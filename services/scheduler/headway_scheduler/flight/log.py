@@ -1,13 +1,13 @@
 """The flight log on disk: a directory of segments, each a magic and framed batches of records.
 
-Owns: the files, their size limits, and what is damaged or torn. Must not know: what a record means.
+Owns: the files, their size limits, and damage. Must not know: what a record means.
 
 A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames of ``length u32 | crc32 of the length u32 | crc32 of
-the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. Frames are only
-appended. After a crash the last one may be torn: readers drop it with a notice; other damage is an error. Each segment
-but the first of a life has a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the state of the core at its start.
+the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. After a crash the
+last frame may be torn: readers drop it with a notice; other damage is an error. Each segment but the first of a life has
+a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the state of the core at its start.
 
-Files hold token ids of prompts and answers, so only their owner may read them (mode 0600).
+Files hold tokens of prompts and answers, so only their owner may read them (mode 0600).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _LEAST_SEGMENT_BYTES = 1 << 18
 _QUEUED_BATCHES = 256
 _CLOSE_S = 5.0
 _BATCHES_PER_LOOK = 64
-"""The directory's size is checked after so many batches, and with each segment."""
+"""The directory's size is checked after so many batches."""
 _SEGMENT_NAME = re.compile(r"(\d{6})-(\d{6})\.flight")
 
 
@@ -52,7 +52,7 @@ class SegmentPaths(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size on disk of both."""
+        """The size on disk."""
         return sum(path.stat().st_size for path in self if path.exists())
 
     def remove(self) -> None:
@@ -65,10 +65,9 @@ class Written(NamedTuple):
     """The written part of a log, up to the end of a frame."""
 
     num_items: int
-    """Written batches and rotations."""
+    """Batches and rotations."""
     segment: int
     num_bytes: int
-    """The written size of that segment."""
 
 
 def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
@@ -88,8 +87,8 @@ def framed(payload: bytes) -> bytes:
 class FlightLogWriter:
     """Writes one life of a scheduler into a directory, on a thread of its own.
 
-    ``append`` and ``rotate`` only queue. The directory keeps at most ``max_bytes``, earlier lives included. After
-    construction nothing raises: an error ends the recording, and ``failure`` names it.
+    ``append`` and ``rotate`` only queue. The directory keeps at most ``max_bytes``, earlier lives included. An error ends the
+    recording; ``failure`` names it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -105,13 +104,11 @@ class FlightLogWriter:
         self.life = max((life for life, _ in segments_in(directory)), default=0) + 1
         self.segment = 0
         self.failure = ""
-        """Why recording ended; empty if it goes on."""
         self._segment_size = 0
         self._num_batches = 0
         self.num_queued = 0
-        """Batches and rotations, since the beginning."""
         self.written = Written(0, 0, len(SEGMENT_MAGIC))
-        """Replaced as a whole, so that any thread may read it."""
+        """Replaced as a whole: any thread may read it."""
         self._file = _create(paths_of(directory, self.life, 0).segment)
         # Bounded, or a disk that cannot take it would fill the memory instead.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
@@ -129,7 +126,7 @@ class FlightLogWriter:
         return not self._queue.empty()
 
     def append(self, batch: bytes) -> None:
-        """Queue an encoded batch of records; never waits."""
+        """Queue an encoded batch; never wait."""
         self._put(batch)
 
     def rotate(self) -> SegmentPaths:
@@ -194,7 +191,7 @@ class FlightLogWriter:
         self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
 
     def _keep_within_bound(self) -> None:
-        """Delete the oldest segments, as long as a replay can begin with a later one."""
+        """Delete the oldest segments while a replay can begin with a later one."""
         keys = segments_in(self.directory)
         paths = [paths_of(self.directory, *key) for key in keys]
         sizes = [files.num_bytes for files in paths]
@@ -243,7 +240,6 @@ def is_start(directory: Path, life: int, segment: int) -> bool:
 
 
 def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
-    """Open a new file that only its owner may read; return its descriptor."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     os.write(file, magic)
     return file
@@ -253,13 +249,13 @@ def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
 
 
 class FlightLog:
-    """One life of a log, for reading. ``notice`` is set after reading if the tail was torn."""
+    """One life of a log, for reading. ``notice`` is set if the tail was torn."""
 
     def __init__(self, path: Path) -> None:
-        """Open the newest life of a directory, or the life of a segment, from the first possible start of a replay.
+        """Open the newest life of a directory, or the life of a segment.
 
         Raises:
-            FlightLogError: there is none.
+            FlightLogError: there is none that a replay can begin with.
         """
         directory, life = _place_of(path)
         segments = [segment for found, segment in segments_in(directory) if found == life]
@@ -333,7 +329,6 @@ class FlightLog:
 
 
 def _place_of(path: Path) -> tuple[Path, int]:
-    """The directory and the life that ``path`` means."""
     match = _SEGMENT_NAME.fullmatch(path.name)
     if match and path.is_file():
         return path.parent, int(match[1])
@@ -357,7 +352,7 @@ def _read(path: Path, magic: bytes) -> memoryview:
 
 
 def _end_of_whole_frames(data: memoryview) -> int:
-    """The start of the torn tail: an incomplete frame, or zeros after a crash of the host."""
+    """The start of the torn tail: an incomplete frame, or zeros."""
     offset = len(SEGMENT_MAGIC)
     while offset + _HEADER.size <= len(data):
         length, check, _ = _HEADER.unpack_from(data, offset)
@@ -370,7 +365,7 @@ def _end_of_whole_frames(data: memoryview) -> int:
 
 
 def _frames(path: Path, data: memoryview) -> Iterator[tuple[int, int, bytes]]:
-    """Offset, size on disk and payload of each frame."""
+    """Offset, size and payload of each frame."""
     offset = len(SEGMENT_MAGIC)
     while offset < len(data):
         try:

@@ -1,4 +1,4 @@
-"""Reads the log of the present life in pieces while it is written, for a reader without access to the disk.
+"""Reads the log of the present life in pieces, for a reader without access to the disk.
 
 Owns: which files a replay needs, and small reads of them. Must not know: their content, or who asks.
 
@@ -51,7 +51,6 @@ class LogPieces:
         return FlightLogPart(life=log.life, data=data)
 
     def _files(self) -> tuple[FlightLogFile, ...]:
-        """The files from the oldest segment that a replay can begin with."""
         log, written = self._log, self._log.written
         first = self._first_segment(written.segment)
         files = []

@@ -42,7 +42,7 @@ from headway_scheduler.flight.records import (
 FLUSH_RECORDS = 64
 """``flush`` writes so many records at once,"""
 FLUSH_INTERVAL_S = 0.05
-"""or those of so long a time. A killed process loses no more, but for what came just before it slept."""
+"""or those of so long a time. A killed process loses about as much."""
 
 
 class Log(Protocol):
@@ -68,9 +68,9 @@ Checkpointer = Callable[[Scheduler], None]
 
 
 _Sent: TypeAlias = tuple[float, Sequence[tuple[bytes, bytes]], int]
-"""A turn before encoding: the time, the frames of its steps, the number of shed requests."""
+"""Time, frames and number of shed requests of a turn."""
 _Taken: TypeAlias = tuple[float, ExecutorOutput, tuple[FinishedEvent, ...]]
-"""An answer before encoding: the time, the answer, the requests that ended with it."""
+"""Time, answer and ended requests."""
 
 
 class NullRecorder:
@@ -91,31 +91,31 @@ class NullRecorder:
         """A request was refused."""
 
     def aborted(self, now: float, origin: Origin, why: str, error: str = "") -> None:
-        """The core ended a request on order; with an ``error``, a guilty one."""
+        """The core aborted a request; with an ``error``, a guilty one."""
 
     def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
-        """The core scheduled these steps, as (peer, frame), and has no more."""
+        """These steps, as (peer, frame), were sent."""
 
     def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
-        """The core had no step to schedule. ``is_idle``: it has no request at all."""
+        """There was no step. ``is_idle``: nor any request."""
 
     def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
-        """The core took an answer in, with which these requests ended."""
+        """The core took an answer, with which these requests ended."""
 
     def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
         """The core refused an answer."""
 
     def ran_alone(self, origin: Origin | None, num_tokens: int) -> None:
-        """The core lets only this request run; None: all may run."""
+        """Only this request may run; None: all may."""
 
     def started_slowly(self, origins: tuple[Origin, ...]) -> None:
-        """The core lets these requests start again a few at a time."""
+        """These start again a few at a time."""
 
     def paused(self, *, is_paused: bool) -> None:
         """Admission was paused or resumed."""
 
     def cache_dropped(self) -> None:
-        """The cached blocks that no request held were dropped."""
+        """Unused cached blocks were dropped."""
 
     def pinned(self, name: str, tenant: str, token_ids: bytes) -> None:
         """A prefix was pinned."""
@@ -127,7 +127,7 @@ class NullRecorder:
         """There is no executor."""
 
     def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Hand over the records, if they are many or old enough."""
+        """Encode the records, if they are many or old enough."""
 
     def take_failure(self) -> str:
         """Why recording ended, once; empty if it goes on."""
@@ -138,7 +138,7 @@ class NullRecorder:
 
 
 class FlightRecorder(NullRecorder):
-    """Keeps each call until ``flush`` encodes it for the log."""
+    """Keeps each call until ``flush`` encodes it."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class FlightRecorder(NullRecorder):
         self._num_flushed = 0
         self._flush_at = 0.0
         self._idle_since = -1
-        """The number of records after a turn without a request; -1 if the last was no such turn."""
+        """The number of records after an idle turn; -1 if the last was none."""
         self._is_failure_told = False
         self._begin_segment()
 

@@ -2,10 +2,8 @@
 
 Owns: the records, and how decisions are compared. Must not know: files, threads, or what a call does.
 
-The core is deterministic: the same limits, calls and times give the same decisions. So a log holds every call whole, and
-of each decision enough to detect another one. Times are the scheduler's monotonic clock in seconds, to the last bit.
-
-Records travel as arrays: a new field goes to the end of its record, with a default.
+The core is deterministic, so a log holds every call whole, and of each decision enough to detect another one. Times are
+the scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
 """
 
 import zlib
@@ -25,7 +23,7 @@ WHOLE_DECISION_BYTES = 64
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first record of a segment. ``life`` counts the processes that wrote into a directory, ``segment`` from 0."""
+    """The first record of a segment. ``life`` counts the processes that wrote into a directory."""
 
     version: int
     headway_version: str
@@ -87,7 +85,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """A step as it was sent: its size and checksum, and the message itself if it is short."""
+    """Size and checksum of a sent step; the message itself if it is short."""
 
     num_bytes: int
     checksum: int
@@ -111,7 +109,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """An answer, and the requests that ended with it. ``mismatch`` says why the core refused it, if it did."""
+    """An answer and the requests that ended with it. ``mismatch`` says why the core refused it."""
 
     now: float
     output: ExecutorOutput
