@@ -39,7 +39,7 @@ from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.submissions import EarlySubmissions, Problem, new_request, problem_of
 
 LEAST_STEP_TOKENS = 8
-"""Steps are made smaller down to this before a request is blamed for what the executor's memory does not hold."""
+"""Smaller steps are tried down to this size before a request is blamed for a lack of memory."""
 
 
 class SchedulerEngine:
