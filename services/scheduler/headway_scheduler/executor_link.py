@@ -96,7 +96,7 @@ class ExecutorLink:
         return self._peer is not None
 
     def executor_state(self, now: float) -> str:
-        """ "absent", "ready", or "silent" after three missing heartbeats."""
+        """One of "absent", "ready", or "silent" after three missing heartbeats."""
         if not self.is_open:
             return "absent"
         return "silent" if now - self._heard_at > SILENT_AFTER_S else "ready"
