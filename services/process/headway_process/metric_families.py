@@ -40,12 +40,12 @@ class MetricFamilies:
             family.add_metric((*self._values, *own), value)
         self.families.append(family)
 
-    def histogram(self, name: str, description: str, told: HistogramSnapshot) -> None:
+    def histogram(self, name: str, description: str, values: HistogramSnapshot) -> None:
         """Add the counts of values."""
         family = HistogramMetricFamily(name, description, labels=self._names)
-        bounds = [floatToGoString(bound) for bound in told.bounds]  # type: ignore[no-untyped-call]
-        buckets = [*zip(bounds, told.cumulative, strict=True), ("+Inf", told.num_values)]
-        family.add_metric(self._values, buckets, told.total)
+        bounds = [floatToGoString(bound) for bound in values.bounds]  # type: ignore[no-untyped-call]
+        buckets = [*zip(bounds, values.cumulative, strict=True), ("+Inf", values.num_values)]
+        family.add_metric(self._values, buckets, values.total)
         self.families.append(family)
 
 

@@ -188,7 +188,7 @@ class LinkGuard:
             if self._zap is not None:
                 self._answer_zap(self._zap)
             for door in self._doors:
-                self._note(door.link, door.take_events(time.monotonic()))
+                self._count(door.link, door.take_events(time.monotonic()))
 
     def _answer_zap(self, zap: "zmq.Socket[bytes]") -> None:
         try:
@@ -214,9 +214,9 @@ class LinkGuard:
         for door in self._doors:
             if door.link == domain:
                 door.num_denied += 1
-                self._note(domain, Counter((UNKNOWN_KEY,)))
+                self._count(domain, Counter((UNKNOWN_KEY,)))
 
-    def _note(self, link: str, turned_away: Counter[str]) -> None:
+    def _count(self, link: str, turned_away: Counter[str]) -> None:
         if turned_away:
             with self._lock:
                 self._counts[link] += turned_away

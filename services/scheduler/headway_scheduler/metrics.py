@@ -44,7 +44,7 @@ _HISTOGRAMS = {
     ),
 }
 
-# Told as 0 from the start on: rates of a series that comes to be with its first event miss that event.
+# Exported as 0 from the start: the rate of a series that begins with its first event would miss that event.
 _NO_PREEMPTIONS = {(mode.value, reason.value): 0 for mode in PreemptionMode for reason in PreemptionReason}
 _NO_WASTE = {(reason.value,): 0 for reason in WasteReason}
 _NO_ENDS = {(reason.value,): 0 for reason in FinishReason}
@@ -71,8 +71,8 @@ def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
     _step_times(families, status)
     _executor(families, status)
     _tenants(families, status)
-    for name, told in snapshot.histograms.items():
-        families.histogram(f"headway_{name}", _HISTOGRAMS[name][1], told)
+    for name, histogram in snapshot.histograms.items():
+        families.histogram(f"headway_{name}", _HISTOGRAMS[name][1], histogram)
     return families.families
 
 

@@ -48,7 +48,7 @@ def run(config: SchedulerConfig) -> int:
 
     The first signal refuses new requests and leaves running ones ``grace_s``; a second one ends the process at once.
     """
-    # Before the sockets exist: whoever sees them may send a signal at once.
+    # Before the sockets exist: a signal may come as soon as they do.
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -197,10 +197,10 @@ class _StopSignals:
     def __init__(self, parent: int | None) -> None:
         self.count = 0
         self._parent = parent
-        signal.signal(signal.SIGTERM, self._note)
-        signal.signal(signal.SIGINT, self._note)
+        signal.signal(signal.SIGTERM, self._count)
+        signal.signal(signal.SIGINT, self._count)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _count(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame
         is_orphan = self._parent is not None and os.getppid() != self._parent
         self.count += 2 if is_orphan else 1

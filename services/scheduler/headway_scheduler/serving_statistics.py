@@ -181,7 +181,7 @@ class ServingStatistics:
             return
         self.next_mark_at = now + MARK_INTERVAL_S
         if view is None or not view.num_running:
-            self._starters.clear()  # who started has ended, or will start anew
+            self._starters.clear()  # they have ended, or will start again
         for histogram in self._with_recent:
             histogram.mark()
         self._totals.append(_Totals(now, 0, 0) if view is None else _totals(view, now))

@@ -81,9 +81,9 @@ class Replay:
             if isinstance(record, Turn):
                 yield from self._take_turn(record)
             else:
-                yield self._tell(record)
+                yield self._repeat(record)
 
-    def _tell(self, record: Record) -> Event:
+    def _repeat(self, record: Record) -> Event:
         match record:
             case Answered():
                 return Event(record, self.now, events=self._answer(record))
@@ -119,7 +119,7 @@ class Replay:
     @property
     def _core(self) -> Scheduler:
         if self.core is None:
-            raise Divergence(f"record {self.num_records}: the log tells a core what to do before it has made one")
+            raise Divergence(f"record {self.num_records}: the log calls a core before it has made one")
         return self.core
 
     def _begin_epoch(self, record: EpochBegan) -> StepEvents:
