@@ -47,8 +47,8 @@ class HeldOutput:
         finished.seed = self._seed
         if math.isfinite(self.mean_logprob):
             finished.mean_logprob = self.mean_logprob
-        told = [api.GenerateResponse(delta=self._delta)] if self._delta.token_ids or self._delta.text else []
-        return [*told, api.GenerateResponse(finished=finished)]
+        events = [api.GenerateResponse(delta=self._delta)] if self._delta.token_ids or self._delta.text else []
+        return [*events, api.GenerateResponse(finished=finished)]
 
 
 def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:

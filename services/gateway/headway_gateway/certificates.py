@@ -55,13 +55,13 @@ class CertificateFiles:
                 return None  # The files may have changed after the check; the next handshake looks again.
         except (OSError, ValueError) as error:  # One is missing for a moment, while it is replaced, or half written.
             self._seen = signature or self._seen
-            self._tell(str(error))
+            self._log_problem(str(error))
             return None
         self._seen, self._problem = signature, ""
         _log.info("certificate read again", tls_cert_file=self._config.tls_cert_file)
         return newer
 
-    def _tell(self, problem: str) -> None:
+    def _log_problem(self, problem: str) -> None:
         if problem != self._problem:
             self._problem = problem
             _log.error("certificate not read again", reason=problem)

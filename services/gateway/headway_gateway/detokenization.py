@@ -79,16 +79,16 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         """See ``Detokenizer``."""
-        return self._tell() if self._waiting else ""
+        return self._release() if self._waiting else ""
 
     def _push_one(self, token_id: int) -> str:
         # One at a time: where a window begins decides its text for some decoders, and must not depend on chunking.
         self._waiting.append(token_id)
         if token_id in self._byte_ids:
             return ""
-        return self._tell(wait_for_whole_character=True)
+        return self._release(wait_for_whole_character=True)
 
-    def _tell(self, *, wait_for_whole_character: bool = False) -> str:
+    def _release(self, *, wait_for_whole_character: bool = False) -> str:
         text = self._decode(self._anchor + self._waiting)
         if wait_for_whole_character and text.endswith(REPLACEMENT) and self._waiting[-1] not in self._byte_ids:
             return ""

@@ -105,6 +105,8 @@ class Generation:
         self._statistics = parts.statistics
         self._slow_client_s = parts.slow_client_s
         self._call = call
+        self._send = call.write
+        self._arrived_at = call.arrived_at
         self._request = request
         self._num_prompt_tokens = len(prompt.token_ids)
         self._prompt_column = encode_column(prompt.token_ids)
@@ -133,7 +135,7 @@ class Generation:
                 ((REQUEST_ID_METADATA_KEY, _ascii(self._request.request_id)),)
             )
             await self._until_begun()
-            await self._call.write(api.GenerateResponse(accepted=self._accepted()))
+            await self._send(api.GenerateResponse(accepted=self._accepted()))
             _log.debug(
                 "generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant
             )
@@ -219,7 +221,7 @@ class Generation:
     ) -> None:
         for response in responses:
             patience.begin_write()
-            await self._call.write(response)
+            await self._send(response)
             self._count_written(continuation, response)
 
     def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
@@ -234,7 +236,7 @@ class Generation:
         if response.HasField("delta"):
             now = time.monotonic()
             gap_s = continuation.record_written(now)
-            self._statistics.count_delta(len(response.delta.token_ids), gap_s, now - self._call.arrived_at)
+            self._statistics.count_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
             return
         finished, reason = response.finished, continuation.reason
         self._statistics.ends[reason,] += 1

@@ -55,46 +55,46 @@ class HealthReporter:
         self._interval_s = min(1.0, stall_s / 4)
         self._wakeup = Wakeup()
         self._is_shutting_down = False
-        self._told: str | None = "not known yet"
+        self._reported: str | None = "not known yet"
         self._task: asyncio.Task[None] | None = None
         client.add_status_listener(self._wakeup.ring)
 
     async def start(self) -> None:
         """Report now, and after every change."""
         await self._service.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        await self._tell()
-        self._task = asyncio.create_task(self._keep_telling(), name="health")
+        await self._report()
+        self._task = asyncio.create_task(self._keep_reporting(), name="health")
 
     @property
     def problem(self) -> str | None:
         """Why not to send requests here, as last reported, or None."""
-        return self._told
+        return self._reported
 
     async def shut_down(self) -> None:
         """NOT_SERVING from now on."""
         self._is_shutting_down = True
-        await self._tell()
+        await self._report()
 
     async def close(self) -> None:
-        """Stop telling."""
+        """Stop reporting."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep_telling(self) -> None:
+    async def _keep_reporting(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._wakeup.wait()
             except TimeoutError:
                 pass
-            await self._tell()
+            await self._report()
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         problem = self._problem()
-        if problem == self._told:
+        if problem == self._reported:
             return
-        self._told = problem
+        self._reported = problem
         _log.info("health", serving=problem is None, reason=problem)
         status = health_pb2.HealthCheckResponse.NOT_SERVING if problem else health_pb2.HealthCheckResponse.SERVING
         for name in self._service_names:

@@ -65,7 +65,7 @@ def take_snapshot(
 
 
 def families_of(snapshot: GatewaySnapshot) -> "Iterable[Metric]":
-    """What Prometheus is told."""
+    """The metrics of ``snapshot``."""
     from headway_process.metric_families import MetricFamilies
 
     families = MetricFamilies(model_name=snapshot.model_name)
@@ -85,6 +85,6 @@ def families_of(snapshot: GatewaySnapshot) -> "Iterable[Metric]":
     )
     events = {(name,): count for name, count in snapshot.link.items()}
     families.counter("headway_gateway_link_events", "What happened on the link to the scheduler.", events, "event")
-    for name, told in snapshot.histograms.items():
-        families.histogram(f"headway_gateway_{name}", _HISTOGRAMS[name][1], told)
+    for name, histogram in snapshot.histograms.items():
+        families.histogram(f"headway_gateway_{name}", _HISTOGRAMS[name][1], histogram)
     return families.families

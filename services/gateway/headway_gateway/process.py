@@ -50,10 +50,10 @@ def run(config: GatewayConfig) -> int:
         return code
     except (ValueError, AddressInUseError) as error:
         sink.drain(_LOG_DRAIN_S)  # The error must be the last line.
-        _tell(error)
+        _print_error(error)
         return EXIT_CONFIGURATION
     except TokenizerFilesError as error:
-        _tell(error)
+        _print_error(error)
         return EXIT_MODEL_FILES
 
 
@@ -74,7 +74,7 @@ async def _run(config: GatewayConfig) -> int:
 async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
     if not config.reuse_port:  # For a worker, the group has logged it.
-        _tell_template_fault(text_model)
+        _log_template_fault(text_model)
     stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_tokens)
@@ -94,14 +94,14 @@ async def _run_server(config: GatewayConfig) -> int:
 
 
 async def _run_workers(config: GatewayConfig) -> int:
-    _tell_template_fault(load_text_model(Path(config.model)))  # Fails here, once, rather than in every worker.
+    _log_template_fault(load_text_model(Path(config.model)))  # Fails here, once, rather than in every worker.
     stop, stop_now = _events_of_signals(config)
     group = WorkerGroup(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
     return await group.run(stop, stop_now)
 
 
-def _tell_template_fault(text_model: TextModel) -> None:
+def _log_template_fault(text_model: TextModel) -> None:
     if text_model.template_fault:
         _log.warning("chats are refused: the chat template cannot be used", reason=text_model.template_fault)
 
@@ -126,5 +126,5 @@ def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Ev
     return stop, stop_now
 
 
-def _tell(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     tell_last(f"headway gateway: {error}")

@@ -20,7 +20,7 @@ class PromptEvents:
         self._token_ids = token_ids
         self._text = text
         self._sequence = sequence
-        self._num_told = 0
+        self._num_sent = 0
         self._num_parts = 0
 
     def take(self) -> list[api.GenerateResponse]:
@@ -29,10 +29,10 @@ class PromptEvents:
 
     def _new(self) -> Iterator[api.Prompt]:
         if self._sequence is None:
-            while self._num_told < len(self._token_ids):
-                yield self._next(min(self._num_told + _MOST_ENTRIES, len(self._token_ids)))
+            while self._num_sent < len(self._token_ids):
+                yield self._next(min(self._num_sent + _MOST_ENTRIES, len(self._token_ids)))
             return
-        if len(self._token_ids) == 1 and not self._num_told:
+        if len(self._token_ids) == 1 and not self._num_sent:
             yield self._next(1)
         parts = self._sequence.prompt_logprobs
         while self._num_parts < len(parts):
@@ -57,6 +57,6 @@ class PromptEvents:
             yield prompt
 
     def _next(self, end: int) -> api.Prompt:
-        first, self._num_told = self._num_told, end
+        first, self._num_sent = self._num_sent, end
         text = "" if first else self._text
         return api.Prompt(first_token_index=first, token_ids=self._token_ids[first:end], text=text)

@@ -117,7 +117,7 @@ class Tracing:
             raise ValueError(
                 f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or {install_advice('traces')}"
             ) from None
-        _tell_in_our_log()
+        _use_our_log()
         self.server_address = server_address
         """HOST:PORT; set again once the port is known."""
         self._propagator = TraceContextTextMapPropagator()
@@ -296,7 +296,7 @@ def _status_of(error: BaseException | None) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL if isinstance(error, Exception) else grpc.StatusCode.CANCELLED
 
 
-def _tell_in_our_log() -> None:
+def _use_our_log() -> None:
     logger = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, _ToStructlog) for handler in logger.handlers):
         logger.addHandler(_ToStructlog())

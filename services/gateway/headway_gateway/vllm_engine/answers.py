@@ -32,7 +32,7 @@ class AnswerWriter:
         self._ended: dict[int, vllm.GenerateComplete] = {}
         self._prompt = vllm.InputLogProbs()
         self._has_prompt_alternatives = request.sampling_params.prompt_logprobs > 0
-        self._knows_prompt: set[int] = set()
+        self._has_prompt: set[int] = set()
 
     async def write(self, message: api.GenerateResponse, /) -> None:
         """Take the next event.
@@ -52,8 +52,8 @@ class AnswerWriter:
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
         """Without a stream, outputs go out together, in order of index: callers rely on it."""
-        if complete.index not in self._knows_prompt and (complete.index == 0 or not self._streams):
-            self._tell_prompt(complete.index, complete.input_logprobs)
+        if complete.index not in self._has_prompt and (complete.index == 0 or not self._streams):
+            self._add_prompt(complete.index, complete.input_logprobs)
         if self._streams:
             await self._send(vllm.GenerateResponse(complete=complete))
             return
@@ -79,8 +79,8 @@ class AnswerWriter:
         )
         self._add_logprobs(chunk.output_logprobs, delta)
         # The prompt is complete before the first chunk of output 0, but perhaps not before another's.
-        if delta.index == 0 and 0 not in self._knows_prompt:
-            self._tell_prompt(0, chunk.input_logprobs)
+        if delta.index == 0 and 0 not in self._has_prompt:
+            self._add_prompt(0, chunk.input_logprobs)
         await self._send(vllm.GenerateResponse(chunk=chunk))
 
     def _take_prompt(self, prompt: api.Prompt) -> None:
@@ -98,8 +98,8 @@ class AnswerWriter:
                     values=[top.logprob for top in entry.top], token_ids=[top.token_id for top in entry.top]
                 )
 
-    def _tell_prompt(self, index: int, columns: vllm.InputLogProbs) -> None:
-        self._knows_prompt.add(index)
+    def _add_prompt(self, index: int, columns: vllm.InputLogProbs) -> None:
+        self._has_prompt.add(index)
         if self._prompt.token_ids:
             columns.CopyFrom(self._prompt)
 

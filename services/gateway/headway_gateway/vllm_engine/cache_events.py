@@ -27,16 +27,16 @@ async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator
     position: CachePosition | None = None
     number = start
     while True:
-        told = await _read(client, position)
-        if told is not None:
-            position = told.position
-            events = [event for change in told.changes for event in _events(change, told.block_size)]
+        found = await _read(client, position)
+        if found is not None:
+            position = found.position
+            events = [event for change in found.changes for event in _events(change, found.block_size)]
             if events:
                 number += 1
                 yield common_pb2.KvEventBatch(
                     sequence_number=number, timestamp=now().timestamp(), events=events, dp_rank=0
                 )
-        if told is None or not told.more:
+        if found is None or not found.more:
             await asyncio.sleep(_READ_INTERVAL_S)
 
 
