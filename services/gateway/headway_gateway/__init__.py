@@ -1,1 +1,4 @@
-"""The gateway process: knows text and gRPC; no blocks, no tensors, no scheduling."""
+"""The gateway process.
+
+Owns: text and the public gRPC API. Must not know: blocks, tensors, scheduling.
+"""
