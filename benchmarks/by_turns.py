@@ -21,8 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from counts import count
-from provenance import commit_of, provenance
+from program import commit_of, count, provenance
 
 HERE = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("proto", "kernels", "services/*", "lab", "tests/conformance")
