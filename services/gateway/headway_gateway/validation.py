@@ -33,12 +33,17 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
 
 
-class CheckedRequest(msgspec.Struct, frozen=True):
+class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request with valid fields. ``sampling.seed`` is the first continuation's."""
 
     request: api.GenerateRequest
     request_id: str
     sampling: SamplingParams
+    num_returned: int
+    num_continuations: int
+    """How many are generated, of which the best ``num_returned`` go back."""
+    held_tokens: tuple[int, ...]
+    """Output tokens that the client already has."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -47,26 +52,9 @@ class CheckedRequest(msgspec.Struct, frozen=True):
         return given.max_tokens if given.HasField("max_tokens") else None
 
     @property
-    def num_returned(self) -> int:
-        """How many continuations the client gets."""
-        given = self.request.sampling
-        return given.n if given.HasField("n") else 1
-
-    @property
-    def num_continuations(self) -> int:
-        """How many continuations are generated."""
-        given = self.request.sampling
-        return given.best_of if given.HasField("best_of") else self.num_returned
-
-    @property
     def is_choice(self) -> bool:
         """Whether more continuations are generated than returned."""
         return self.num_returned < self.num_continuations
-
-    @property
-    def held_tokens(self) -> tuple[int, ...]:
-        """Output tokens that the client already has."""
-        return tuple(self.request.resume.token_ids)
 
     def end_ids(self, model: ModelInfo) -> frozenset[int]:
         """The tokens that end an output."""
@@ -126,7 +114,16 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         wrong.setdefault(f"sampling.{field}", description)
     if wrong:
         raise invalid_arguments(wrong)
-    return CheckedRequest(request, request.request_id or secrets.token_hex(16), sampling)
+    given = request.sampling
+    num_returned = given.n if given.HasField("n") else 1
+    return CheckedRequest(
+        request=request,
+        request_id=request.request_id or secrets.token_hex(16),
+        sampling=sampling,
+        num_returned=num_returned,
+        num_continuations=given.best_of if given.HasField("best_of") else num_returned,
+        held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else (),
+    )
 
 
 def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
