@@ -137,7 +137,7 @@ def test_of_tenants_that_are_level_the_one_that_runs_less_comes_first():
     queue.forget(request(1, tenant="idle"))
     queue.push(request(4, tenant="busy"))
     queue.push(request(5, tenant="idle", num_tokens=2))
-    queue.charge_output(np.array([0, 1]))
+    queue.charge_token(1)
     assert queue.counter_of("busy") == queue.counter_of("idle")
     assert queue.first(0.0).new.tenant == "idle"
 

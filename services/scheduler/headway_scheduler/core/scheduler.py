@@ -1,22 +1,20 @@
-"""Who runs in the next step, on which blocks: ``schedule()``, and its inverse, ``update()``.
+"""The scheduler's core: ``schedule()`` decides the next step, and ``update()`` takes in the answer to one.
 
-Owns: the decisions. Must not know: sockets, clocks, processes; time is an argument, and nothing here is random.
+Owns: the parts, and what a caller may ask of them. Must not know: sockets, clocks, processes; time is an argument, and
+nothing here is random.
 
 One rule: a request has ``num_tokens`` and ``num_computed_tokens``, and every step hands out tokens from one budget so
 that the second catches up with the first (the rule is vLLM's; chunking prompts so that decodes are never delayed is
 Sarathi-Serve's stall-free batching). ``num_computed_tokens`` advances when a step is scheduled, so that the next step
 can be scheduled before the first has returned.
 
-Two passes. Running requests first: every decoding row runs one token; rows that need a block are served in service
-order (by rank, then by first start), those that need a chunk of their prompt as the order places prompts. Then waiting
-requests take what is left of the budget, unless the first pass ran short of blocks; those that the order puts before a
-prompt under way start before it goes on. That is the batching policy ``chunked``; the others (``batching_policies``)
-change what shares a step: its rules are looked at once per step, and decoding rows that it lets wait are *held back*:
-out of the decoding column for this step, with what is due for them due one step later.
+A step is a plan (``state.step_plan``) that these parts fill one after another:
 
-What the decisions rest on stands beside them: the queue's order (``orders``), what must be free before a request starts
-(``reservations``), how many prompt tokens a step may have (``token_budget``), who makes way (``preemption``). Why it never
-stops is told in the package's own words (``headway_scheduler.core``).
+- ``step.passes`` asks the batching policy which passes run, and which rows sit out.
+- ``step.decode_pass`` runs one token for each decoding row; ``step.prefill_pass`` runs chunks of prompts.
+- ``admission.admission`` starts waiting requests, and says why the next one waits; ``admission.making_way`` preempts.
+- ``step.speculation_pass`` adds proposals with what is left of the budget.
+- ``step.sending`` makes the plan a message and a step in flight; ``step.answers`` takes in the answer.
 
 Cost follows change, not size. A row that only decodes is touched by array operations over all rows and by nothing
 else, until its *due tick*, the number of the step in which it needs a block or has nothing left to compute.
@@ -27,19 +25,8 @@ Steps in flight:
 - A block that a step in flight may write is not reused before that step has returned (``BlockPool`` fences).
 - A request that stops at step k may sit in step k + 1 already; the surplus token is dropped (``InFlightStep.leavers``).
 - A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
-- What a preempted request had computed may go to the host (``swapping``), with the next step that is sent.
-- Blocks enter the prefix cache when the step that filled them has returned without error. Until then, a request whose
-  prompt begins like one under way does not start, if waiting saves enough (``prefix_wait_tokens``): so of many that arrive
-  together with one long beginning, one computes it.
-- Log probabilities of a prompt come with the steps that compute it. Each position is told once, in order, so a request that
-  is owed some takes from the cache only what is before them.
-- How far a row has come in a step that speculates is known with its answer: no step is sent before that. Whose turn it is,
-  and for how many tokens, says ``speculation``; the tokens count against the budget after everything else, and a block
-  is taken ahead of its time only while many are free.
-
-A request that may have brought the executor down can be told to ``run_alone``: everyone else makes way, and it starts when
-nothing is in flight, so that what happens next is its own doing. After a first loss those that ran ``start_slowly``, so
-that a second one leaves few to be tried.
+- Blocks enter the prefix cache when the step that filled them has returned without error.
+- No step is sent before the answer to one that speculates: how far its rows have come is known only then.
 """
 
 from collections.abc import Iterable
@@ -337,7 +324,7 @@ class Scheduler:
 
     def service_counter_of(self, tenant: str) -> float | None:
         """The service that a tenant has had in the order's books, weighted; None under an order that keeps none."""
-        return self._state.waiting.queue.counter_of(tenant) if self._state.order.keeps_books else None
+        return self._state.waiting.queue.counter_of(tenant)
 
     def num_tokens_of(self, request: Request) -> int:
         """The tokens of a live request, prompt and output, that have come back."""

@@ -54,7 +54,6 @@ class Admission:
         self._prefix_wait = PrefixWait(state, epoch, prefixes, running)
         self._running = running
         self._making_way = making_way
-        self._keeps_rows = state.order.keeps_books
         self._admitted: list[AdmittedEvent] = []
         self.refused: Refused | None = None
         # The first in the queue when a request was refused because of what is foreseen, and the step in which to ask again.
@@ -123,10 +122,8 @@ class Admission:
         return self._epoch.next_step < self._ask_again_at and self._rows.num_live > 0
 
     def _lacks_row(self, request: Request) -> bool:
-        most_running = self._epoch.max_running
-        if self._keeps_rows:
-            most_running -= self._waiting.queue.num_kept_rows(request, most_running)
-        return self._rows.num_live >= most_running
+        num_rows = self._epoch.max_running
+        return self._rows.num_live >= num_rows - self._waiting.queue.num_kept_rows(request, num_rows)
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
         """The request with the longest cached prefix among the next few that the order does not care to tell apart from

@@ -29,6 +29,7 @@ from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from headway_scheduler.core.admission.waiting_queue import Lane, PromptPlace
+from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
 INPUT_WEIGHT = 1.0
@@ -93,6 +94,9 @@ class FairQueue:
         self._num_waiting: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
         self._names: list[str] = []
         self._size = 0
+        self._charged_rows: RowIndices = NO_ROWS
+        self._num_charged: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+        """How many of these rows are of each tenant, by its index."""
         self._last_to_leave = -1
         self._live_weight = 0.0
         """Of the tenants with a request."""
@@ -100,12 +104,12 @@ class FairQueue:
     def __len__(self) -> int:
         return self._size
 
-    def counter_of(self, tenant: str) -> float:
+    def counter_of(self, tenant: str) -> float | None:
         """The service that a tenant has had, in weighted tokens; lifts included."""
         return float(self._counters[self._tenants[tenant].index]) if tenant in self._tenants else 0.0
 
     def place_of_tenant(self, request: Request) -> int:
-        """The place of a live request's tenant, for ``charge_output``."""
+        """The number of a live request's tenant, for ``charge_rows``."""
         return self._tenants[request.new.tenant].index
 
     def push(self, request: Request) -> None:
@@ -187,7 +191,18 @@ class FairQueue:
         if request.scheduled_time is None:
             self._counters[tenant.index] += INPUT_WEIGHT * len(request.token_ids) / tenant.weight
 
-    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
+    def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
+        """Charge one output token for each of ``rows``; their tenants are counted only when the rows change."""
+        if self._charged_rows is not rows:
+            self._charged_rows = rows
+            self._num_charged = np.bincount(tenants[rows])
+        self._charge(self._num_charged)
+
+    def charge_token(self, tenant: int) -> None:
+        """Charge one output token."""
+        self._charge(np.arange(tenant + 1) == tenant)
+
+    def _charge(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Charge output tokens, shape ``[n]`` by tenant index."""
         count = len(num_tokens)
         self._counters[:count] += OUTPUT_WEIGHT * num_tokens / self._weight[:count]

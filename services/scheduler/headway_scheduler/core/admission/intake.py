@@ -5,7 +5,6 @@ Owns: the fields of a new request. Must not know: rows or steps.
 
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of
-from headway_scheduler.core.admission.waiting_queue import UNRANKED, rank_of_class
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.request import Request
 
@@ -21,7 +20,7 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)
     state.waiting.room.check(new.tenant, len(new.token_ids))
-    rank = rank_of_class(new.priority) if state.order.ranks_classes else UNRANKED
+    rank = state.order.rank_of(new.priority)
     request = Request(new, arrival=state.num_arrivals, rank=rank, limit=limit, now=now)
     state.num_arrivals += 1
     request.itl_slo_ms = new.itl_slo_ms or state.limits.default_itl_slo_ms

@@ -22,7 +22,14 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from headway_scheduler.core.admission.fair_queue import FairQueue
-from headway_scheduler.core.admission.waiting_queue import KeyedQueue, ValueOf, WaitingQueue, by_arrival
+from headway_scheduler.core.admission.waiting_queue import (
+    UNRANKED,
+    KeyedQueue,
+    ValueOf,
+    WaitingQueue,
+    by_arrival,
+    rank_of_class,
+)
 from headway_scheduler.core.state.request import Request
 
 OUTPUT_TOKEN_WORK = 8
@@ -44,16 +51,18 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs. ``keeps_books``: on
-    what each tenant has had. ``overtakes_prompts``: a waiting request may start before prompts under way
-    go on.
+    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs.
+    ``overtakes_prompts``: a waiting request may start before prompts under way go on.
     """
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     ranks_classes: bool = False
     predicts: bool = False
-    keeps_books: bool = False
     overtakes_prompts: bool = False
+
+    def rank_of(self, priority: int) -> int:
+        """The rank of a new request of this class."""
+        return rank_of_class(priority) if self.ranks_classes else UNRANKED
 
 
 def _by_start_time(request: Request) -> int:
@@ -77,7 +86,6 @@ ORDERS: dict[str, Order] = {
     "shortest": Order(_shortest, predicts=True),
     "fair": Order(
         lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
-        keeps_books=True,
         overtakes_prompts=True,
     ),
     "deadline": Order(_keyed(_by_start_time)),

@@ -38,8 +38,7 @@ class RunningRequests:
         row = rows.take(request, table)
         if self._may_speculate:
             rows.note_speculation(row, request.speculation)
-        if state.order.keeps_books:
-            rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
+        rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
         if request.num_swapped_tokens:
             self._epoch.swapping.swap_in(request, table, num_shared)
         if request.itl_slo_ms:

@@ -19,11 +19,12 @@ in a row were of the highest class, the next promotion is to the very head.
 import heapq
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
 HEAD_RANK = 0
@@ -103,13 +104,19 @@ class WaitingQueue(Protocol):
         """``request``, which is neither waiting nor running any more, has ended."""
 
     def place_of_tenant(self, request: Request) -> int:
-        """The place of a live request's tenant in the books that ``charge_output`` keeps."""
+        """The number of a live request's tenant in the books; 0 where none are kept."""
 
-    def counter_of(self, tenant: str) -> float:
-        """The service that a tenant has had by those books, in weighted tokens."""
+    def counter_of(self, tenant: str) -> float | None:
+        """The service that a tenant has had by the books, in weighted tokens; None where none are kept."""
 
-    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
-        """Output tokens have come, shape ``[n]`` by place of the tenant."""
+    def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
+        """Each of ``rows`` has brought one output token. ``tenants``: numbers of tenants by row.
+
+        The same array ``rows`` as in the call before means the same tenants.
+        """
+
+    def charge_token(self, tenant: int) -> None:
+        """A request of the tenant with this number has brought one output token."""
 
     def in_order(self) -> list[Request]:
         """All waiting requests in service order, for operators; O(n log n)."""
@@ -224,12 +231,15 @@ class KeyedQueue:
         del request
         return 0
 
-    def counter_of(self, tenant: str) -> float:
+    def counter_of(self, tenant: str) -> float | None:
         """No books are kept."""
         del tenant
-        return 0.0
+        return None
 
-    def charge_output(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
+    def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
+        """Nothing: no books are kept."""
+
+    def charge_token(self, tenant: int) -> None:
         """Nothing: no books are kept."""
 
     def in_order(self) -> list[Request]:

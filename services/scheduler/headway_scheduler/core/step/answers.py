@@ -49,7 +49,6 @@ class Answers:
         self._observer = state.observer
         self._counters = state.counters
         self._queue = state.waiting.queue
-        self._keeps_books = state.order.keeps_books
         self._epoch = epoch
         self._rows = epoch.rows
         self._prefixes = prefixes
@@ -214,8 +213,7 @@ class Answers:
         rows = self._rows
         self._origins.look_up(sampling_rows)
         positions = rows.append_tokens(sampling_rows, token_ids, self._origins.first_token)
-        if self._keeps_books:
-            self._queue.charge_output(self._origins.num_by_tenant)
+        self._queue.charge_rows(rows.tenant, sampling_rows)
         at_end = stops_some | (positions == self._origins.last_position)
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
@@ -230,8 +228,7 @@ class Answers:
         for request, token_id in late:
             request.append_token(token_id)
             request.last_token_time = self._observer.last_answer_time
-            if self._keeps_books:
-                self._charge_token(self._queue.place_of_tenant(request))
+            self._queue.charge_token(self._queue.place_of_tenant(request))
         for request, token_id in late:
             end = self._end_at(request, len(request.token_ids), token_id)
             if end is not None:
@@ -286,16 +283,11 @@ class Answers:
             rows.token_ids[row, num_tokens] = token_id
             rows.num_tokens[row] = num_tokens + 1
             entries.append((origin.owner, origin.handle, num_tokens - request.new.num_prompt_tokens, token_id))
-            if self._keeps_books:
-                self._charge_token(int(rows.tenant[row]))
+            self._queue.charge_token(int(rows.tenant[row]))
             end = self._end_at(request, num_tokens + 1, token_id)
             if end is not None:
                 return place + 1, end
         return len(token_ids), None
-
-    def _charge_token(self, tenant: int) -> None:
-        """Charge one output token to the tenant at this place in the order's books."""
-        self._queue.charge_output(np.arange(tenant + 1) == tenant)
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
         """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""

@@ -9,7 +9,6 @@ its row is kept for as long as the rows are the same array.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_scheduler.core.memory.row_table import RowTable
@@ -51,16 +50,8 @@ class SamplingOrigins:
         self._rows = rows
         self._of: RowIndices = NO_ROWS
         self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
-        self._num_by_tenant: NDArray[np.intp] | None = None
         self.last_position = EMPTY_COLUMN
         self.first_token = np.empty(0, dtype=np.int64)
-
-    @property
-    def num_by_tenant(self) -> NDArray[np.intp]:
-        """How many of them are of each tenant, by its place."""
-        if self._num_by_tenant is None:
-            self._num_by_tenant = np.bincount(self._rows.tenant[self._of])
-        return self._num_by_tenant
 
     def look_up(self, sampling_rows: RowIndices) -> None:
         """Know whose ``sampling_rows`` are."""
@@ -72,7 +63,6 @@ class SamplingOrigins:
         self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
         self.last_position = rows.last_position[sampling_rows]
         self.first_token = rows.first_token[sampling_rows]
-        self._num_by_tenant = None
 
     def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:
         """The tokens that these rows have taken at ``positions``."""
