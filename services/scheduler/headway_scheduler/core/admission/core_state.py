@@ -17,7 +17,7 @@ from headway_scheduler.core.policies.step_observer import StepObserver
 from headway_scheduler.core.policies.step_time import StepTimeModel
 from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.state.arrival import Origin
-from headway_scheduler.core.state.counters import SchedulerCounters
+from headway_scheduler.core.state.counters import SchedulerCounters, WasteReason
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
 
@@ -55,6 +55,11 @@ class CoreState:
         self.losses = LossRecovery()
         self.num_arrivals = 0
         self.num_started = 0
+
+    def count_surplus(self, num_tokens: int) -> None:
+        """Count tokens that were computed and that nobody wants."""
+        if num_tokens:
+            self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
 
     def _predicted_output(self, request: Request) -> int:
         """Output tokens still to be expected; as many as it may have where nothing is known."""

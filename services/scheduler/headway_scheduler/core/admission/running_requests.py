@@ -88,7 +88,7 @@ class RunningRequests:
                 if samples and owed_tokens:
                     request.num_unreturned += 1
                 elif samples:
-                    self._state.counters.count_surplus(1)
+                    self._state.count_surplus(1)
         epoch.pool.release(rows.blocks_of(row), fence)
         if request.itl_slo_ms:
             self.tightest.change(request.itl_slo_ms, -1)

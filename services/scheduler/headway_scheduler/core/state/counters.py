@@ -80,8 +80,3 @@ class SchedulerCounters(msgspec.Struct):
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)
-
-    def count_surplus(self, num_tokens: int) -> None:
-        """Count tokens that were computed and that nobody wants."""
-        if num_tokens:
-            self.wasted_tokens[WasteReason.SURPLUS] += num_tokens

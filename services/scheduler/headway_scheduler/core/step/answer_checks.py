@@ -4,7 +4,7 @@ Owns: what makes an answer impossible. Must not know: what becomes of its tokens
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +21,9 @@ class StateMismatch(Exception):  # noqa: N818 - named for what was found
     """The executor's report cannot follow from the steps that it was sent; only a new epoch helps."""
 
 
-class Answer(NamedTuple):
-    """An answer that fits ``step``.
-
-    ``token_ids``: one for each row that samples. ``stops_some``: whether a running request stops at it. ``accepted``:
-    further tokens, of rows that speculate.
-    """
-
-    step: InFlightStep
-    token_ids: Int32Array
-    stops_some: NDArray[np.bool_]
-    accepted: list[AcceptedTokens]
+Answer: TypeAlias = tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[AcceptedTokens]]
+"""The step, a token for each row that samples, whether a running request stops at it, and further tokens of rows that
+speculate."""
 
 
 class AnswerChecks:
@@ -76,7 +68,7 @@ class AnswerChecks:
         except IndexError:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
-        return Answer(step, token_ids, stops_some, accepted)
+        return step, token_ids, stops_some, accepted
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
         """A row that cannot be would be somebody else's, or end this process."""

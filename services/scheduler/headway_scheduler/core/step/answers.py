@@ -252,7 +252,7 @@ class Answers:
             counters.num_accepted_tokens += len(token_ids)
             request = None if row in step.leavers else rows.requests[row]
             if request is None:  # it has ended meanwhile, or with its first token
-                counters.count_surplus(len(token_ids))
+                self._state.count_surplus(len(token_ids))
                 continue
             rows.num_computed_tokens[row] += len(token_ids)
             self._speculation.learn(
@@ -264,7 +264,7 @@ class Answers:
             )
             rows.note_speculation(row, request.speculation)
             num_taken, end = self._append_to(request, token_ids, entries)
-            counters.count_surplus(len(token_ids) - num_taken)
+            self._state.count_surplus(len(token_ids) - num_taken)
             if end is not None:
                 finished.append(end)
             elif token_ids:
