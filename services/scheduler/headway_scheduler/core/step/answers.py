@@ -75,7 +75,7 @@ class Answers:
         if step.chunks:
             prompt_logprobs = self._prompt_logprobs(step, output, failed)
             self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
-        logprobs = self._logprobs(step, output) if output.logprobs else ()
+        logprobs = self._logprobs(step, output, failed) if output.logprobs else ()
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
@@ -170,12 +170,15 @@ class Answers:
             if chunk.holds_blocks:
                 self._prefixes.register(request, chunk.row, chunk.num_computed_tokens)
 
-    def _logprobs(self, step: InFlightStep, output: ExecutorOutput) -> tuple[LogprobsEvent, ...]:
+    def _logprobs(
+        self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
+    ) -> tuple[LogprobsEvent, ...]:
+        """The log probabilities of tokens that are delivered: not of a failed row, nor of a request that was cancelled."""
         events = []
         num_reported: Counter[int] = Counter()
         for values in output.logprobs:
             request = step.leavers[values.row] if values.row in step.leavers else self._rows.requests[values.row]
-            if request is not None:
+            if request is not None and request.status is not RequestStatus.FINISHED and values.row not in failed:
                 num_tokens = self._rows.num_tokens_of(request)
                 index = num_tokens - request.new.num_prompt_tokens + num_reported[values.row]
                 num_reported[values.row] += 1
