@@ -121,7 +121,7 @@ def bias(*entries: tuple[int, float]) -> api.GenerateRequest:
 
 REQUESTS: dict[str, tuple[api.GenerateRequest, grpc.StatusCode, str]] = {
     "id over 128 bytes": (request(request_id="i" * 129), INVALID, "request_id: 'iii"),
-    "id of control characters": (request(request_id="a\x00b"), INVALID, "request_id: 'a\\x00b' holds a control"),
+    "id of control characters": (request(request_id="a\x00b"), INVALID, "request_id: 'a\\x00b' contains a control"),
     "tenant over 128 bytes": (request(tenant="t" * 129), INVALID, "tenant: "),
     "unknown model": (request(model="gpt"), grpc.StatusCode.NOT_FOUND, "model: 'gpt' is not served here; served: "),
     "no prompt": (api.GenerateRequest(), INVALID, "prompt: there is none; allowed: one of text, token_ids, chat"),

@@ -30,6 +30,7 @@ from headway.client import (
     StreamCancelledError,
     UnavailableError,
 )
+from headway.client.calls import Call
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import ADMIN_SERVICE, GENERATION_SERVICE, GatewayServer
 from headway_gateway.tokenization import load_text_model
@@ -406,7 +407,7 @@ async def test_tokenize_detokenize_and_model():
         with pytest.raises(InvalidRequestError, match=r"token_ids\[1\]: 4096 is not a token id"):
             await on.client.detokenize([1, 4096])
         with pytest.raises(InvalidRequestError, match="input: there is none"):
-            await on.client._call(on.client._generation.Tokenize, api.TokenizeRequest())
+            await on.client._call(Call("generation", "Tokenize", api.TokenizeRequest(), lambda answer: answer))
         with pytest.raises(InvalidRequestError, match=r"chat.messages\[0\].role: 'robot'"):
             await on.client.tokenize([{"role": "robot", "content": "x"}])
 
