@@ -6,48 +6,50 @@ The same events give byte-identical decisions, so production, simulation and rep
 Why it always makes progress
 ----------------------------
 
-Claim: if the executor answers every step, each accepted request ends, whatever the policies, however small the pool.
+Claim: if the executor answers every step, each accepted request ends, under every policy and in every pool.
 
-What the argument rests on. A request that could not fit the pool alone is rejected at the door, so each needs at most
-``limit - 1`` places, and the pool has them. Outputs are bounded by ``max_tokens``. Blocks that nobody holds come free
-when the steps in flight have been answered. Running requests have a total order, the *service order*: by rank, then by
-first start, so that nobody who starts later comes before who runs, but for a rank. Its first is the *anchor*.
+Facts that the argument uses:
 
-1. *Something runs.* While a request is live, some step is in flight or the next one runs a token. A decode needs no
-   budget, since no more rows run than a step has tokens. If the anchor decodes and lacks a block, it waits for blocks
-   behind a fence, or preempts requests after it in the service order until there is one (``preemption.choose_victim``
-   names only those), which it can, because alone it fits. If the anchor is in its prompt, it gets blocks in the
-   same way, and before all other prompts as soon as somebody who was preempted waits; if decodes have taken the whole
-   budget, those run. Policies that
-   let decodes sit out for prompts do not do so while a decode waits for a block. If nothing runs, everything is free,
-   and the first waiting request starts: reservations ask for no more than the request can ever hold, headroom is asked
-   only beside others, and budgets from objectives let through at least one tile of prompt tokens.
-2. *The anchor ends.* It is preempted by nobody after it. Only a waiting request of a higher class can preempt it, and it
-   makes way at most ``MAX_WAYS_MADE`` times in its life; from then on its rank is before all classes. So with a fixed set of
-   requests the vector of the tokens that are left to compute and to sample, in service order, falls lexicographically
-   with every answered step: where a preemption makes an entry larger, an earlier one has become smaller or a count of
-   ways made, of which there are finitely many, has grown. Lexicographic orders over the naturals are well-founded.
-3. *Waiting ends.* By 2 requests keep ending, so requests keep starting. Under an order that could pass somebody over for
-   ever, one start in ``STARTS_PER_PROMOTION`` goes to the request that has waited longest, once it has waited for
-   ``aging_s`` (at once behind the highest class; to the very head if that takes every start). Only finitely many requests
-   came before it, so its turn comes. A prompt under way that gets no part of any step for as long, because higher classes
-   fill them all, goes before all classes. Under ``fair`` every start and every token of other tenants raises their counters and
-   not its own tenant's. A request that is passed over for a longer cached prefix is so at most ``MAX_PASSED_OVER`` times.
-   A preempted request comes before those of its rank that have not started; the headroom that it must find is
-   at most an eighth of the pool and nothing once nobody runs beside it.
+- The door rejects a request that does not fit the pool alone. ``max_tokens`` bounds each output.
+- A block that no request holds is free again when the steps in flight have been answered.
+- Running requests have one order, the *service order*: first by rank, then by first start. The first request in it is
+  the *anchor*.
 
-Who is told to run alone (``Scheduler.run_alone``) is the anchor by decree: everybody else is preempted, and it starts when
-what is in flight has returned, with the whole pool, in which it fits (or it would not have been accepted). The others go on when it
-ends or is told otherwise; whoever gives the order has to see to that. Whoever comes back after a loss and finds the window full
-(``Scheduler.start_slowly``) waits for some that run, of which the anchor is one or comes before all of them: each leaves
-the window after as many tokens as steps can be in flight, or when it ends, or makes way and runs no more.
+1. *Something runs.* While a request is live, a step is in flight or the next step runs a token. Decodes always fit the
+   budget, because no more rows run than a step has tokens. An anchor that decodes and needs a block waits for blocks
+   behind a fence, or it preempts requests after it in the service order (``preemption.choose_victim`` names no other).
+   It succeeds, because it fits alone. An anchor in its prompt gets blocks in the same way. As soon as a preempted
+   request waits, the anchor also gets its part of the budget before all other prompts; if decodes take the whole
+   budget, those run. A policy that lets decodes sit out for prompts does not do so while a decode waits for a block. If
+   nothing runs, every block is free and the first waiting request starts: a reservation never asks for more than the
+   request can hold, headroom is asked only beside other requests, and a budget from objectives always lets one tile of
+   prompt tokens through.
+2. *The anchor ends.* No request after it preempts it. A waiting request of a higher class can, but at most
+   ``MAX_WAYS_MADE`` times; then the anchor's rank is above all classes. Take the vector of tokens still to compute and
+   to sample, in service order. With a fixed set of requests, each answered step makes it lexicographically smaller. If a
+   preemption makes one entry larger, an earlier entry has become smaller or a count of ways made has grown, and those
+   counts are bounded. Lexicographic orders over the naturals are well-founded.
+3. *Waiting ends.* By 2, requests keep ending, so requests keep starting. Under an order that could pass a request over
+   for ever, one start in ``STARTS_PER_PROMOTION`` goes to the request that has waited longest, once it has waited for
+   ``aging_s``. (It goes at once behind the highest class, and to the very head if that class takes every start.) Only
+   finitely many requests came before it, so its turn comes. A prompt under way that gets no tokens for ``aging_s``,
+   because higher classes fill every step, moves above all classes. Under ``fair``, each start and each token of other
+   tenants raises their counters only. A longer cached prefix passes a request over at most ``MAX_PASSED_OVER`` times. A
+   preempted request comes before those of its rank that have not started. Its headroom is at most an eighth of the
+   pool, and nothing if no request runs beside it.
 
-That preemption cannot eat up the work: whoever was preempted k times comes back only beside a block for each of the R
-running rows, doubled k - 1 times, or an eighth of the pool. So between two preemptions of a request at least
-``min(2^(k-1), P / 8R) * block_size`` tokens come out of each of those rows, P being the blocks of the pool.
+``Scheduler.run_alone`` makes one request the anchor: all others are preempted, and it starts with the whole pool when the
+steps in flight have been answered. The others continue when it ends or when the caller says so; the caller must see to
+that. After a loss (``Scheduler.start_slowly``) a request may find the window full. It then waits for running requests;
+the anchor is one of them or comes before them. Each leaves the window after as many tokens as steps can be in flight,
+when it ends, or when it makes way.
 
-Held to it by tests: ``tests/property`` (hypothesis over all combinations of policies in pools that hold barely one request,
-a state machine with failing rows and new epochs, what has hung other schedulers one by one) and ``tests/simulation``.
+Preemption cannot consume all the work. A request that was preempted k times returns only beside a free block for each of
+the R running rows, doubled k - 1 times, or beside an eighth of the pool. So between two preemptions of a request, each
+of those rows yields at least ``min(2^(k-1), P / 8R) * block_size`` tokens, where P is the number of blocks.
+
+Tests: ``tests/property`` (all combinations of policies in pools that barely hold one request, a state machine with
+failing rows and new epochs, the known hangs of other schedulers) and ``tests/simulation``.
 """
 
 from headway_scheduler.compiled_core import search_path

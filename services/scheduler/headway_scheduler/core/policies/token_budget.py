@@ -12,7 +12,7 @@ What ``slo`` adds to the prediction:
 - *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
   1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
   up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
-  it, whatever the model's bias. A request that is about to miss its first token may spend the margin.
+  it, whatever the model's bias. A request whose first token would be late may spend the margin.
 - *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
 - *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 128, or 64 in steps below 256, as matrix
   products compute them: with 128-token tiles a step of 576 takes as long as one of 640, and few devices gain as much
