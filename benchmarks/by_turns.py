@@ -59,7 +59,7 @@ def step_figures(num_running: int, policies: str) -> tuple[Figure, Figure]:
 
 WORKS = {
     "scheduler": Work(
-        ("scheduler_step.py", "--running", "256,4096", "--rounds", "2", "--output"),
+        ("scheduler_step.py", "--running", "256,4096", "--waiting", "0", "--rounds", "4", "--output"),
         tuple(
             figure
             for num_running in (256, 4096)
