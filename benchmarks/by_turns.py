@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from program import commit_of, count, provenance
 
 HERE = Path(__file__).resolve().parent.parent
-SOURCE_ROOTS = ("proto", "kernels", "services/*", "lab", "tests/conformance")
+SOURCE_ROOTS = ("benchmarks", "proto", "kernels", "services/*", "lab", "tests/conformance")
 BUILDERS = (("kernels/headway_kernels/cpu/build.py",), ("-m", "headway_scheduler.compile_core"))
 
 
@@ -98,11 +98,7 @@ def measure(root: Path, work: Work) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="headway-turns-") as scratch:
         output = Path(scratch, "result.json")
         script, *words = work.words
-        environment = environment_of(root)
-        subprocess.run(
-            [sys.executable, str(root / "benchmarks" / script), *words, str(output)],
-            cwd=root, env=environment, check=True, stdout=sys.stderr,
-        )  # fmt: skip
+        run_in(root, str(Path("benchmarks", script)), *words, str(output))
         result = json.loads(output.read_text())
     return [figure.read(result) for figure in work.figures]
 

@@ -130,13 +130,9 @@ def imports_of(modules: list[Module]) -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 graph[module.name] |= {alias.name for alias in node.names} & names
             elif isinstance(node, ast.ImportFrom) and node.module:
-                deeper = {f"{node.module}.{alias.name}" for alias in node.names}
-                of_package = (
-                    {node.module}
-                    if {alias.name for alias in node.names} - {d.rpartition(".")[2] for d in deeper & names}
-                    else set()
-                )
-                graph[module.name] |= (deeper | of_package) & names
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    graph[module.name] |= {submodule if submodule in names else node.module} & names
         graph[module.name].discard(module.name)
     return graph
 

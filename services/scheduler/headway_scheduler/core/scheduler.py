@@ -335,10 +335,6 @@ class Scheduler:
         in_order = self._state.waiting.queue.in_order()
         return in_order[: in_order.index(request)]
 
-    def num_ahead_of(self, request: Request) -> int:
-        """How many waiting requests are to start before this one; O(n log n)."""
-        return len(self.ahead_of(request))
-
     def steps_until_shortage(self) -> int | None:
         """As ``Admission.steps_until_shortage``."""
         return self.admission.steps_until_shortage()
