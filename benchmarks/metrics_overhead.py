@@ -55,7 +55,7 @@ class NotedBench(Bench):
         super().__init__(num_running, 2, seed)
         self.noted: ServingStatistics | None = None
         self.engine = SchedulerEngine(self.core.limits, incarnation=1)
-        self.engine.core = self.core
+        self.engine.fleet.cells[0].core = self.core
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
 
     def update(self, frame: bytes) -> StepEvents:

@@ -150,8 +150,8 @@ class EngineBench:
             eos_token_ids=(2,), max_num_rows=self.num_running,
         )  # fmt: skip
         self.engine.executor_frame(b"executor", self.executor.encode(step.ExecutorHello(1, info)), self.now)
-        opened = self.reader.decode(self.engine.executor_link.outgoing.pop()[1])
-        self.engine.executor_link.outgoing.clear()
+        opened = self.reader.decode(self.engine.fleet.links.outgoing.pop()[1])
+        self.engine.fleet.links.outgoing.clear()
         self.executor.begin_epoch(opened.epoch)
         hello = ingress.GatewayHello(incarnation=1, link=1)
         self.engine.gateway_frame(b"gateway", self.gateway.encode(hello), self.now)
@@ -168,17 +168,17 @@ class EngineBench:
             )  # fmt: skip
             self.engine.gateway_frame(b"gateway", self.gateway.encode(submit), self.now)
         self.engine.run(self.now)
-        while self.engine.core is None or self.engine.core._epoch.prefilling or self.engine.core.num_waiting:  # noqa: SLF001
+        while self.engine.fleet.cells[0].core is None or self.engine.fleet.cells[0].core._epoch.prefilling or self.engine.fleet.cells[0].core.num_waiting:  # noqa: SLF001
             self.beat()
 
     def _answer(self) -> bytes:
         """Answer the oldest step in flight, and acknowledge as a gateway; untimed."""
-        core = self.engine.core
+        core = self.engine.fleet.cells[0].core
         assert core is not None
         oldest = core._epoch.in_flight[0]  # noqa: SLF001 (the benchmark plays the executor)
         self.num_heard += len(self.engine.gateways.outgoing)
         self.engine.gateways.outgoing.clear()
-        self.engine.executor_link.outgoing.clear()
+        self.engine.fleet.links.outgoing.clear()
         heard = self.gateway.encode(ingress.GatewayHeartbeat(received=self.num_heard + 1))
         self.engine.gateway_frame(b"gateway", heard, self.now)
         output = step.ExecutorOutput(

@@ -40,7 +40,7 @@ class RunningHeadway:
 
     def core_when_quiet(self) -> Scheduler:
         """The scheduler's core once no step is in flight any more; the last may carry surplus tokens."""
-        core = self.engine.core
+        core = self.engine.fleet.cells[0].core
         assert core is not None
         limit = time.monotonic() + 5
         while core.num_in_flight or core.num_unfinished:

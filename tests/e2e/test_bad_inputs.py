@@ -311,7 +311,7 @@ async def test_a_full_queue_and_draining(tmp_path: Path) -> None:
             await running_one.read()
             waiting = caller.generation.Generate(endless)
             waits = asyncio.create_task(waiting.read())
-            while served.engine.core.num_waiting < 1:  # noqa: ASYNC110  (another thread's)
+            while served.engine.fleet.cells[0].core.num_waiting < 1:  # noqa: ASYNC110  (another thread's)
                 await asyncio.sleep(0.005)
             started = time.monotonic()
             error = await refusal_of(lambda: caller.generate(endless, within=5))

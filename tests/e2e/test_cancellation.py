@@ -42,7 +42,7 @@ async def test_cancel_in_prefill_and_in_decode_frees_every_block(server: Running
     engine = server.engine
     async with AsyncClient(server.address) as client:
         await client.wait_ready(20)
-        core = engine.core
+        core = engine.fleet.cells[0].core
         assert core is not None
         neighbour = asyncio.create_task(
             client.generate([7] * 20, max_tokens=200, temperature=0.0, ignore_eos=True).result()

@@ -31,7 +31,7 @@ ONE_AT_A_TIME = SchedulerLimits(max_num_seqs=1, shed_late=True)
 
 async def until_running(engine: RunningHeadway, count: int) -> None:
     deadline = time.monotonic() + 5
-    while engine.engine.core is None or engine.engine.core.num_running < count:
+    while engine.engine.fleet.cells[0].core is None or engine.engine.fleet.cells[0].core.num_running < count:
         assert time.monotonic() < deadline, "it does not start"
         await asyncio.sleep(0.001)
 
@@ -131,8 +131,8 @@ async def test_class_tenant_and_objectives_reach_the_core(tmp_path: Path, word: 
             stream = client.generate(PROMPT, max_tokens=400, ignore_eos=True, **options)  # type: ignore[arg-type]
             result = asyncio.ensure_future(stream.result())
             await until_running(served, 1)
-            assert served.engine.core is not None
-            (request,) = served.engine.core.requests()
+            assert served.engine.fleet.cells[0].core is not None
+            (request,) = served.engine.fleet.cells[0].core.requests()
             assert isinstance(request, Request)
             stream.cancel()
             await asyncio.wait([result])

@@ -193,13 +193,13 @@ def test_the_scheduler_takes_any_message_from_anybody(limits: bool, script: list
             if encodable(body) is None:
                 continue
             if type(body) in TO_SCHEDULER_STEP:
-                engine.executor_frame(b"e%d" % peer, executor.frame(body, damage, engine.executor_link.epoch), now)
+                engine.executor_frame(b"e%d" % peer, executor.frame(body, damage, engine.fleet.links[0].epoch), now)
             else:
                 links = engine.gateways.links()
                 epoch = links[-1].epoch if links else 0
                 engine.gateway_frame(b"g%d" % (0 if links else peer), gateway.frame(body, damage, epoch), now)
             engine.run(now)
-            engine.executor_link.outgoing.clear()
+            engine.fleet.links.outgoing.clear()
             engine.gateways.outgoing.clear()
             engine.notices.take()
 
@@ -243,13 +243,13 @@ def test_the_scheduler_takes_plausible_messages_with_any_values(script: list[Any
             if encodable(body) is None:
                 continue
             if isinstance(body, step.ExecutorOutput):
-                engine.executor_frame(b"e", executor.frame(body, 0, engine.executor_link.epoch), now)
+                engine.executor_frame(b"e", executor.frame(body, 0, engine.fleet.links[0].epoch), now)
             elif engine.gateways.links():
                 engine.gateway_frame(b"g", gateway.frame(body, 0, engine.gateways.links()[-1].epoch), now)
             engine.run(now)
-            engine.executor_link.outgoing.clear()
+            engine.fleet.links.outgoing.clear()
             engine.gateways.outgoing.clear()
-        assert engine.core is not None
+        assert engine.fleet.cells[0].core is not None
         assert len(engine.gateways.links()) == 1
 
 
@@ -398,13 +398,13 @@ def test_an_executor_that_answers_and_sometimes_lies(script: list[Any]) -> None:
             if submit is not None and encodable(submit) is not None:
                 engine.gateway_frame(b"g", gateway.frame(submit, 0, engine.gateways.links()[-1].epoch), now)
             engine.run(now)
-            sent, engine.executor_link.outgoing[:] = list(engine.executor_link.outgoing), []
+            sent, engine.fleet.links.outgoing[:] = list(engine.fleet.links.outgoing), []
             for _, data in sent:
                 body = reader.decode(data).body
                 if isinstance(body, step.NewEpoch):
                     state.begin_epoch()
                     executor.writer.begin_epoch(body.epoch)
-                if not isinstance(body, step.SchedulerOutput) or body.epoch != engine.executor_link.epoch:
+                if not isinstance(body, step.SchedulerOutput) or body.epoch != engine.fleet.links[0].epoch:
                     continue
                 batch = state.apply(body).batch  # What a scheduler sends is never impossible.
                 digest = None if body.step % step.DIGEST_INTERVAL_STEPS else state.digest()

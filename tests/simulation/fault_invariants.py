@@ -15,7 +15,8 @@ from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION,
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
-from headway_scheduler.engine import LEAST_STEP_TOKENS, SchedulerEngine
+from headway_scheduler.cell import LEAST_STEP_TOKENS
+from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.live_sequences import Name
 
 NAMES = (
@@ -195,7 +196,7 @@ def no_endless_overtaking(overtaken: dict[int, int], num_older: dict[int, int]) 
 
 def bounded(engine: SchedulerEngine) -> None:
     """Every queue is within its cap, and no index outlives what it points to."""
-    limits, core = engine.limits, engine.core
+    limits, core = engine.limits, engine.fleet.cells[0].core
     early, live = engine.early, engine.live
     require(len(early) <= limits.max_num_waiting, "BOUNDED", f"{len(early)} wait for an executor")
     require(len(live._by_name) == len(live._by_origin), "BOUNDED", "names and origins differ in number")
@@ -281,7 +282,7 @@ def waiting_counted(core: Scheduler) -> None:
 
 def nobody_gone_is_suspected(engine: SchedulerEngine, without_a_gateway: Collection[Name]) -> None:
     """The brake knows of everybody who has ended; who has only lost its gateway may come back."""
-    for name in engine.brake._suspicions:
+    for name in engine.fleet.brake._suspicions:
         require(
             engine.live.named(name) is not None or name in without_a_gateway,
             "NO-ORPHAN",
@@ -350,7 +351,7 @@ def is_found_guilty(engine: SchedulerEngine, end: Finished) -> bool:
     """
     if not end.error.startswith("the executor was lost"):
         return False
-    num_epochs = engine.executor_link.epoch - engine.executor_link.incarnation % (1 << 30)
+    num_epochs = engine.fleet.links[0].epoch - engine.fleet.links[0].incarnation % (1 << 30)
     require(num_epochs >= MAX_LOSSES, "ISOLATION", f"found guilty in epoch {num_epochs} of this scheduler")
     return True
 

@@ -150,7 +150,7 @@ class SchedulerProcess(Process):
             engine.run(now)
             self._send_step_frames()
             self._send_news()
-            engine.recorder.flush(now, engine.core)
+            engine.recorder.flush(now, engine.fleet.cells[0].core)
             engine.notices.take()
             self.check()
         self.wake_at(engine.next_deadline)
@@ -158,9 +158,9 @@ class SchedulerProcess(Process):
     def _take_in(self, peer: bytes, data: bytes) -> None:
         engine, now = self.engine, self.world.now
         self.peer, self.frame_epoch = peer, int.from_bytes(data[4:8], "little")
-        before = engine.executor_link._peer
+        before = engine.fleet.links[0]._peer
         engine.executor_frame(peer, data, now)
-        after = engine.executor_link._peer
+        after = engine.fleet.links[0]._peer
         if before is not None and before != after is not None:
             silent_s = now - self._heard.get(before, START_S)
             invariants.one_executor(silent_s, TAKEOVER_SILENCE_S, before.decode())
@@ -171,7 +171,7 @@ class SchedulerProcess(Process):
     def _send_step_frames(self) -> None:
         engine, world = self.engine, self.world
         unreachable: list[bytes] = []
-        outgoing, engine.executor_link.outgoing = engine.executor_link.outgoing, []
+        outgoing, engine.fleet.links.outgoing = engine.fleet.links.outgoing, []
         for peer, frame in outgoing:
             if peer not in unreachable and not world.send_down(peer, frame):
                 unreachable.append(peer)
@@ -221,7 +221,7 @@ class SchedulerProcess(Process):
     # ----------------------------------------------------------------------------------------------- steps, as they go
 
     def on_step(self, output: SchedulerOutput) -> None:
-        core = self.engine.core
+        core = self.engine.fleet.cells[0].core
         assert core is not None
         if core.epoch != self._epoch:
             self._epoch = core.epoch
@@ -335,7 +335,7 @@ class SchedulerProcess(Process):
 
     def check(self) -> None:
         """After each beat, if anything may have changed."""
-        core = self.engine.core
+        core = self.engine.fleet.cells[0].core
         seen = None if core is None else _state_of(core)
         if core is not None:
             if seen != self._blocks_checked:

@@ -153,7 +153,7 @@ class FaultWorld:
 
     def _is_quiet(self) -> bool:
         engine = self.scheduler.engine
-        core = engine.core
+        core = engine.fleet.cells[0].core
         return not engine.num_unfinished and not engine.live and (core is None or not core.num_in_flight)
 
     def client_of(self, request_id: str) -> Client:
@@ -425,7 +425,7 @@ class FaultWorld:
             return self.scheduler
         if target >= FIRST_GATEWAY:
             return self.gateways[target - FIRST_GATEWAY]
-        used = self.executor_named(self.scheduler.engine.executor_link._peer or b"")
+        used = self.executor_named(self.scheduler.engine.fleet.links[0]._peer or b"")
         return used or self.executors[-1]
 
     def heal(self) -> None:

@@ -70,8 +70,8 @@ def oracle(world: World, sequence: LiveSequence) -> list[int]:
 
 
 def assert_quiet(world: World) -> None:
-    world.run_until(lambda: world.engine.core is not None, 2)
-    core = world.engine.core
+    world.run_until(lambda: world.engine.fleet.cells[0].core is not None, 2)
+    core = world.engine.fleet.cells[0].core
     assert core is not None
     world.run_until(lambda: core.num_in_flight == 0, 5)
     assert core.num_unfinished == 0
@@ -87,7 +87,7 @@ def run_undisturbed(world: World, count: int) -> Scheduler:
     for gateway in world.gateways:
         assert_undisturbed(world, gateway)
     assert_quiet(world)
-    core = world.engine.core
+    core = world.engine.fleet.cells[0].core
     assert core is not None
     return core
 
@@ -152,7 +152,7 @@ class Chronicle:
 
     def beat(self) -> None:
         self._world.beat()
-        core = self._world.engine.core
+        core = self._world.engine.fleet.cells[0].core
         if core is not self._core:
             self._core = core
             self._life += 1
@@ -305,7 +305,7 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
         log = []
         for _ in range(600):
             world.beat()
-            core = world.engine.core
+            core = world.engine.fleet.cells[0].core
             log.append((world.now, world._num_frames, 0 if core is None else core.counters.num_output_tokens))
         return log
 

@@ -69,23 +69,23 @@ def test_of_requests_that_each_bring_something_else(order: str) -> None:
         for number in range(NUM_REQUESTS)
     ]
     world = run(settings_of(order=order), requests)
-    assert world.scheduler.engine.core.counters.num_finished == NUM_REQUESTS
+    assert world.scheduler.engine.fleet.cells[0].core.counters.num_finished == NUM_REQUESTS
 
 
 def test_of_requests_that_were_cancelled_before_an_executor_came() -> None:
     requests = [request(number, at=0.0, deadline_s=0.01 * (number % 2)) for number in range(NUM_REQUESTS)]
     world = run(settings_of(executor_after_s=0.1), requests)
-    assert world.scheduler.engine.core.counters.num_finished == NUM_REQUESTS // 2
+    assert world.scheduler.engine.fleet.cells[0].core.counters.num_finished == NUM_REQUESTS // 2
 
 
 def test_what_an_engine_holds_is_seen_wherever_it_is() -> None:
     world = run(settings_of(), [request(0)])
     engine = world.scheduler.engine
     engine.held_since_today = OrderedDict(a=1)
-    engine.core._state.waiting.room._tenants["nobody"] = [1, 7]
+    engine.fleet.cells[0].core._state.waiting.room._tenants["nobody"] = [1, 7]
     assert leftovers(world) == [
-        "len(engine.core._state.waiting.room._tenants) is 1, 0 at rest",
-        "len(engine.core._state.waiting.room._tenants[]) is 2, 0 at rest",
+        "len(engine.fleet.cells[0].core._state.waiting.room._tenants) is 1, 0 at rest",
+        "len(engine.fleet.cells[0].core._state.waiting.room._tenants[]) is 2, 0 at rest",
         "len(engine.held_since_today) is 1, 0 at rest",
     ]
 

@@ -175,9 +175,9 @@ class World:
 
     def _collect(self) -> None:
         engine, executor = self.engine, self.executor
-        for peer, frame in engine.executor_link.outgoing:
+        for peer, frame in engine.fleet.links.outgoing:
             self._send(peer, "down", frame, self._to_executor)
-        engine.executor_link.outgoing.clear()
+        engine.fleet.links.outgoing.clear()
         for peer, frame in engine.gateways.outgoing:
             self._send(peer, "down", frame, self._to_gateway)
         engine.gateways.outgoing.clear()

@@ -1,6 +1,6 @@
 """Who is to blame for lost executors: by losses and progress alone."""
 
-from headway_scheduler.brake import LONGEST_PAUSE_S, MAX_LOSSES, MAX_SUSPICIONS, Brake
+from headway_scheduler.brake import LONGEST_PAUSE_S, MAX_LOSSES, MAX_SUSPICIONS, Brake, FailurePause
 from headway_scheduler.live_sequences import Name
 
 A, B, C = Name("a", 0), Name("b", 0), Name("c", 0)
@@ -54,14 +54,14 @@ def test_an_end_is_an_acquittal() -> None:
 
 
 def test_pauses_grow_until_something_is_answered() -> None:
-    brake = Brake(num_trial_tokens=2)
-    pauses = [brake.pause_s() for _ in range(100)]
+    pause = FailurePause()
+    pauses = [pause.count_failure() for _ in range(100)]
     assert pauses[0] == 0
     assert pauses[1] > 0
     assert pauses == sorted(pauses)
     assert pauses[-1] == LONGEST_PAUSE_S
-    brake.count_answer()
-    assert brake.pause_s() == 0
+    pause.count_answer()
+    assert pause.count_failure() == 0
 
 
 def test_memory_is_bounded() -> None:

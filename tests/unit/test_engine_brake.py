@@ -103,10 +103,10 @@ class Bench:
         frames = self.cycle.tick(self.now) + self.cycle.collect(self.now)
         self._to_engine(frames)
         self.engine.run(self.now)
-        for peer, frame in self.engine.executor_link.outgoing:
+        for peer, frame in self.engine.fleet.links.outgoing:
             if peer == self.peer and self.cycle.device_lost is None:
                 self._to_engine(self.cycle.receive(frame, self.now))
-        self.engine.executor_link.outgoing.clear()
+        self.engine.fleet.links.outgoing.clear()
         for _, frame in self.engine.gateways.outgoing:
             self.gateway.receive(frame, self.now)
         self.engine.gateways.outgoing.clear()
@@ -141,11 +141,11 @@ class Bench:
     def check_nothing_left(self) -> None:
         for _ in range(10):
             self.beat()
-        core = self.engine.core
+        core = self.engine.fleet.cells[0].core
         assert core is not None
         assert core.pool.num_free == core.pool.num_blocks
         assert core.alone is None
-        assert not self.engine.brake.has_suspects
+        assert not self.engine.fleet.brake.has_suspects
 
 
 def fail(poisoned: list[int], batch: StepBatch) -> None:
@@ -250,7 +250,7 @@ def test_a_request_too_large_for_the_device_fails_after_smaller_steps_and_the_ot
     assert "too much" in guilty.end.error
     for sequence in innocent:
         bench.check_complete(sequence)
-    core = bench.engine.core
+    core = bench.engine.fleet.cells[0].core
     assert core is not None
     assert core.max_num_batched_tokens == LIMITS.max_num_batched_tokens
     bench.check_nothing_left()
@@ -261,7 +261,7 @@ def test_an_abort_frees_its_blocks_within_two_steps() -> None:
     sequence = bench.submit([1, 2, 3], max_tokens=90)
     while len(sequence.tokens) < 5:
         bench.beat()
-    core = bench.engine.core
+    core = bench.engine.fleet.cells[0].core
     assert core is not None
     before = core.counters.num_steps
     bench.gateway.abort([sequence])
@@ -331,7 +331,7 @@ def test_two_losses_in_a_row_do_not_make_everybody_wait_for_everybody(num_steps_
         nonlocal known, num_steps, waited
         del poisoned, batch
         num_steps += 1
-        core = bench.engine.core
+        core = bench.engine.fleet.cells[0].core
         assert core is not None
         tokens = [core.num_tokens_of(request) for request in core.requests()]
         if num_steps in last_steps:

@@ -187,7 +187,7 @@ class RecordedWorld(World):
     def beat(self) -> None:
         super().beat()
         segment = self.log.segment
-        self.engine.recorder.flush(self.now, self.engine.core)
+        self.engine.recorder.flush(self.now, self.engine.fleet.cells[0].core)
         if self.log.segment != segment:
             wait_for(lambda: not self.checkpointer._is_child_alive())
             drain(self.log)
@@ -223,7 +223,7 @@ def test_old_segments_go_and_the_rest_can_be_replayed(tmp_path: Path):
         assert not log.failure
         if segments_in(tmp_path)[0][1] > 1:
             break
-    world.engine.recorder.close(world.now, world.engine.core)
+    world.engine.recorder.close(world.now, world.engine.fleet.cells[0].core)
     assert not log.failure
     kept = segments_in(tmp_path)
     assert len(kept) > 1
@@ -232,8 +232,8 @@ def test_old_segments_go_and_the_rest_can_be_replayed(tmp_path: Path):
     assert found.header.segment == kept[0][1] > 0
     assert replay.num_steps > 100
     assert replay.core is not None
-    assert world.engine.core is not None
-    assert replay.core.counters == world.engine.core.counters
+    assert world.engine.fleet.cells[0].core is not None
+    assert replay.core.counters == world.engine.fleet.cells[0].core.counters
 
 
 def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
@@ -249,7 +249,7 @@ def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
     for _ in range(8):
         world.ask_for(30)
     assert "no checkpoint allows deleting the oldest" in world.engine.recorder.take_failure()
-    world.engine.recorder.close(world.now, world.engine.core)
+    world.engine.recorder.close(world.now, world.engine.fleet.cells[0].core)
     assert replay_from_disk(tmp_path)[1].num_steps > 10
 
 
@@ -262,8 +262,8 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path: Path):
 
 def test_a_core_with_something_strange_in_it_is_refused():
     world = World(WORLD_LIMITS, CONFIG, num_gateways=1, seed=1)
-    world.run_until(lambda: world.engine.core is not None, 10.0)
-    core = world.engine.core
+    world.run_until(lambda: world.engine.fleet.cells[0].core is not None, 10.0)
+    core = world.engine.fleet.cells[0].core
     assert core is not None
     core._shed.append(Path())
     with pytest.raises(CheckpointError, match="Path"):

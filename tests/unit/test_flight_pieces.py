@@ -109,8 +109,8 @@ def test_a_copy_made_of_pieces_is_whole_and_up_to_now(
 ) -> None:
     monkeypatch.setattr(flight_pieces, "MAX_FLIGHT_LOG_PIECE_BYTES", 700)
     world.ask_for(30)
-    assert world.engine.core is not None
-    num_finished = world.engine.core.counters.num_finished
+    assert world.engine.fleet.cells[0].core is not None
+    num_finished = world.engine.fleet.cells[0].core.counters.num_finished
     world.copy_into(tmp_path / "copy")
     replay = replayed(tmp_path / "copy")
     assert replay.core is not None
@@ -135,8 +135,8 @@ def test_a_log_that_has_lost_its_oldest_segments_comes_with_the_checkpoint(world
     ]
     replay = replayed(tmp_path / "copy")
     assert replay.core is not None
-    assert world.engine.core is not None
-    assert replay.core.counters.num_finished == world.engine.core.counters.num_finished
+    assert world.engine.fleet.cells[0].core is not None
+    assert replay.core.counters.num_finished == world.engine.fleet.cells[0].core.counters.num_finished
 
 
 def test_a_segment_that_went_away_between_two_pieces_is_told(

@@ -40,7 +40,7 @@ GOOD = Submit(
 
 def ready_world(limits: SchedulerLimits, config: BackendConfig = CONFIG) -> World:
     world = World(limits, config, num_gateways=1, seed=1)
-    world.run_until(lambda: world.engine.info is not None, 2)
+    world.run_until(lambda: world.engine.fleet.info is not None, 2)
     world.run_until(lambda: world.gateways[0].link.model is not None, 2)
     return world
 
@@ -253,8 +253,8 @@ def test_class_tenant_and_objectives_reach_the_core() -> None:
     submit(world, told)
     submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b", max_tokens=50))
     world.run_until(lambda: world.engine.num_unfinished == 2, 5)
-    assert world.engine.core is not None
-    first, second = world.engine.core.requests()
+    assert world.engine.fleet.cells[0].core is not None
+    first, second = world.engine.fleet.cells[0].core.requests()
     assert (first.new.priority, first.new.tenant, first.new.ttft_slo_ms, first.itl_slo_ms) == (2, "t", 500, 30)
     assert (second.new.priority, second.new.tenant, second.new.ttft_slo_ms, second.itl_slo_ms) == (3, "", 0, 70)
 
@@ -331,7 +331,7 @@ def test_a_failing_row_ends_that_request_alone() -> None:
     assert isinstance(bad.end, Finished)
     assert (good.end.reason, bad.end.reason) == (ingress.FINISH_LENGTH, ingress.FINISH_ERROR)
     assert "NaN" in bad.end.error
-    core = world.engine.core
+    core = world.engine.fleet.cells[0].core
     assert core is not None
     world.run_until(lambda: core.num_in_flight == 0, 1)
     assert core.pool.num_free == core.pool.num_blocks
@@ -344,7 +344,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_the_next_step(
     sequence = submit(
         world, msgspec.structs.replace(GOOD, token_ids=encode_column([5] * 70), num_prompt_tokens=70, max_tokens=20)
     )
-    core = world.engine.core
+    core = world.engine.fleet.cells[0].core
     assert core is not None
     world.run_until(lambda: advance(sequence) and core.num_running == 1, 2)
     world.gateways[0].link.abort([sequence])

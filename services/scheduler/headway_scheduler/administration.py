@@ -22,7 +22,7 @@ from headway_proto.operations import (
     SequenceState,
     TenantPrefixUse,
 )
-from headway_scheduler import commands
+from headway_scheduler.cell import Cell
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
@@ -31,6 +31,7 @@ from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.placement.placement import Placed
 from headway_scheduler.status_report import Reported, status_of
 from headway_scheduler.wait_sentences import sentence_for
 
@@ -52,7 +53,6 @@ _reply = partial(AdminReply, call_id=0)
 class Administered(Reported, Protocol):
     """The scheduler as operators see it: what they read, and the commands that they give."""
 
-    core: Scheduler | None
     live: LiveSequences
     recorder: NullRecorder
 
@@ -103,28 +103,31 @@ class Administration:
                 return self._flight_log(call.place or FlightLogPlace(), now)
         if call.method not in _NEED_EXECUTOR:
             return _refusal(f"unknown method {call.method!r:.64}")
-        core = self._scheduler.core
-        return _refusal(NO_EXECUTOR) if core is None else self._with_executor(call, core, now)
+        cells = [cell for cell in self._scheduler.fleet.cells if cell.core is not None]
+        return self._with_executors(call, cells, now) if cells else _refusal(NO_EXECUTOR)
 
-    def _with_executor(self, call: AdminCall, core: Scheduler, now: float) -> AdminReply:
-        recorder = self._scheduler.recorder
+    def _with_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
+        """Do what the call asks for in every cell."""
+        views = [SchedulerView(core) for core in self._scheduler.fleet.cores]
         match call.method:
             case "pause" | "resume":
-                commands.pause(core, recorder, is_paused=call.method == "pause")
+                self._scheduler.fleet.pause(is_paused=call.method == "pause")
                 self._scheduler.announce()
                 return _reply()
             case "flush":
-                commands.drop_cached(core, recorder)
+                for cell in cells:
+                    cell.drop_cached()
                 return _reply(status=status_of(self._scheduler, now))
             case "cache":
-                return _cache_changes(SchedulerView(core), call.position)
+                return _cache_changes(views[0], call.position)
             case "pins":
-                return _reply(pinned_prefixes=tuple(map(_pinned, SchedulerView(core).pinned_prefixes())))
+                return _reply(pinned_prefixes=tuple(map(_pinned, views[0].pinned_prefixes())))
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")
         if call.method == "pin":
-            return _pin(core, recorder, call.prefix)
-        return _reply() if commands.unpin(core, recorder, call.prefix.name) else _refusal("not found")
+            return _pin(cells, call.prefix)
+        were_there = [cell.unpin(call.prefix.name) for cell in cells]
+        return _reply() if any(were_there) else _refusal("not found")
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
         view = self._scheduler.view
@@ -136,22 +139,33 @@ class Administration:
 
     def _sequences(self, now: float) -> tuple[SequenceState, ...]:
         view = self._scheduler.view
-        return () if view is None else tuple(_state_of(view, request, now) for request in view.requests())
+        if view is None:
+            return ()
+        return tuple(_state_of(view.view_of(request), request, now) for request in view.requests())
 
     def _explain(self, request_id: str, now: float) -> AdminReply:
-        core, view = self._scheduler.core, self._scheduler.view
+        fleet, view = self._scheduler.fleet, self._scheduler.view
         found = self._scheduler.live.of_request(request_id)
-        request = view.find(found[0].origin) if view is not None and found else None
-        if core is None or view is None or request is None:
+        cell = fleet.cell_of(found[0].origin) if found else None
+        if cell is not None and cell.core is not None:
+            request = cell.core.find(found[0].origin)
+        else:
+            request = fleet.placement.find(found[0].origin) if found else None
+        if view is None or request is None:
             return _refusal("not found")
         explanation = f"It arrived {now - request.arrival_time:.1f} s ago"
-        if not self._scheduler.executor_link.is_open:
+        if not fleet.open_cells:
             explanation += ". No executor is connected, so nothing runs; it keeps its place."
+        elif cell is None or cell.core is None:
+            explanation += f" and waits for an executor behind {fleet.placement.num_ahead_of(request)} others: " + (
+                "admission is paused." if fleet.is_paused else "none of them could start it soon."
+            )
         elif request.row >= 0:
-            explanation += _why_running(view, request)
+            explanation += _why_running(SchedulerView(cell.core), request)
         else:
-            explanation += _why_waiting(core, view, request)
-        return _reply(sequences=(_state_of(view, request, now),), explanation=explanation)
+            explanation += _why_waiting(cell.core, SchedulerView(cell.core), request)
+        explanation += _why_there(fleet.placement.placed(request.new.origin))
+        return _reply(sequences=(_state_of(view.view_of(request), request, now),), explanation=explanation)
 
     def _cancel(self, request_id: str, now: float) -> AdminReply:
         found = self._scheduler.live.of_request(request_id)
@@ -190,16 +204,27 @@ def _why_waiting(core: Scheduler, view: SchedulerView, request: Request) -> str:
     return f"{preempted} and waits behind {num_ahead} others: {sentence_for(core, request)}."
 
 
-def _pin(core: Scheduler, recorder: NullRecorder, prefix: PrefixToPin) -> AdminReply:
+def _why_there(placed: Placed | None) -> str:
+    """Why placement chose its executor; empty where there was no choice."""
+    if placed is None or placed.num_choices < 2:
+        return ""
+    return (
+        f" Of {placed.num_choices} executors that could start it soon, number {placed.cell} was expected to be first: it "
+        f"had {placed.num_cached_tokens} of its tokens in the prefix cache and {placed.num_tokens_ahead} tokens to compute "
+        "before it."
+    )
+
+
+def _pin(cells: list[Cell], prefix: PrefixToPin) -> AdminReply:
     if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
         return _refusal(f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
     if len(prefix.token_ids) % INT32.itemsize:
         return _refusal(f"token_ids: {len(prefix.token_ids)} bytes are no int32 column")
     try:
-        pinned = commands.pin(core, recorder, prefix.name, prefix.tenant, prefix.token_ids)
+        pinned = [cell.pin(prefix.name, prefix.tenant, prefix.token_ids) for cell in cells]
     except PinRefused as refusal:
         return _refusal(str(refusal))
-    return _reply(pinned_prefixes=(_pinned(pinned),))
+    return _reply(pinned_prefixes=(_pinned(pinned[0]),))
 
 
 def _cache_changes(view: SchedulerView, position: CachePosition | None) -> AdminReply:

@@ -43,12 +43,13 @@ class Blame:
             live = self._live.named(name)
             request = None if live is None else core.find(live.origin)
             if live is None or request is None:
-                continue  # its gateway has not submitted it again yet
+                continue  # its gateway has not submitted it again yet, or another cell has it
             if not self._brake.is_acquitted(name, core.num_tokens_of(request)):
                 return Trial(live.origin, self._brake.num_tokens_wanted(name))
             self._notices.add("acquitted", request_id=name.request_id, continuation=name.continuation)
         for name in self._brake.suspects:
-            self._brake.forget(name)
+            if self._live.named(name) is None:
+                self._brake.forget(name)
         return Trial(None, 0)
 
     def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:

@@ -29,13 +29,12 @@ class _Suspicion(NamedTuple):
 
 
 class Brake:
-    """Counts losses, answers and ends. ``num_trial_tokens``: a suspect is acquitted after so many more tokens."""
+    """Counts losses and ends, in all cells. ``num_trial_tokens``: a suspect is acquitted after so many more tokens."""
 
     def __init__(self, num_trial_tokens: int) -> None:
         self._num_trial_tokens = num_trial_tokens
         self._suspicions: dict[Name, _Suspicion] = {}
         self._suspects: dict[Name, None] = {}
-        self._num_failures = 0
 
     @property
     def suspects(self) -> list[Name]:
@@ -87,12 +86,19 @@ class Brake:
         self._suspicions.pop(name, None)
         self._suspects.pop(name, None)
 
+
+class FailurePause:
+    """The pause of one executor after steps that it could not run."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+
     def count_answer(self) -> None:
         """A step was answered."""
         self._num_failures = 0
 
-    def pause_s(self) -> float:
-        """The pause after one more failed step: none at first, so that only a backend that keeps failing waits."""
+    def count_failure(self) -> float:
+        """A step failed. Return the pause in seconds: none at first, so that only a backend that keeps failing waits."""
         self._num_failures += 1
         if self._num_failures == 1:
             return 0.0

@@ -45,6 +45,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ingress_address: Annotated[
         str, Meta(description="ZeroMQ address to bind for gateways: ipc://PATH or tcp://HOST:PORT")
     ] = "tcp://127.0.0.1:50053"
+    max_executors: Annotated[
+        int, Meta(description="executors that work at the same time; any further one is a spare")
+    ] = 1
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_steps_in_flight: Annotated[int, Meta(description="steps sent to the executor and not yet answered")] = 2
@@ -146,6 +149,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         "max_num_batched_tokens": (1, 1 << 24),
         "max_num_seqs": (1, 1 << 16),
+        "max_executors": (1, 64),
         "max_steps_in_flight": (1, 16),
         "max_num_waiting": (1, 1 << 24),
         "max_waiting_tokens": (0, 1 << 40),

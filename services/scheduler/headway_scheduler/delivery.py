@@ -14,7 +14,7 @@ from headway_proto.ingress import (
 )
 from headway_proto.step import BackendInfo
 from headway_scheduler.core.state.events import FinishedEvent, LogprobsEvent, StepEvents
-from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet_view import FleetView
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 
 
@@ -76,14 +76,14 @@ def _finished(end: FinishedEvent, now: float) -> Finished:
     )
 
 
-def load_of(view: SchedulerView | None, num_early: int) -> SchedulerLoad:
+def load_of(view: FleetView | None, num_early: int) -> SchedulerLoad:
     """The load that gateways are sent. ``num_early`` requests wait for an executor."""
     if view is None:
         return SchedulerLoad(num_waiting=num_early)
     return SchedulerLoad(view.num_running, view.num_waiting, view.max_running, view.kv_usage)
 
 
-def model_of(info: BackendInfo, view: SchedulerView) -> ModelInfo:
+def model_of(info: BackendInfo, view: FleetView) -> ModelInfo:
     """The model that gateways are sent."""
     return ModelInfo(
         name=info.model_name,

@@ -1,35 +1,25 @@
 """The scheduler process without its sockets and clock: frames and the time in, frames out.
 
-Owns: how the core, the executor's link and the gateways' links work together. Must not know: ZeroMQ, signals, wall clocks.
+Owns: how cells, placement and the gateways' links work together. Must not know: ZeroMQ, signals, wall clocks.
 Production, simulation and fault tests run this same object.
 
 An answer is taken in, the next step decided and sent, and only then gateways are written to: the executor never waits.
+With one cell, its core queues every request. With more, ``Placement`` does, and each core gets what it can start soon.
 """
 
 from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
 from headway_proto.ingress import Abort, Rejected, Submit
 from headway_proto.operations import AdminCall
-from headway_proto.step import BackendInfo
 from headway_scheduler.administration import Administration
-from headway_scheduler.blame import Blame
-from headway_scheduler.brake import Brake
 from headway_scheduler.core.admission.door import RequestRejected
-from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
-from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.delivery import deliver, deliver_end, load_of, model_of
-from headway_scheduler.executor_link import (
-    EpochOpened,
-    ExecutorLink,
-    ExecutorLost,
-    ExecutorRefused,
-    StepAnswered,
-    StepEvent,
-    StepFailed,
-)
+from headway_scheduler.fleet import Fleet
+from headway_scheduler.fleet_view import FleetView
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
 from headway_scheduler.live_sequences import LiveSequence, LiveSequences, name_of
@@ -38,66 +28,62 @@ from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.submissions import EarlySubmissions, Problem, new_request, problem_of
 
-LEAST_STEP_TOKENS = 8
-"""Smaller steps are tried down to this size before a request is blamed for a lack of memory."""
-
 
 class SchedulerEngine:
     """The whole scheduler as one object.
 
     Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
-    latest, then take ``executor_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    latest, then take ``executors.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    ``max_executors``: the most cells.
     """
 
-    def __init__(self, limits: SchedulerLimits, incarnation: int, recorder: NullRecorder | None = None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        incarnation: int,
+        recorder: NullRecorder | None = None,
+        max_executors: int = 1,
+    ) -> None:
         self.limits = limits
         self.recorder = recorder or NullRecorder()
-        live, notices, brake = LiveSequences(), Notices(), Brake(num_trial_tokens=limits.max_steps_in_flight)
-        self._blame = Blame(brake, live, notices)
-        self.live, self.notices, self.brake = live, notices, brake
+        self.live, self.notices = LiveSequences(), Notices()
         self.incarnation = incarnation
-        self.executor_link = ExecutorLink(incarnation)
         self.gateways = IngressLinks(incarnation, submit_credits=limits.max_num_waiting + limits.max_num_seqs)
         self.statistics = ServingStatistics()
         self.administration = Administration(self)
         self.early = EarlySubmissions(limits)
-        self.num_answers = 0
-        """The measure of progress."""
+        self.fleet = Fleet(self, incarnation, self.recorder, max_executors)
         self.draining = False
-        self.core: Scheduler | None = None
-        self.info: BackendInfo | None = None
         self._queue_pace = QueuePace()
-        self._paused_until = float("-inf")
-        """After steps that failed, the executor gets none until then."""
 
     @property
-    def view(self) -> SchedulerView | None:
-        """What may be read from the core; None before an executor joins."""
-        return None if self.core is None else SchedulerView(self.core)
+    def view(self) -> FleetView | None:
+        """What may be read from the cores; None before an executor joins."""
+        cores = self.fleet.cores
+        return FleetView([SchedulerView(core) for core in cores], self.fleet.placement) if cores else None
 
     @property
     def next_deadline(self) -> float:
         """The time of the next call of ``run``, even if nothing arrives."""
-        links = min(self.executor_link.next_deadline, self.gateways.next_deadline)
-        return min(links, self._paused_until) if self._paused_until > float("-inf") else links
+        return min(self.fleet.next_deadline, self.gateways.next_deadline)
 
     @property
     def num_unfinished(self) -> int:
         """Sequences waiting or running."""
-        return len(self.early) if self.core is None else self.core.num_unfinished
+        return len(self.early) + self.fleet.num_unfinished
 
     @property
     def state(self) -> str:
         """One of ``ingress.STATE_*``."""
         if self.draining:
             return ingress.STATE_DRAINING
-        if not self.executor_link.is_open:
+        if not self.fleet.open_cells:
             return ingress.STATE_WAITING_FOR_EXECUTOR
-        return ingress.STATE_PAUSED if self.core is not None and self.core.paused else ingress.STATE_SERVING
+        return ingress.STATE_PAUSED if self.fleet.is_paused else ingress.STATE_SERVING
 
     def executor_frame(self, peer: bytes, data: bytes, now: float) -> None:
         """Take in one frame of the step protocol."""
-        self._on_step_events(self.executor_link.receive(peer, data, now), now)
+        self.fleet.receive(peer, data, now)
 
     def gateway_frame(self, peer: bytes, data: bytes, now: float) -> None:
         """Take in one frame of the ingress protocol."""
@@ -106,7 +92,7 @@ class SchedulerEngine:
 
     def executor_unreachable(self, peer: bytes, now: float) -> None:
         """The transport could not reach this executor."""
-        self._on_step_events(self.executor_link.unreachable(peer), now)
+        self.fleet.unreachable(peer, now)
 
     def gateway_unreachable(self, peer: bytes, now: float) -> None:
         """The transport could not reach this gateway."""
@@ -115,128 +101,20 @@ class SchedulerEngine:
 
     def run(self, now: float) -> None:
         """Do what is due: heartbeats, time-outs, steps, messages to gateways."""
-        if now >= self._paused_until:
-            # With or without an executor: a time in the past would ask for ``run`` again and again.
-            self._paused_until = float("-inf")
         if now >= self.statistics.next_mark_at:
             self.statistics.keep_time(now, self.view)
-        self._on_step_events(self.executor_link.tick(now), now)
+        self.fleet.tick(now)
         for event in self.gateways.tick(now, self._announcement):
             self._on_gateway_event(event, now)
-        self.schedule_steps(now)
+        self.fleet.schedule(now)
         self.gateways.flush()
 
-    def schedule_steps(self, now: float) -> None:
-        """Schedule and send as many steps as may be in flight."""
-        core, link = self.core, self.executor_link
-        if core is None or not link.is_open or now < self._paused_until:
-            return
-        if self.brake.has_suspects:
-            trial = self._blame.next_trial(core)
-            core.run_alone(trial.origin, trial.num_tokens)
-            self.recorder.ran_alone(trial.origin, trial.num_tokens)
-        num_before = len(link.outgoing)
-        while (output := core.schedule(now)) is not None:
-            link.send_step(output)
-            self.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
-        shed = core.take_shed()
-        frames = link.outgoing[num_before:]
-        if frames:
-            self.recorder.sent(now, frames, len(shed))
-        elif core.num_in_flight < self.limits.max_steps_in_flight and not core.awaits_answer:
-            # Otherwise the core did not look for a step at all.
-            self.recorder.sent_nothing(now, len(shed), is_idle=not core.num_unfinished)
-        for end in shed:
-            self.statistics.count_end(end, now)
-            self._on_shed(core, end)
-
-    # ------------------------------------------------------------------------------------------------------- executor
-
-    def _on_step_events(self, events: list[StepEvent], now: float) -> None:
-        for event in events:
-            if isinstance(event, StepAnswered):
-                self._on_answer(event, now)
-            elif isinstance(event, EpochOpened):
-                self._on_epoch(event, now)
-            elif isinstance(event, ExecutorRefused):
-                self.notices.add("executor refused", reason=event.reason)
-            elif isinstance(event, ExecutorLost):
-                self._on_executor_lost(event, now)
-
-    def _on_executor_lost(self, event: ExecutorLost, now: float) -> None:
-        self.notices.add("executor lost", reason=event.reason)
-        self.statistics.count_executor_loss()
-        self.recorder.executor_gone(now, event.reason)
-        if self.core is not None:
-            self._end_guilty(self.core, event.reason, None, now)
+    def fleet_changed(self, now: float) -> None:
+        """An executor joined, began anew, or is gone: submissions that came early may find one now."""
+        if self.fleet.info is not None:
+            for owner, submit in self.early.take():
+                self._on_submit(owner, submit, now)
         self.announce()
-
-    def _on_answer(self, event: StepAnswered, now: float) -> None:
-        assert self.core is not None
-        try:
-            events = self.core.update(event.output, now)
-        except (StateMismatch, ValueError) as error:
-            self.recorder.mismatched(now, event.output, str(error))
-            self._on_step_events(self.executor_link.reopen(str(error), now), now)
-            return
-        self.recorder.answered(now, event.output, events.finished)
-        self.num_answers += 1
-        self.brake.count_answer()
-        self.schedule_steps(now)
-        self.statistics.count_answer(events, event.output.device_time_us, now)
-        self._deliver(events, now)
-
-    def _on_epoch(self, event: EpochOpened, now: float) -> None:
-        info = event.info
-        capacity = ExecutorCapacity.of(info)
-        same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
-        if self.core is None:
-            self.core = Scheduler(self.limits, capacity, event.epoch)
-        else:
-            if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
-                self._on_step_events(self.executor_link.lift_limit(now), now)
-                return
-            self._deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
-        self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
-        changed = self.info != info
-        self.info = info
-        for owner, submit in self.early.take():
-            self._on_submit(owner, submit, now)
-        self.notices.add(
-            "epoch opened", epoch=event.epoch, reason=event.reason, model=info.model_name, backend=info.backend
-        )
-        if self.core.max_num_batched_tokens < self.limits.max_num_batched_tokens:
-            self.notices.add(
-                "the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens
-            )
-        if changed:
-            self.notices.add("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
-        self.statistics.count_epoch(now)
-        self.announce()
-
-    def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
-        """A step failed: try smaller ones, or blame a request. Return whether one was too large."""
-        if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
-            return False  # the size of the step explains it
-        is_found = self._end_guilty(core, reason, failure.step, now)
-        self._paused_until = now + self.brake.pause_s()
-        return is_found and failure.max_num_batched_tokens > 0
-
-    def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
-        """Steps were lost: end the guilty request, if it is known, and return whether it was."""
-        verdict = self._blame.judge(core, reason, step)
-        if verdict is None:
-            return False
-        core.start_slowly(verdict.in_flight)
-        self.recorder.started_slowly(verdict.in_flight)
-        if verdict.guilty is None:
-            return False
-        self.recorder.aborted(now, verdict.guilty, "it is to blame", verdict.error)
-        end = core.fail(verdict.guilty, verdict.error)
-        if end is None:
-            return False
-        self._deliver(StepEvents(finished=(end,)), now)
-        return True
 
     # ------------------------------------------------------------------------------------------------------- gateways
 
@@ -266,20 +144,20 @@ class SchedulerEngine:
             origin = Origin(owner, handle)
             self.early.remove(origin)
             live = self.live.get(origin)
-            if live is not None and self.core is not None:
-                self.brake.forget(live.name)
+            if live is not None:
+                self.fleet.brake.forget(live.name)
                 self._forget(origin)
                 self._abort_silently(origin, "its client no longer wants it", now)
 
     def _abort_silently(self, origin: Origin, why: str, now: float) -> None:
         """Abort a sequence without a message to a gateway."""
-        end = None if self.core is None else self._abort(self.core, origin, why, now)
+        end = self.fleet.abort(origin, why, now)
         if end is not None:
-            self.statistics.count_end(end, now)
+            self._count_end(end, now)
 
     def _on_submit(self, owner: int, submit: Submit, now: float) -> None:
         rejected = self._refusal(submit)
-        if rejected is None and self.info is None:
+        if rejected is None and self.fleet.info is None:
             self.early.add(owner, submit)
         elif rejected is None:
             rejected = self._accept(owner, submit, now)
@@ -298,36 +176,36 @@ class SchedulerEngine:
         if self.live.named(name_of(submit)) is not None:
             message = f"{submit.request_id!r:.64} is the id of a live request"
             return Problem(ingress.REJECT_ALREADY_EXISTS, "request_id", message).rejection(submit.handle)
-        found = problem_of(submit, None if self.info is None else self.info.vocab_size)
+        found = problem_of(submit, None if self.fleet.info is None else self.fleet.info.vocab_size)
         return None if found is None else found.rejection(submit.handle)
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
-        assert self.core is not None
-        assert self.info is not None
-        new = new_request(owner, submit, self.info.eos_token_ids)
+        assert self.fleet.info is not None
+        new = new_request(owner, submit, self.fleet.info.eos_token_ids)
         try:
-            self.core.add_request(new, now)
+            self.fleet.add(new, now)
         except RequestRejected as rejection:
             is_passing = rejection.reason == ingress.REJECT_OVERLOADED
-            retry_s = self._queue_pace.retry_after_s(self.core.num_waiting, now) if is_passing else 0.0
+            retry_s = self._queue_pace.retry_after_s(self.fleet.num_waiting, now) if is_passing else 0.0
             problem = Problem(rejection.reason, rejection.field, rejection.message)
             return problem.rejection(submit.handle, retry_s)
-        self.recorder.arrived(now, new)
         live = LiveSequence(new.origin, name_of(submit), submit.traceparent)
         self.live.add(live)
         self.statistics.count_arrival(new.tenant)
         self.notices.accepted(live, len(new.token_ids), new.tenant)
         return None
 
-    def _on_shed(self, core: Scheduler, end: FinishedEvent) -> None:
+    def refuse_late(self, end: FinishedEvent, expected_prefill_s: float, now: float) -> None:
         """Refuse a request that can no longer meet its objective; nothing of it has run."""
+        self._count_end(end, now)
         self._forget(end.origin)
         message = "the first token can no longer come within its objective (ttft_slo_ms)"
-        retry_s = max(UNKNOWN_S, core.expected_prefill_s)
+        retry_s = max(UNKNOWN_S, expected_prefill_s)
         rejected = Problem(ingress.REJECT_OVERLOADED, "", message).rejection(end.origin.handle, retry_s)
         self.gateways.send(end.origin.owner, rejected)
 
-    def _deliver(self, events: StepEvents, now: float) -> None:
+    def deliver(self, events: StepEvents, now: float) -> None:
+        """Send gateways what a core has brought."""
         if events.admitted:
             self._queue_pace.count_starts(len(events.admitted), now)
         deliver(self.gateways, events)
@@ -335,12 +213,16 @@ class SchedulerEngine:
             self._deliver_end(end, now)
 
     def _deliver_end(self, end: FinishedEvent, now: float) -> None:
-        self.statistics.count_end(end, now)
+        self._count_end(end, now)
         live = self._forget(end.origin)
         if live is not None:
             self.notices.ended(live, end)
-            self.brake.forget(live.name)
+            self.fleet.brake.forget(live.name)
         deliver_end(self.gateways, end, now)
+
+    def _count_end(self, end: FinishedEvent, now: float) -> None:
+        self.statistics.count_end(end, now)
+        self.fleet.placement.count_end(end)
 
     def _forget(self, origin: Origin) -> LiveSequence | None:
         live = self.live.remove(origin)
@@ -349,11 +231,11 @@ class SchedulerEngine:
         return live
 
     def _announcement(self) -> Announcement:
-        view, model = self.view, None
-        if self.info is not None and view is not None:
-            model = model_of(self.info, view)
+        view, info, model = self.view, self.fleet.info, None
+        if info is not None and view is not None:
+            model = model_of(info, view)
         load = load_of(view, len(self.early))
-        return Announcement(model, self.state, self.num_answers, self.num_unfinished, load)
+        return Announcement(model, self.state, self.fleet.num_answers, self.num_unfinished, load)
 
     # ------------------------------------------------------------------------------------------ an operator's commands
 
@@ -368,14 +250,9 @@ class SchedulerEngine:
 
     def end(self, origin: Origin, now: float) -> None:
         """Abort a sequence and tell its gateway."""
-        assert self.core is not None
-        finished = self._abort(self.core, origin, "an operator cancelled it", now)
+        finished = self.fleet.abort(origin, "an operator cancelled it", now)
         if finished is not None:
-            self._deliver(StepEvents(finished=(finished,)), now)
-
-    def _abort(self, core: Scheduler, origin: Origin, why: str, now: float) -> FinishedEvent | None:
-        self.recorder.aborted(now, origin, why)
-        return core.abort(origin)
+            self.deliver(StepEvents(finished=(finished,)), now)
 
 
 def _handles(column: bytes) -> list[int]:

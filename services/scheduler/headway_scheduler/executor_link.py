@@ -1,6 +1,7 @@
-"""The scheduler's side of the step protocol, as a state machine without sockets or clock.
+"""The scheduler's side of the step protocol with one executor, as a state machine without sockets or clock.
 
-Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, or what carries frames.
+Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, what carries frames, or
+the other executors.
 
 An executor that says hello gets a new epoch, unless another is alive: heard from within ``TAKEOVER_SILENCE_S``. A peer is
 one connection; after a reconnection an executor is another peer. A damaged frame, a gap or an impossible answer ends the
@@ -30,6 +31,8 @@ TAKEOVER_SILENCE_S = 1.0
 SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5
 MAX_EPOCH = (1 << 32) - 1
+FIRST_EPOCHS = 1 << 30
+EPOCHS_OF_A_CELL = 1 << 24
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -70,14 +73,15 @@ StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
 
 
 class ExecutorLink:
-    """Takes frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame)."""
+    """Takes frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame). ``number``: of its cell."""
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, number: int = 0, outgoing: list[tuple[bytes, bytes]] | None = None) -> None:
         self.incarnation = incarnation
-        self.outgoing: list[tuple[bytes, bytes]] = []
+        self.number = number
+        self.outgoing: list[tuple[bytes, bytes]] = [] if outgoing is None else outgoing
         self.num_damaged_frames = 0
-        # Epochs of two scheduler lives must not be mistaken for one another.
-        self.epoch = incarnation % (1 << 30)
+        # Epochs of two scheduler lives, or of two cells, must not be mistaken for one another.
+        self.epoch = incarnation % FIRST_EPOCHS + number * EPOCHS_OF_A_CELL
         self._reader = scheduler_frame_reader()
         self._writer = scheduler_frame_writer()
         self._peer: bytes | None = None
@@ -94,6 +98,20 @@ class ExecutorLink:
     def is_open(self) -> bool:
         """Whether steps can be sent."""
         return self._peer is not None
+
+    @property
+    def peer(self) -> bytes | None:
+        """The connection in use."""
+        return self._peer
+
+    @property
+    def executor(self) -> int:
+        """The incarnation of the present or last executor; 0 before the first."""
+        return self._executor
+
+    def may_be_taken_over(self, now: float) -> bool:
+        """Whether another executor that says hello gets this link."""
+        return not self.is_open or now - self._heard_at >= TAKEOVER_SILENCE_S
 
     def executor_state(self, now: float) -> str:
         """One of "absent", "ready", or "silent" after three missing heartbeats."""
@@ -124,13 +142,17 @@ class ExecutorLink:
         if self._peer is None:
             # An executor of an earlier scheduler life, or one that was given up: our name, or our epoch, makes it say
             # hello.
-            self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
+            self.announce_to(peer)
         if peer != self._peer:
             return []
         self._heard_at = now
         if isinstance(body, ResyncRequest):
             return self._on_resync(frame, body, now)
         return self._on_numbered(frame, now)
+
+    def announce_to(self, peer: bytes) -> None:
+        """Send a heartbeat, at which an executor that is not ours says hello."""
+        self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
 
     def tick(self, now: float) -> list[StepEvent]:
         """Send a heartbeat if one is due; detect silence."""
@@ -141,7 +163,7 @@ class ExecutorLink:
             return self._lose(f"silent for {now - self._heard_at:.1f} s")
         if now - self._last_heartbeat >= HEARTBEAT_INTERVAL_S:
             self._last_heartbeat = now
-            self.outgoing.append((self._peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
+            self.announce_to(self._peer)
         return []
 
     def unreachable(self, peer: bytes) -> list[StepEvent]:
@@ -169,7 +191,7 @@ class ExecutorLink:
                 if now - self._opened_at < REOPEN_INTERVAL_S:
                     return []  # sent before our answer arrived
                 return self._open(peer, hello.incarnation, info, "the executor said hello again", now)
-        if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
+        if not self.may_be_taken_over(now):
             return []  # it will say hello again, should the present executor be gone
         is_taken_over = self._peer is not None and hello.incarnation != self._executor
         events = self._lose("another executor took over") if is_taken_over else []

@@ -55,7 +55,7 @@ def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
     return SchedulerSnapshot(
         status=status_of(engine, now),
         histograms={name: getattr(engine.statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
-        block_size=0 if engine.info is None else engine.info.block_size,
+        block_size=0 if engine.fleet.info is None else engine.fleet.info.block_size,
     )
 
 

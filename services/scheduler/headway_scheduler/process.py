@@ -63,7 +63,9 @@ def run(config: SchedulerConfig) -> int:
     except (ValueError, OSError) as error:
         tell_last(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
-    engine = SchedulerEngine(config.limits(), incarnation=secrets.randbits(62), recorder=recorder)
+    engine = SchedulerEngine(
+        config.limits(), incarnation=secrets.randbits(62), recorder=recorder, max_executors=config.max_executors
+    )
     engine.notices.includes_requests = config.log_level == "debug"
     relax_collector()
     log.info(
@@ -77,11 +79,11 @@ def run(config: SchedulerConfig) -> int:
     try:
         serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
-        recorder.close(time.monotonic(), engine.core)
+        recorder.close(time.monotonic(), engine.fleet.only_core)
         transport.close()
     log.info(
         "scheduler stopped",
-        damaged_step_frames=engine.executor_link.num_damaged_frames,
+        damaged_step_frames=engine.fleet.links.num_damaged_frames,
         damaged_ingress_frames=engine.gateways.num_damaged_frames,
     )
     sink.drain(_LOG_DRAIN_S)
@@ -145,7 +147,7 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
     """Write the log, after all messages were sent."""
     for notice in engine.notices.take():
         getattr(log, notice.level)(notice.event, **notice.details)
-    engine.recorder.flush(now, engine.core)
+    engine.recorder.flush(now, engine.fleet.only_core)
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)
@@ -178,7 +180,7 @@ def make_recorder(config: SchedulerConfig) -> NullRecorder:
 
 
 def _send_step_frames(engine: SchedulerEngine, transport: Transport, now: float) -> None:
-    for peer in transport.send(transport.executor, engine.executor_link.outgoing):
+    for peer in transport.send(transport.executor, engine.fleet.links.outgoing):
         engine.executor_unreachable(peer, now)
 
 

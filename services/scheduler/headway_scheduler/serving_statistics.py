@@ -6,7 +6,7 @@ All rows that decoded in a step had the same gap since the step before, so a ste
 request that starts or resumes brings its own gap. (The longer gap of a row that was held back counts like the others.)
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from headway_process.histogram import Histogram, fine_durations
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.request import FinishReason
-from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet_view import FleetView
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12
@@ -84,6 +84,19 @@ class _Totals(NamedTuple):
     num_output_tokens: int
 
 
+class ExecutorStatistics:
+    """What is measured of one executor."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When it joined; None without one."""
+        self.last_answer_at: float | None = None
+        self.last_device_time_us = 0
+        self.decoded_at = 0.0
+        self.starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
+        """(time, count) of rows that got a token without decoding, since rows last decoded."""
+
+
 class ServingStatistics:
     """Call ``count_*`` as things happen; times in seconds, monotonic."""
 
@@ -105,16 +118,12 @@ class ServingStatistics:
         self.ends: Counter[FinishReason] = Counter()
         self.prediction_error = PredictionError()
         self.started_at: float | None = None
-        self.executor_since: float | None = None
-        self.last_answer_at: float | None = None
-        self.last_device_time_us = 0
+        self.executors: defaultdict[int, ExecutorStatistics] = defaultdict(ExecutorStatistics)
+        """By the number of the cell."""
         self.num_epochs = 0
         self.num_executor_losses = 0
         self.tenants: OrderedDict[str, TenantTokens] = OrderedDict()
         """By name, the most recent one last."""
-        self._decoded_at = 0.0
-        self._starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
-        """(time, count) of rows that got a token without decoding, since rows last decoded."""
         self.next_mark_at = 0.0
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
@@ -123,27 +132,28 @@ class ServingStatistics:
         if tenant:
             self._tokens_of(tenant)
 
-    def count_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
-        """A step returned with ``events``."""
+    def count_answer(self, events: StepEvents, device_time_us: int, now: float, cell: int = 0) -> None:
+        """A step of ``cell`` returned with ``events``."""
+        executor = self.executors[cell]
         num_starters = len(events.first_tokens) + len(events.resumed_gaps_s)
         num_decoded = len(events.token_ids) - num_starters
         if num_decoded > 0:
-            if self._starters:
-                num_decoded = self._observe_first_gaps(num_decoded, now)
-            self.gap_s.observe(now - self._decoded_at, num_decoded)
-            self._decoded_at = now
+            if executor.starters:
+                num_decoded = self._observe_first_gaps(executor, num_decoded, now)
+            self.gap_s.observe(now - executor.decoded_at, num_decoded)
+            executor.decoded_at = now
         if num_starters:
-            self._observe_starters(events, now)
+            self._observe_starters(executor, events, now)
         if events.admitted:
             self._observe_admissions(events)
-        self.last_answer_at = now
-        self.last_device_time_us = device_time_us
+        executor.last_answer_at = now
+        executor.last_device_time_us = device_time_us
 
     def count_end(self, end: FinishedEvent, now: float) -> None:
         """A request ended, for whatever reason."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
-        if num_new_tokens == 1 and self._starters:
+        if num_new_tokens == 1:
             self._forget_starter(end.first_token_time)
         if end.tenant:
             self._tokens_of(end.tenant).num_output_tokens += num_new_tokens
@@ -161,19 +171,20 @@ class ServingStatistics:
         if end.num_predicted_tokens is not None and end.num_output_tokens:
             self._observe_prediction(end.num_predicted_tokens, end.num_output_tokens)
 
-    def count_epoch(self, now: float) -> None:
-        """An epoch began."""
+    def count_epoch(self, now: float, cell: int = 0) -> None:
+        """An epoch of ``cell`` began."""
         self.num_epochs += 1
-        if self.executor_since is None:
-            self.executor_since = now
-        self._starters.clear()
+        executor = self.executors[cell]
+        if executor.since is None:
+            executor.since = now
+        executor.starters.clear()
 
-    def count_executor_loss(self) -> None:
-        """The executor was lost."""
+    def count_executor_loss(self, cell: int = 0) -> None:
+        """The executor of ``cell`` was lost."""
         self.num_executor_losses += 1
-        self.executor_since = None
+        self.executors[cell].since = None
 
-    def keep_time(self, now: float, view: SchedulerView | None) -> None:
+    def keep_time(self, now: float, view: FleetView | None) -> None:
         """Move the recent window on; call it before reading."""
         if self.started_at is None:
             self.started_at = now
@@ -181,12 +192,13 @@ class ServingStatistics:
             return
         self.next_mark_at = now + MARK_INTERVAL_S
         if view is None or not view.num_running:
-            self._starters.clear()  # they have ended, or will start again
+            for executor in self.executors.values():
+                executor.starters.clear()  # they have ended, or will start again
         for histogram in self._with_recent:
             histogram.mark()
         self._totals.append(_Totals(now, 0, 0) if view is None else _totals(view, now))
 
-    def rates(self, view: SchedulerView, now: float) -> Rates:
+    def rates(self, view: FleetView, now: float) -> Rates:
         """The rates of the last seconds."""
         if not self._totals or now <= self._totals[0].time:
             return Rates(0.0, 0.0)
@@ -197,7 +209,7 @@ class ServingStatistics:
             (after.num_output_tokens - before.num_output_tokens) / elapsed_s,
         )
 
-    def tenant_services(self, view: SchedulerView) -> list[TenantService]:
+    def tenant_services(self, view: FleetView) -> list[TenantService]:
         """One entry per tenant; O(live requests)."""
         if not self.tenants:
             return []
@@ -220,30 +232,31 @@ class ServingStatistics:
             for name, tokens in self.tenants.items()
         ]
 
-    def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
+    def _observe_first_gaps(self, executor: ExecutorStatistics, num_decoded: int, now: float) -> int:
         """Observe the first gap of started rows; return how many other rows decode."""
-        for since, count in self._starters:
+        for since, count in executor.starters:
             num_of_these = min(count, num_decoded)
             self.gap_s.observe(now - since, num_of_these)
             num_decoded -= num_of_these
-        self._starters.clear()
+        executor.starters.clear()
         return num_decoded
 
-    def _observe_starters(self, events: StepEvents, now: float) -> None:
+    def _observe_starters(self, executor: ExecutorStatistics, events: StepEvents, now: float) -> None:
         for first in events.first_tokens:
             self.first_token_s.observe(now - first.arrival_time)
         for gap_s in events.resumed_gaps_s:
             self.gap_s.observe(gap_s)
-        self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
+        executor.starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
 
     def _forget_starter(self, since: float | None) -> None:
         """A row that started then has ended; it will not decode."""
-        for place, (time, count) in enumerate(self._starters):
-            if time == since:
-                self._starters[place] = time, count - 1
-                if count == 1:
-                    del self._starters[place]
-                return
+        for executor in self.executors.values():
+            for place, (time, count) in enumerate(executor.starters):
+                if time == since:
+                    executor.starters[place] = time, count - 1
+                    if count == 1:
+                        del executor.starters[place]
+                    return
 
     def _observe_admissions(self, events: StepEvents) -> None:
         for admitted in events.admitted:
@@ -269,5 +282,5 @@ class ServingStatistics:
         return tokens
 
 
-def _totals(view: SchedulerView, now: float) -> _Totals:
+def _totals(view: FleetView, now: float) -> _Totals:
     return _Totals(now, view.counters.num_prompt_tokens, view.counters.num_output_tokens)

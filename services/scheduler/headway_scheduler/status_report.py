@@ -23,10 +23,11 @@ from headway_proto.operations import (
 from headway_proto.step import BackendInfo
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.core.view import SchedulerFigures, SchedulerView
-from headway_scheduler.executor_link import ExecutorLink
+from headway_scheduler.core.view import SchedulerFigures
+from headway_scheduler.fleet import Fleet
+from headway_scheduler.fleet_view import FleetView
 from headway_scheduler.ingress_link import IngressLinks
-from headway_scheduler.serving_statistics import ServingStatistics
+from headway_scheduler.serving_statistics import ExecutorStatistics, ServingStatistics
 
 _BY_KIND = {"preemptions", "wasted_tokens"}
 _TOTALS = tuple(
@@ -36,17 +37,16 @@ _TOTALS = tuple(
 
 
 class Reported(Protocol):
-    """The parts of a scheduler that a status is made of. ``view`` and ``info`` are None before an executor joins."""
+    """The parts of a scheduler that a status is made of. ``view`` is None before an executor joins."""
 
     limits: SchedulerLimits
-    executor_link: ExecutorLink
+    fleet: Fleet
     gateways: IngressLinks
     statistics: ServingStatistics
-    info: BackendInfo | None
 
     @property
-    def view(self) -> SchedulerView | None:
-        """What may be read from the core."""
+    def view(self) -> FleetView | None:
+        """What may be read from the cores."""
 
     @property
     def state(self) -> str:
@@ -57,14 +57,16 @@ def status_of(scheduler: Reported, now: float) -> Status:
     """The figures of this moment. Without an executor, those of the core have their defaults."""
     view, limits, statistics = scheduler.view, scheduler.limits, scheduler.statistics
     statistics.keep_time(now, view)
+    cells = scheduler.fleet.cells
+    first = next((cell for cell in cells if cell.link.is_open), cells[0])
     counters = SchedulerCounters() if view is None else view.counters
     figures = SchedulerFigures() if view is None else view.figures()
     status = Status(
         **figures._asdict(),
         **{name: getattr(counters, name) for name in _TOTALS},
         scheduler_state=scheduler.state,
-        executor_state=scheduler.executor_link.executor_state(now),
-        epoch=scheduler.executor_link.epoch,
+        executor_state=first.link.executor_state(now),
+        epoch=first.link.epoch,
         num_gateways=len(scheduler.gateways),
         max_num_batched_tokens=limits.max_num_batched_tokens if view is None else view.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
@@ -79,7 +81,7 @@ def status_of(scheduler: Reported, now: float) -> Status:
         wasted_tokens=tuple(
             WastedTokens(reason=reason, count=count) for reason, count in sorted(counters.wasted_tokens.items())
         ),
-        executor=_executor(scheduler.info, statistics, now),
+        executor=_executor(first.info, statistics.executors[first.number], now),
     )
     status = _with_statistics(status, statistics, now)
     return status if view is None else _with_rates(status, statistics, view, now)
@@ -102,7 +104,7 @@ def _with_statistics(status: Status, statistics: ServingStatistics, now: float) 
     )
 
 
-def _with_rates(status: Status, statistics: ServingStatistics, view: SchedulerView, now: float) -> Status:
+def _with_rates(status: Status, statistics: ServingStatistics, view: FleetView, now: float) -> Status:
     rates, model = statistics.rates(view, now), view.step_times
     services = statistics.tenant_services(view)
     return msgspec.structs.replace(
@@ -114,8 +116,8 @@ def _with_rates(status: Status, statistics: ServingStatistics, view: SchedulerVi
     )
 
 
-def _executor(info: BackendInfo | None, statistics: ServingStatistics, now: float) -> ExecutorState | None:
-    if info is None or statistics.executor_since is None:
+def _executor(info: BackendInfo | None, statistics: ExecutorStatistics, now: float) -> ExecutorState | None:
+    if info is None or statistics.since is None:
         return None
     last = statistics.last_answer_at
     return ExecutorState(
@@ -123,7 +125,7 @@ def _executor(info: BackendInfo | None, statistics: ServingStatistics, now: floa
         model_name=info.model_name,
         device=info.device,
         dtype=info.dtype,
-        age_s=now - statistics.executor_since,
+        age_s=now - statistics.since,
         last_step_us=statistics.last_device_time_us,
         last_step_age_s=-1.0 if last is None else now - last,
     )

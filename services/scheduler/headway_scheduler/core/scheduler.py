@@ -38,6 +38,7 @@ from headway_scheduler.core.admission.door import limit_of, why_not_here
 from headway_scheduler.core.admission.endings import Endings
 from headway_scheduler.core.admission.intake import take_in
 from headway_scheduler.core.admission.making_way import MakingWay
+from headway_scheduler.core.admission.moving import Moving
 from headway_scheduler.core.admission.objectives import Danger
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.admission.waiting_queue import Lane
@@ -48,10 +49,9 @@ from headway_scheduler.core.memory.preemption import PreemptionCosts
 from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.state.counters import WasteReason
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
+from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.step.answer_checks import StateMismatch
 from headway_scheduler.core.step.answers import Answers
@@ -76,6 +76,7 @@ class Scheduler:
         self._state = CoreState(limits, capacity)
         self.counters = self._state.counters
         self.prefix_statistics = self._state.prefix_statistics
+        self.step_times = self._state.step_times
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []
@@ -101,10 +102,12 @@ class Scheduler:
         self.pinned_prefixes.begin(capacity, self.cache, self.pool)
         state.observer.begin_epoch()
         state.observer.is_wanted |= capacity.max_speculative_tokens > 0
-        prefixes = CachedPrefixes(limits, epoch)
+        self.prefilling = epoch.prefilling
+        self.prefixes = prefixes = CachedPrefixes(limits, epoch)
         self._running = RunningRequests(state, epoch, prefixes)
         self._making_way = MakingWay(state, epoch, self._running)
         self.admission = Admission(state, epoch, prefixes, self._running, self._making_way)
+        self.moving = Moving(state, epoch, self._running, self.admission)
         self._endings = Endings(state, epoch, self._running, self.admission)
         decode = DecodePass(epoch, self._making_way)
         self._prefill = PrefillPass(state, epoch, self._running, self._making_way, self.admission)
@@ -160,8 +163,8 @@ class Scheduler:
         """Let requests that are about to miss their objective go first, and those that have missed it last, or end them."""
         state = self._state
         for request, danger in state.first_tokens.due(now):
-            if request.status is RequestStatus.FINISHED:
-                continue  # it was too late for it before it was at risk
+            if self._requests.get(request.new.origin) is not request:
+                continue  # it has ended, or another core has it
             if danger is Danger.AT_RISK:
                 state.waiting.queue.move(request, Lane.URGENT)
             elif self.limits.shed_late:
@@ -233,12 +236,7 @@ class Scheduler:
         of all requests, if it does not run the ``same_model``, whose tokens would not follow from theirs.
         """
         admitted = self.admission.take_admitted()
-        for row in self.rows.live_rows().tolist():
-            request = self.rows.request_in(row)
-            self._running.keep_tokens(request, WasteReason.NEW_EPOCH)
-            self.rows.give_back(row)
-            request.status = RequestStatus.PREEMPTED
-            self._state.waiting.enter(request)
+        self.moving.recall()
         if not same_model:
             self.pinned_prefixes.clear()
         self._begin(capacity, epoch)

@@ -105,6 +105,26 @@ class SchedulerView:
         return self._core.num_waiting
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests without a row."""
+        return self._core.num_waiting_tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._core.pool.num_free
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        """Tokens of prompts, waiting or running, that no step has computed; O(prompts that run)."""
+        rows = self._core.rows
+        running = sum(
+            rows.request_in(row).num_admitted_tokens - int(rows.num_computed_tokens[row])
+            for row in self._core.prefilling
+        )
+        return running + self._core.num_waiting_tokens
+
+    @property
     def num_in_flight(self) -> int:
         """Steps sent and not answered."""
         return self._core.num_in_flight
@@ -173,6 +193,22 @@ class SchedulerView:
         if row < 0:
             return RequestFigures(len(request.token_ids), 0, 0)
         return RequestFigures(int(rows.num_tokens[row]), int(rows.num_computed_tokens[row]), int(rows.num_blocks[row]))
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Leading tokens of a request, known here or not, whose blocks the prefix cache holds."""
+        core = self._core
+        blocks, _ = core.prefixes.find(request, request.token_ids.tobytes(), len(request.token_ids))
+        return len(blocks) * core.rows.block_size
+
+    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
+        """Seconds that so many prompt tokens add to steps; None while step times are not known."""
+        return self._core.step_times.prefill_s(num_tokens, num_computed_tokens)
+
+    def lowest_running_class(self) -> int:
+        """The largest priority number among running requests; 0 if none runs."""
+        rows = self._core.rows
+        live = rows.live_rows()
+        return int(rows.priority[live].max()) if len(live) else 0
 
     # ---------------------------------------------------------------------------------------------------------- rows
 

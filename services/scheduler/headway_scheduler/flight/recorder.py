@@ -6,6 +6,7 @@ During a step it only appends references. The process calls ``flush`` before it 
 compresses and writes on a thread of its own.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -17,10 +18,12 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.records import (
     LOG_VERSION,
     Aborted,
+    Adopted,
     Answered,
     Arrived,
     CacheDropped,
@@ -28,11 +31,15 @@ from headway_scheduler.flight.records import (
     EpochBegan,
     ExecutorGone,
     Header,
+    InCell,
     Paused,
     Pinned,
     RanAlone,
     Record,
     Refused,
+    Released,
+    ReleasedAll,
+    ReleasedWaiting,
     StartedSlowly,
     Turn,
     Unpinned,
@@ -63,6 +70,9 @@ class Log(Protocol):
         """Write what is left."""
 
 
+PLACEMENT = -1
+"""The number that stands for placement, which is above the cells."""
+
 Checkpointer = Callable[[Scheduler], None]
 """Begins a segment with the state of this core."""
 
@@ -78,6 +88,23 @@ class NullRecorder:
 
     pieces: LogPieces | None = None
     """The log's files, for copies; None where there are none."""
+
+    def of_cell(self, number: int) -> "NullRecorder":
+        """The recorder for one cell, or for ``PLACEMENT``, into the same log."""
+        del number
+        return self
+
+    def released(self, origin: Origin) -> None:
+        """The core was asked to release a request."""
+
+    def released_waiting(self) -> None:
+        """The core released what waits."""
+
+    def released_all(self) -> None:
+        """The core released every request."""
+
+    def adopted(self, request: Request) -> None:
+        """The core takes over a request."""
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
@@ -137,6 +164,13 @@ class NullRecorder:
         """Write what is left."""
 
 
+class _LatestCell:
+    """The cell of the newest record in a log."""
+
+    def __init__(self) -> None:
+        self.cell = 0
+
+
 class FlightRecorder(NullRecorder):
     """Keeps each call until ``flush`` encodes it."""
 
@@ -155,12 +189,37 @@ class FlightRecorder(NullRecorder):
         self.pieces = pieces
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: list[Record | _Sent | _Taken] = []
-        self._num_flushed = 0
+        self._cell = 0
+        self._latest = _LatestCell()
+        self._num_added = 0
         self._flush_at = 0.0
         self._idle_since = -1
         """The number of records after an idle turn; -1 if the last was none."""
         self._is_failure_told = False
         self._begin_segment()
+
+    def of_cell(self, number: int) -> NullRecorder:
+        if number == self._cell:
+            return self
+        other = copy.copy(self)
+        other.begin_cell(number)
+        return other
+
+    def begin_cell(self, number: int) -> None:
+        """Record one cell from now on."""
+        self._cell, self._num_added, self._idle_since = number, 0, -1
+
+    def released(self, origin: Origin) -> None:
+        self._add(Released(origin))
+
+    def released_waiting(self) -> None:
+        self._add(ReleasedWaiting())
+
+    def released_all(self) -> None:
+        self._add(ReleasedAll())
+
+    def adopted(self, request: Request) -> None:
+        self._add(Adopted(request.new.origin, request.arrival, request.rank, int(request.lane)))
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
@@ -197,18 +256,17 @@ class FlightRecorder(NullRecorder):
         self._add(Aborted(now, origin, why, error))
 
     def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
-        self._pending.append((now, frames, num_shed))
+        self._add((now, frames, num_shed))
 
     def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
         # Of turns without a request, the first may still tidy up. Those that follow change nothing and are left out.
-        num_recorded = self._num_flushed + len(self._pending)
-        if is_idle and not num_shed and num_recorded == self._idle_since:
+        if is_idle and not num_shed and self._num_added == self._idle_since:
             return
-        self._pending.append((now, (), num_shed))
-        self._idle_since = num_recorded + 1 if is_idle else -1
+        self._add((now, (), num_shed))
+        self._idle_since = self._num_added if is_idle else -1
 
     def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
-        self._pending.append((now, output, finished))
+        self._add((now, output, finished))
 
     def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
         self._add(Answered(now, output, mismatch=why))
@@ -241,7 +299,6 @@ class FlightRecorder(NullRecorder):
         if not pending or (len(pending) < FLUSH_RECORDS and now < self._flush_at and not is_final):
             return
         self._flush_at = now + FLUSH_INTERVAL_S
-        self._num_flushed += len(pending)
         if self._log.failure:
             pending.clear()
             return
@@ -262,10 +319,15 @@ class FlightRecorder(NullRecorder):
         self.flush(now, core, is_final=True)
         self._log.close()
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: Record | _Sent | _Taken) -> None:
+        if self._latest.cell != self._cell:
+            self._latest.cell = self._cell
+            self._pending.append(InCell(self._cell))
         self._pending.append(record)
+        self._num_added += 1
 
     def _begin_segment(self) -> None:
+        self._latest.cell = 0
         header = Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits)
         self._log.append(self._encoder.encode([header]))
 

@@ -161,6 +161,35 @@ class CacheDropped(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """The cached blocks that no request held were dropped."""
 
 
+class InCell(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """The records that follow are of this cell; -1 stands for placement. A segment begins with cell 0."""
+
+    number: int
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The core was asked to release a request; it may have refused as yet."""
+
+    origin: Origin
+
+
+class ReleasedWaiting(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """The core released what waited."""
+
+
+class ReleasedAll(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """The core released every request."""
+
+
+class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """The core took over a request that placement had; the queue there may have changed its rank and lane."""
+
+    origin: Origin
+    arrival: int
+    rank: int
+    lane: int
+
+
 Record: TypeAlias = (
     Header
     | EpochBegan
@@ -176,6 +205,11 @@ Record: TypeAlias = (
     | ExecutorGone
     | StartedSlowly
     | CacheDropped
+    | InCell
+    | Released
+    | ReleasedWaiting
+    | ReleasedAll
+    | Adopted
 )
 
 

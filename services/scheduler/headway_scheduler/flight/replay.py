@@ -12,21 +12,29 @@ import msgspec
 
 from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
+from headway_scheduler.core.admission.intake import arrived
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
-from headway_scheduler.core.state.arrival import NewRequestEvent
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.flight.recorder import PLACEMENT
 from headway_scheduler.flight.records import (
     Aborted,
+    Adopted,
     Answered,
     Arrived,
     CacheDropped,
     Decision,
     EpochBegan,
+    InCell,
     Paused,
     Pinned,
     RanAlone,
     Record,
+    Released,
+    ReleasedAll,
+    ReleasedWaiting,
     StartedSlowly,
     Turn,
     Unpinned,
@@ -55,11 +63,16 @@ class Divergence(Exception):  # noqa: N818 - named for what was found
 
 
 class Replay:
-    """One core that gets the recorded calls."""
+    """The cores of all cells, which get the recorded calls. ``core`` is that of ``cell``, the one of the newest record."""
 
     def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
         """``core`` comes from a checkpoint, unless the records begin with its creation."""
         self.core = core
+        self.cell = 0
+        self._cores: dict[int, Scheduler | None] = {}
+        """Those of the other cells."""
+        self._moving: dict[Origin, Request] = {}
+        """The requests that no core has."""
         self.limits = limits
         self.now = now
         """The time of the newest record, in seconds."""
@@ -91,7 +104,9 @@ class Replay:
                 return Event(record, self.now, events=self._begin_epoch(record))
             case Arrived():
                 self.num_arrivals += 1
-                self._core.add_request(_new_request(record), record.now)
+                self._arrive(record)
+            case Aborted() if self.cell == PLACEMENT:
+                self._moving.pop(record.origin, None)
             case Aborted():
                 core = self._core
                 end = core.fail(record.origin, record.error) if record.error else core.abort(record.origin)
@@ -100,9 +115,40 @@ class Replay:
                 self._core.run_alone(record.origin, record.num_tokens)
             case StartedSlowly():
                 self._core.start_slowly(record.origins)
+            case InCell() | Released() | ReleasedWaiting() | ReleasedAll() | Adopted():
+                self._move(record)
             case _:
                 self._obey(record)
         return Event(record, self.now)
+
+    def _arrive(self, record: Arrived) -> None:
+        if self.cell == PLACEMENT:
+            self._moving[record.origin] = arrived(_new_request(record), self.limits, 0, record.now)
+        else:
+            self._core.add_request(_new_request(record), record.now)
+
+    def _move(self, record: InCell | Released | ReleasedWaiting | ReleasedAll | Adopted) -> None:
+        """Turn to another cell, or take requests out of a core or into it."""
+        match record:
+            case InCell():
+                self._cores[self.cell] = self.core
+                self.cell, self.core = record.number, self._cores.get(record.number)
+            case Released():
+                request = self._core.moving.release(record.origin)
+                self._keep([] if request is None else [request])
+            case ReleasedWaiting():
+                self._keep(self._core.moving.release_waiting())
+            case ReleasedAll():
+                self._keep(self._core.moving.release_all())
+            case Adopted():
+                request = self._moving.pop(record.origin, None)
+                if request is None:
+                    raise Divergence(f"record {self.num_records}: no core has released the request that one takes over")
+                request.arrival, request.rank, request.lane = record.arrival, record.rank, record.lane
+                self._core.moving.adopt(request)
+
+    def _keep(self, requests: list[Request]) -> None:
+        self._moving.update((request.new.origin, request) for request in requests)
 
     def _obey(self, record: Record) -> None:
         """Repeat an operator's command."""

@@ -122,9 +122,7 @@ class FairQueue:
             request.lane = Lane.RESUMING
             insort(tenant.resuming, request, key=attrgetter("arrival"))
         else:
-            if not tenant.num_live:
-                self._live_weight += tenant.weight
-            tenant.num_live += 1
+            self._count_live(tenant)
             tenant.waiting[request.arrival] = request
         self._num_waiting[tenant.index] += 1
 
@@ -139,6 +137,11 @@ class FairQueue:
         self._num_waiting[tenant.index] -= 1
         if not tenant.num_waiting:
             self._last_to_leave = tenant.index
+
+    def adopt(self, request: Request) -> None:
+        """Count a preempted request that another queue forgot as live; ``push`` counts the others."""
+        if request.status is RequestStatus.PREEMPTED:
+            self._count_live(self._tenant(request.new.tenant))
 
     def forget(self, request: Request) -> None:
         """``request`` has ended: its tenant may have nothing left."""
@@ -198,9 +201,9 @@ class FairQueue:
             self._num_charged = np.bincount(tenants[rows])
         self._charge(self._num_charged)
 
-    def charge_token(self, tenant: int) -> None:
-        """Charge one output token."""
-        self._charge(np.arange(tenant + 1) == tenant)
+    def charge_token(self, tenant: int, count: int = 1) -> None:
+        """Charge ``count`` output tokens."""
+        self._charge(count * (np.arange(tenant + 1) == tenant))
 
     def _charge(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
         """Charge output tokens, shape ``[n]`` by tenant index."""
@@ -214,6 +217,11 @@ class FairQueue:
         """Requests by their tenants' counters; an estimate, since counters move on."""
         order = sorted((tenant for tenant in self._tenants.values() if tenant.num_waiting), key=self._place)
         return [request for tenant in order for request in tenant.in_order()]
+
+    def _count_live(self, tenant: _Tenant) -> None:
+        if not tenant.num_live:
+            self._live_weight += tenant.weight
+        tenant.num_live += 1
 
     def _least_served(self) -> _Tenant:
         """Of the tenants with a waiting request, the one that comes first."""

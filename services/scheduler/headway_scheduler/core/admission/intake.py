@@ -5,8 +5,10 @@ Owns: the fields of a new request. Must not know: rows or steps.
 
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of
+from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.arrival import NewRequestEvent
-from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.request import Request, RequestStatus
 
 
 def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
@@ -20,18 +22,39 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)
     state.waiting.room.check(new.tenant, len(new.token_ids))
-    rank = state.order.rank_of(new.priority)
-    request = Request(new, arrival=state.num_arrivals, rank=rank, limit=limit, now=now)
-    state.num_arrivals += 1
-    request.itl_slo_ms = new.itl_slo_ms or state.limits.default_itl_slo_ms
+    enter(state, arrived(new, state.limits, state.num_arrivals, now))
+
+
+def arrived(new: NewRequestEvent, limits: SchedulerLimits, arrival: int, now: float) -> Request:
+    """A request that has just come as number ``arrival`` and that no executor's core has yet."""
+    request = Request(new, arrival=arrival, rank=ORDERS[limits.order].rank_of(new.priority), limit=0, now=now)
+    request.itl_slo_ms = new.itl_slo_ms or limits.default_itl_slo_ms
+    return request
+
+
+def enter(state: CoreState, request: Request) -> None:
+    """Let a request wait here that has just come, or that another core released."""
+    new = request.new
+    request.limit = limit_of(new, state.capacity.max_request_tokens)
+    state.num_arrivals = max(state.num_arrivals, request.arrival + 1)
     if state.predicts:
         request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
     state.requests[new.origin] = request
-    ttft_slo_ms = new.ttft_slo_ms or state.limits.default_ttft_slo_ms
-    # The first token may have come before, or be late already for what was not its own doing.
-    if ttft_slo_ms and len(new.token_ids) == new.num_prompt_tokens and not new.has_run:
-        _watch_first_token(state, request, ttft_slo_ms / 1e3)
+    objective_s = first_token_objective_s(request, state.limits)
+    if objective_s:
+        _watch_first_token(state, request, objective_s)
     state.waiting.enter(request)
+
+
+def first_token_objective_s(request: Request, limits: SchedulerLimits) -> float:
+    """The objective on the first token, in seconds; 0 for none.
+
+    None holds for a first token that came before, or that is late already for what was not its own doing.
+    """
+    new = request.new
+    if len(new.token_ids) != new.num_prompt_tokens or new.has_run or request.status is not RequestStatus.WAITING:
+        return 0.0
+    return (new.ttft_slo_ms or limits.default_ttft_slo_ms) / 1e3
 
 
 def _watch_first_token(state: CoreState, request: Request, objective_s: float) -> None:

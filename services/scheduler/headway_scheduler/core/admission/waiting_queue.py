@@ -100,6 +100,9 @@ class WaitingQueue(Protocol):
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""
 
+    def adopt(self, request: Request) -> None:
+        """``request``, which another queue forgot, is about to be pushed."""
+
     def forget(self, request: Request) -> None:
         """``request``, which is neither waiting nor running any more, has ended."""
 
@@ -115,8 +118,8 @@ class WaitingQueue(Protocol):
         The same array ``rows`` as in the call before means the same tenants.
         """
 
-    def charge_token(self, tenant: int) -> None:
-        """A request of the tenant with this number has brought one output token."""
+    def charge_token(self, tenant: int, count: int = 1) -> None:
+        """A request of the tenant with this number has brought ``count`` output tokens."""
 
     def in_order(self) -> list[Request]:
         """All waiting requests in service order, for operators; O(n log n)."""
@@ -223,6 +226,9 @@ class KeyedQueue:
         request.lane = lane
         self._place(request, self._value(request))
 
+    def adopt(self, request: Request) -> None:
+        """Nothing: no books are kept."""
+
     def forget(self, request: Request) -> None:
         """Nothing: no books are kept."""
 
@@ -239,7 +245,7 @@ class KeyedQueue:
     def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
         """Nothing: no books are kept."""
 
-    def charge_token(self, tenant: int) -> None:
+    def charge_token(self, tenant: int, count: int = 1) -> None:
         """Nothing: no books are kept."""
 
     def in_order(self) -> list[Request]:

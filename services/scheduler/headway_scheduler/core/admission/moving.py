@@ -1,0 +1,96 @@
+"""Requests that leave this core for another executor's, or come from one.
+
+Owns: that nothing of a request stays behind, and which of its fields belong to one core. Must not know: the other core,
+or why a request moves.
+
+A move is a preemption here and a resume there: the request keeps its tokens, its arrival and its times.
+"""
+
+from headway_scheduler.core.admission.admission import Admission
+from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.intake import enter
+from headway_scheduler.core.admission.running_requests import RunningRequests
+from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.counters import WasteReason
+from headway_scheduler.core.state.request import Request, RequestStatus
+
+
+class Moving:
+    """Releases and adopts requests."""
+
+    def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests, admission: Admission) -> None:
+        self._state = state
+        self._epoch = epoch
+        self._running = running
+        self._admission = admission
+
+    def release(self, origin: Origin) -> Request | None:
+        """Give up a live request. A running one is preempted.
+
+        None: it is unknown, or steps in flight still owe it tokens; then ask again after the next answer.
+        """
+        request = self._state.requests.get(origin)
+        if request is None or (request.row >= 0 and self._epoch.awaits_answer):
+            return None
+        if request.row >= 0:
+            row = request.row
+            self._running.keep_tokens(request, WasteReason.RECOMPUTE)
+            self._running.release_row(row, owed_tokens=True)
+            self._let_wait(request)
+        if request.num_unreturned:
+            return None
+        self._let_go(request)
+        return request
+
+    def release_waiting(self) -> list[Request]:
+        """Give up the requests that wait and that no step owes a token, in service order."""
+        waiting = [request for request in self._state.waiting.queue.in_order() if not request.num_unreturned]
+        for request in waiting:
+            self._let_go(request)
+        return waiting
+
+    def release_all(self) -> list[Request]:
+        """The executor is lost, with all that it computed: give up every request, by arrival."""
+        self.recall()
+        requests = sorted(self._state.requests.values(), key=lambda request: request.arrival)
+        for request in requests:
+            request.forget_executor()
+            self._let_go(request)
+        return requests
+
+    def recall(self) -> None:
+        """The executor is lost: send every running request back to its place in the queue."""
+        rows = self._epoch.rows
+        for row in rows.live_rows().tolist():
+            request = rows.request_in(row)
+            self._running.keep_tokens(request, WasteReason.NEW_EPOCH)
+            rows.give_back(row)
+            self._let_wait(request)
+
+    def adopt(self, request: Request) -> None:
+        """Queue a request that another core released. The caller has seen that this executor can hold it."""
+        state = self._state
+        request.start = -1
+        start, first = request.device_us_marks
+        request.device_us_marks = start + state.counters.device_us, first + state.counters.device_us
+        state.waiting.queue.adopt(request)
+        enter(state, request)
+
+    def _let_wait(self, request: Request) -> None:
+        request.status = RequestStatus.PREEMPTED
+        self._state.waiting.enter(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Remove a waiting request from everything that this core keeps of it."""
+        state = self._state
+        state.waiting.leave(request)
+        if request.num_swapped_tokens:
+            self._epoch.swapping.forget(request)
+        state.losses.forget(request)
+        self._admission.forget(request)
+        state.waiting.queue.forget(request)
+        start, first = request.device_us_marks
+        request.device_us_marks = start - state.counters.device_us, first - state.counters.device_us
+        request.num_cached_blocks = 0
+        del state.requests[request.new.origin]

@@ -1,0 +1,239 @@
+"""The cells of one scheduler, and the way of a request into a core and from one core to another.
+
+Owns: the cells, their links, and when requests change cells. Must not know: gateways, frames' contents, or decisions.
+
+With one cell, its core queues every request. With more, ``Placement`` does, and each core gets what it can start soon. A
+cell whose executor is lost hands its requests back, so that others go on with them at once.
+"""
+
+from typing import Protocol
+
+from headway_proto.step import BackendInfo
+from headway_scheduler.brake import Brake
+from headway_scheduler.cell import Cell, Serving
+from headway_scheduler.core.admission.door import check_request, limit_of
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.request import FinishReason, Request
+from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.executor_link import StepEvent
+from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
+from headway_scheduler.placement.cell_load import CellLoad
+from headway_scheduler.placement.placement import Placement
+
+ANOTHER_MODEL = "the executor that took over runs another model"
+
+
+class Host(Serving, Protocol):
+    """What the fleet needs of the scheduler process around it."""
+
+    def fleet_changed(self, now: float) -> None:
+        """An executor joined, began anew, or is gone."""
+
+
+class Fleet:
+    """All cells of a scheduler. Times in seconds, monotonic. ``max_executors``: the most cells."""
+
+    def __init__(self, host: Host, incarnation: int, recorder: NullRecorder, max_executors: int) -> None:
+        self.links = ExecutorLinks(incarnation, max_executors)
+        self.placement = Placement(host.limits)
+        self.brake = Brake(num_trial_tokens=host.limits.max_steps_in_flight)
+        self.info: BackendInfo | None = None
+        """What the newest executor announced; all run the same model."""
+        self._host = host
+        self._recorder = recorder
+        self._placement_recorder = recorder.of_cell(PLACEMENT)
+        self._is_paused = False
+        self._unproven: dict[Origin, None] = {}
+        """Requests of lost steps that wait for a cell."""
+        self.cells: list[Cell] = []
+        self._add_cell()
+
+    @property
+    def open_cells(self) -> list[Cell]:
+        """The cells with an executor."""
+        return [cell for cell in self.cells if cell.link.is_open and cell.core is not None]
+
+    @property
+    def cores(self) -> list[Scheduler]:
+        """The cores that exist."""
+        return [cell.core for cell in self.cells if cell.core is not None]
+
+    @property
+    def only_core(self) -> Scheduler | None:
+        """The core, while there is one cell."""
+        return self.cells[0].core if len(self.cells) == 1 else None
+
+    @property
+    def next_deadline(self) -> float:
+        """The time of the next call of ``run``."""
+        return min(self.links.next_deadline, *(cell.next_deadline for cell in self.cells), float("inf"))
+
+    @property
+    def num_answers(self) -> int:
+        """The measure of progress."""
+        return sum(cell.num_answers for cell in self.cells)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.placement) + sum(core.num_waiting for core in self.cores)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self.placement) + sum(core.num_unfinished for core in self.cores)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no request may start."""
+        return self._is_paused
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Stop or resume the start of requests in all cells."""
+        self._is_paused = is_paused
+        for cell in self.cells:
+            cell.pause(is_paused=is_paused)
+
+    # ---------------------------------------------------------------------------------------------------------- beats
+
+    def receive(self, peer: bytes, data: bytes, now: float) -> None:
+        """Take in one frame of the step protocol."""
+        self._act(*self.links.receive(peer, data, now), now)
+
+    def unreachable(self, peer: bytes, now: float) -> None:
+        """The transport could not reach this executor."""
+        self._act(*self.links.unreachable(peer), now)
+
+    def tick(self, now: float) -> None:
+        """Send heartbeats and detect silence."""
+        for number, events in self.links.tick(now):
+            self._act(number, events, now)
+
+    def schedule(self, now: float) -> None:
+        """Place what waits, and send each executor its steps."""
+        if len(self.placement):
+            self._place(now)
+        for cell in self.cells:
+            cell.schedule_steps(now)
+
+    # ------------------------------------------------------------------------------------------- requests come and go
+
+    def add(self, new: NewRequestEvent, now: float) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRejected: it can never run, or the queue is full.
+        """
+        if len(self.cells) == 1:
+            self.cells[0].add_request(new, now)
+            return
+        capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
+        check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
+        self.placement.add(new, self._loads(), now)
+        self._placement_recorder.arrived(now, new)
+
+    def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
+        """Abort a request, wherever it is; None if it is unknown (it may just have ended)."""
+        self._unproven.pop(origin, None)
+        for cell in self.cells:
+            end = cell.abort(origin, why, now)
+            if end is not None:
+                return end
+        if self.placement.find(origin) is not None:
+            self._placement_recorder.aborted(now, origin, why)
+        return self.placement.finish(origin, FinishReason.ABORT)
+
+    def cell_of(self, origin: Origin) -> Cell | None:
+        """The cell whose core has this request."""
+        return next((cell for cell in self.cells if cell.core is not None and cell.core.find(origin) is not None), None)
+
+    def drain_cell(self, number: int, *, is_draining: bool) -> None:
+        """Let a cell's requests go on elsewhere and give it no others, or end that."""
+        cell = self.cells[number]
+        cell.is_draining = is_draining
+        if is_draining and cell.core is not None:
+            self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
+
+    def take_back(self, requests: list[Request]) -> None:
+        """Let these requests wait for a cell."""
+        for request in requests:
+            self.placement.take_back(request)
+
+    # ---------------------------------------------------------------------------------------------------------- cells
+
+    def state_lost(self, cell: Cell, now: float) -> None:
+        """What an executor had computed is gone: others may go on with its requests."""
+        others = [other for other in self.open_cells if other is not cell]
+        if others or (len(self.cells) > 1 and cell.link.is_open):
+            self._take_all(cell, now)
+
+    def cell_opened(self, cell: Cell, now: float) -> None:
+        """An executor joined, or began anew: what waits may start there."""
+        assert cell.core is not None
+        assert cell.info is not None
+        same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
+        self.info = cell.info
+        self.links.executors_run(cell.info)
+        cell.pause(is_paused=self._is_paused)
+        if len(self.cells) > 1:
+            for other in self.cells:
+                if other.link.is_open:
+                    self.take_back(other.release_waiting())
+                else:
+                    self._take_all(other, now)
+            self.placement.cell_opened(cell.core.capacity)
+            if not same_model:
+                self._end_all(now)
+        self._host.fleet_changed(now)
+
+    def cell_lost(self, cell: Cell, now: float) -> None:
+        """An executor is gone."""
+        self.state_lost(cell, now)
+        self._host.fleet_changed(now)
+
+    def _take_all(self, cell: Cell, now: float) -> None:
+        self._unproven.update(dict.fromkeys(cell.lost_steps_had))
+        cell.lost_steps_had = ()
+        self.take_back(cell.release_all(now))
+
+    def _end_all(self, now: float) -> None:
+        """Another model: no tokens would follow from those of the requests that wait."""
+        for request in self.placement.requests():
+            end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
+            if end is not None:
+                self._host.deliver(StepEvents(finished=(end,)), now)
+
+    def _place(self, now: float) -> None:
+        """Give waiting requests to the cells that can start them soon."""
+        if self._is_paused:
+            return
+        loads = self._loads()
+        while (placed := self.placement.place_next(loads, now)) is not None:
+            origin = placed.request.new.origin
+            was_lost = origin in self._unproven
+            self._unproven.pop(origin, None)
+            self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
+        for end in self.placement.take_shed():
+            self._host.refuse_late(end, 0.0, now)
+
+    def _loads(self) -> list[CellLoad]:
+        return [
+            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
+            for cell in self.open_cells
+            if cell.core is not None
+        ]
+
+    def _act(self, number: int, events: list[StepEvent], now: float) -> None:
+        while number >= len(self.cells):
+            self._add_cell()
+        if events:
+            self.cells[number].on_events(events, now)
+
+    def _add_cell(self) -> None:
+        for core in self.cores:
+            self.placement.number_after(core.requests())
+        number = len(self.cells)
+        self.cells.append(Cell(self.links[number], self._host, self, self._recorder.of_cell(number)))

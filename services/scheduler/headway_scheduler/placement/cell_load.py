@@ -1,0 +1,70 @@
+"""What placement asks of one cell: whether a request fits, whether it starts soon, and how soon.
+
+Owns: these answers. Must not know: other cells, or which request is next.
+"""
+
+from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of, why_not_here
+from headway_scheduler.core.admission.waiting_queue import Lane
+from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.view import SchedulerView
+
+
+class CellLoad:
+    """One cell, for one round of placement. ``accepts``: it takes requests at all."""
+
+    def __init__(self, number: int, view: SchedulerView, *, accepts: bool) -> None:
+        self.number = number
+        self.accepts = accepts
+        self._view = view
+
+    def can_hold(self, request: Request) -> bool:
+        """Whether the executor could ever run this request."""
+        capacity = self._view.capacity
+        request.limit = limit_of(request.new, capacity.max_request_tokens)
+        if request.status is not RequestStatus.WAITING:
+            return why_not_here(request, capacity, same_model=True) is None
+        try:
+            check_request(request.new, request.limit, capacity)
+        except RequestRejected:
+            return False
+        return True
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether it would start soon: it finds a row and blocks, and at most a step's worth of tokens waits here."""
+        view, num_tokens = self._view, len(request.token_ids)
+        num_here = view.num_running + view.num_waiting
+        if not num_here:
+            return True
+        if num_here >= view.max_running:
+            return False
+        if view.num_waiting and view.num_waiting_tokens + num_tokens > view.max_num_batched_tokens:
+            return False
+        block_size = view.capacity.block_size
+        return (view.num_waiting_tokens + num_tokens) // block_size + view.num_waiting < view.num_free_blocks
+
+    def may_make_room_for(self, request: Request) -> bool:
+        """Whether running requests would make way for this one, and nothing else waits here."""
+        view = self._view
+        if view.num_waiting:
+            return False
+        lowest = view.lowest_running_class()
+        ranks_classes = view.limits.order == "priority"
+        return request.lane == Lane.URGENT or (ranks_classes and lowest > request.new.priority)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return self._view.num_running
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens of prompts that are to be computed before those of a request that comes now."""
+        return self._view.num_prompt_tokens_left
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of its prompt that need not be computed here."""
+        return self._view.num_cached_tokens(request)
+
+    def prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
+        """Seconds to compute so many tokens here; None while step times are not known."""
+        return self._view.prefill_s(num_tokens, num_cached_tokens)

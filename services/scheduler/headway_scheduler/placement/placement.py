@@ -1,0 +1,248 @@
+"""One queue for many executors: a request waits here until a cell can start it soon (late binding).
+
+Owns: the waiting requests that no core has, and the choice of a cell. Must not know: steps, rows, or frames.
+
+The order of the queue is the operator's, the same as within a core. The next request goes to the cell with the shortest
+predicted time to its first token: the prompts ahead of it there, and its own tokens that are not cached there, by that
+cell's own model of step times. Of cells that are level, it takes the one where fewest run. So nothing piles up on one
+executor while another idles, and prompts that share a prefix meet where it is cached.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway_scheduler.core.admission.fair_queue import burst_tokens_of
+from headway_scheduler.core.admission.intake import arrived, first_token_objective_s
+from headway_scheduler.core.admission.objectives import Danger, FirstTokenWatch
+from headway_scheduler.core.admission.orders import ORDERS, QueueSettings
+from headway_scheduler.core.admission.waiting_queue import Lane
+from headway_scheduler.core.admission.waiting_requests import WaitingRequests
+from headway_scheduler.core.policies.output_lengths import OutputLengths
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
+from headway_scheduler.placement.cell_load import CellLoad
+
+
+class Placed(NamedTuple):
+    """A request goes to a cell, chosen among ``num_choices``. The figures say why, in tokens."""
+
+    request: Request
+    cell: int
+    num_choices: int
+    num_cached_tokens: int
+    num_tokens_ahead: int
+
+
+class Placement:
+    """The queue above the cells. Times in seconds."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._order = ORDERS[limits.order]
+        self._lengths = OutputLengths()
+        self._capacity: ExecutorCapacity | None = None
+        queue = self._order.make_queue(
+            QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
+        )
+        self._waiting = WaitingRequests(limits, queue)
+        self._requests: dict[Origin, Request] = {}
+        self._homeless: dict[Origin, Request] = {}
+        """Requests that no open cell can hold: they must not keep others waiting."""
+        self._placed: dict[Origin, Placed] = {}
+        self._first_tokens = FirstTokenWatch()
+        self._shed: list[FinishedEvent] = []
+        self.num_arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests that wait here."""
+        return self._waiting.room.num_tokens
+
+    def requests(self) -> list[Request]:
+        """The requests that wait here, by arrival."""
+        return sorted(self._requests.values(), key=lambda request: request.arrival)
+
+    def find(self, origin: Origin) -> Request | None:
+        """The request of this origin, if it waits here."""
+        return self._requests.get(origin)
+
+    def placed(self, origin: Origin) -> Placed | None:
+        """Where a request that waits here no more went, and why."""
+        return self._placed.get(origin)
+
+    def num_ahead_of(self, request: Request) -> int:
+        """The requests that are to be placed before this one; O(n log n)."""
+        in_order = self._waiting.queue.in_order()
+        return in_order.index(request) if request in in_order else 0
+
+    # -------------------------------------------------------------------------------------------- requests come and go
+
+    def add(self, new: NewRequestEvent, cells: Sequence[CellLoad], now: float) -> Request:
+        """Queue a request that at least one of ``cells`` can hold; the caller has checked that.
+
+        Raises:
+            RequestRejected: the queue is full.
+        """
+        self._waiting.room.check(new.tenant, len(new.token_ids))
+        request = arrived(new, self._limits, self.num_arrivals, now)
+        self.num_arrivals += 1
+        self._watch_first_token(request, cells)
+        self._enter(request)
+        return request
+
+    def take_back(self, request: Request) -> None:
+        """A cell released this request; it keeps its place by arrival, and goes first if it ran."""
+        queue = self._waiting.queue
+        if self._placed.pop(request.new.origin, None) is None:
+            queue.adopt(request)
+        elif request.status is RequestStatus.WAITING:
+            queue.forget(request)  # as it enters, it is counted anew
+        self.number_after([request])
+        self._enter(request)
+
+    def cell_opened(self, capacity: ExecutorCapacity) -> None:
+        """A cell has an executor: requests that no other can hold may try again."""
+        if self._capacity is None or capacity.max_request_tokens > self._capacity.max_request_tokens:
+            self._capacity = capacity
+        for request in self._homeless.values():
+            self._waiting.enter(request)
+        self._homeless.clear()
+
+    def number_after(self, requests: Sequence[Request]) -> None:
+        """Number later arrivals after these."""
+        for request in requests:
+            self.num_arrivals = max(self.num_arrivals, request.arrival + 1)
+
+    def finish(self, origin: Origin, reason: FinishReason, error: str = "") -> FinishedEvent | None:
+        """End a request that waits here; None if it does not."""
+        request = self._requests.get(origin)
+        if request is None:
+            return None
+        self._leave(request)
+        self._waiting.queue.forget(request)
+        request.status = RequestStatus.FINISHED
+        new = request.new
+        return FinishedEvent(
+            origin=origin,
+            reason=reason,
+            num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
+            arrival_time=request.arrival_time,
+            scheduled_time=request.scheduled_time,
+            first_token_time=request.first_token_time,
+            num_preemptions=request.num_preemptions,
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
+            tenant=new.tenant,
+            error=error,
+        )
+
+    def take_shed(self) -> tuple[FinishedEvent, ...]:
+        """The requests that were ended since the last call because their first token could only be late."""
+        shed = tuple(self._shed)
+        self._shed.clear()
+        return shed
+
+    def count_end(self, end: FinishedEvent) -> None:
+        """A placed request has ended in its cell."""
+        placed = self._placed.pop(end.origin, None)
+        if placed is None:
+            return
+        queue, request = self._waiting.queue, placed.request
+        num_new_tokens = end.num_output_tokens - end.num_held_tokens
+        if num_new_tokens > 0:
+            queue.charge_token(queue.place_of_tenant(request), num_new_tokens)
+        queue.forget(request)
+        if self._order.predicts and end.num_output_tokens > 0:
+            curve = self._lengths.curve_of(end.tenant, end.num_prompt_tokens)
+            is_censored = end.reason is not FinishReason.STOP
+            self._lengths.observe(curve, end.num_output_tokens, is_censored=is_censored)
+
+    # ---------------------------------------------------------------------------------------------------- the choice
+
+    def place_next(self, cells: Sequence[CellLoad], now: float) -> Placed | None:
+        """Take the next request out of the queue and say where it goes; None if no cell could start it soon."""
+        if now >= self._first_tokens.next_due:
+            self._check_first_tokens(now)
+        while (request := self._waiting.queue.first(now)) is not None:
+            able = [cell for cell in cells if cell.can_hold(request)]
+            if not able:
+                self._waiting.leave(request)
+                self._homeless[request.new.origin] = request
+                continue
+            accepting = [cell for cell in able if cell.accepts]
+            choices = [cell for cell in accepting if cell.has_room_for(request)]
+            choices = choices or [cell for cell in accepting if cell.may_make_room_for(request)]
+            return self._place(request, choices) if choices else None
+        return None
+
+    def _place(self, request: Request, choices: Sequence[CellLoad]) -> Placed:
+        options = [
+            Placed(request, cell.number, len(choices), cell.num_cached_tokens(request), cell.num_tokens_ahead)
+            for cell in choices
+        ]
+        waits = [_first_token_s(cell, option) for cell, option in zip(choices, options, strict=True)]
+        if None in waits:
+            waits = [float(_num_tokens_to_compute(option)) for option in options]  # a cell has not learned its speed
+        ranked = zip(waits, [cell.num_running for cell in choices], options, strict=True)
+        placed = min(ranked, key=lambda entry: (entry[0], entry[1], entry[2].cell))[2]
+        self._leave(request)
+        self._waiting.queue.note_start(request)
+        self._placed[request.new.origin] = placed
+        return placed
+
+    def _check_first_tokens(self, now: float) -> None:
+        """As in a core: requests at risk go first; those that are too late go last, or end."""
+        for request, danger in self._first_tokens.due(now):
+            origin = request.new.origin
+            if self._requests.get(origin) is not request or origin in self._homeless:
+                continue
+            if danger is Danger.AT_RISK:
+                self._waiting.queue.move(request, Lane.URGENT)
+            elif self._limits.shed_late:
+                end = self.finish(origin, FinishReason.SHED)
+                assert end is not None
+                self._shed.append(end)
+            else:
+                self._waiting.queue.move(request, Lane.LATE)
+
+    def _watch_first_token(self, request: Request, cells: Sequence[CellLoad]) -> None:
+        objective_s = first_token_objective_s(request, self._limits)
+        if objective_s:
+            known = [cell.prefill_s(request.new.num_prompt_tokens, 0) or 0.0 for cell in cells]
+            request.latest_start = request.arrival_time + objective_s - min(known, default=0.0)
+            self._first_tokens.watch(request, objective_s)
+
+    def _enter(self, request: Request) -> None:
+        if self._order.predicts:
+            request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
+        self._requests[request.new.origin] = request
+        self._waiting.enter(request)
+
+    def _leave(self, request: Request) -> None:
+        del self._requests[request.new.origin]
+        if self._homeless.pop(request.new.origin, None) is None:
+            self._waiting.leave(request)
+
+    def _predicted_output(self, request: Request) -> int:
+        age = len(request.token_ids) - request.new.num_prompt_tokens
+        predicted = self._lengths.predicted_output(request.curve, age, request.new.max_tokens)
+        return (request.new.max_tokens if predicted is None else predicted) - age
+
+    def _burst_tokens(self) -> int:
+        capacity = self._capacity
+        if capacity is None:
+            return 0
+        return burst_tokens_of(capacity.max_request_tokens, capacity.num_blocks * capacity.block_size)
+
+
+def _num_tokens_to_compute(option: Placed) -> int:
+    return option.num_tokens_ahead + len(option.request.token_ids) - option.num_cached_tokens
+
+
+def _first_token_s(cell: CellLoad, option: Placed) -> float | None:
+    return cell.prefill_s(_num_tokens_to_compute(option), option.num_cached_tokens)
