@@ -128,9 +128,11 @@ class SimulatedGateway:
 
 
 class World:
-    """One scheduler, one executor, some gateways, and the wires between them."""
+    """One scheduler, one executor or several, some gateways, and the wires between them."""
 
-    def __init__(self, limits: SchedulerLimits, config: BackendConfig, num_gateways: int, seed: int) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, config: BackendConfig, num_gateways: int, seed: int, num_executors: int = 1
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.now = 1000.0
         self.trouble = Trouble()
@@ -141,19 +143,32 @@ class World:
         self._wire: list[_Delivery] = []
         self._last_delivery: dict[tuple[bytes, str], float] = {}
         self.num_troubled = 0
+        self._num_executors = num_executors
+        self.executors: list[SimulatedExecutor | None] = [None] * num_executors
         self.start_scheduler()
-        self.start_executor()
+        for number in range(num_executors):
+            self.start_executor(number)
         self.gateways = [SimulatedGateway(number, self.now) for number in range(num_gateways)]
 
     def start_scheduler(self) -> None:
         """A new life of the scheduler; the old one and all it knew is gone."""
         self._lives += 1
-        self.engine = SchedulerEngine(self.limits, incarnation=int(self.rng.integers(1, 1 << 62)))
+        incarnation = int(self.rng.integers(1, 1 << 62))
+        self.engine = SchedulerEngine(self.limits, incarnation, max_executors=self._num_executors)
 
-    def start_executor(self) -> None:
-        """A new life of the executor."""
+    @property
+    def executor(self) -> SimulatedExecutor:
+        """The first executor that lives; the newest, if none does."""
+        return next(iter(self._live_executors()), self._newest)
+
+    def start_executor(self, number: int = 0) -> None:
+        """A new life of an executor."""
         self._lives += 1
-        self.executor = SimulatedExecutor(self._lives, self.config)
+        self._newest = self.executors[number] = SimulatedExecutor(self._lives, self.config)
+
+    def kill_executor(self, number: int) -> None:
+        """The end of an executor; nobody starts it again."""
+        self.executors[number] = None
 
     def restart_gateway(self, number: int) -> SimulatedGateway:
         """A new life of one gateway; its streams are gone."""
@@ -168,22 +183,26 @@ class World:
         while self._wire and self._wire[0].at <= self.now:
             heapq.heappop(self._wire).deliver()
         self.engine.run(self.now)
-        self.executor.tick(self.now)
+        for executor in self._live_executors():
+            executor.tick(self.now)
         for gateway in self.gateways:
             gateway.link.tick(self.now)
         self._collect()
 
     def _collect(self) -> None:
-        engine, executor = self.engine, self.executor
+        engine = self.engine
         for peer, frame in engine.fleet.links.outgoing:
             self._send(peer, "down", frame, self._to_executor)
         engine.fleet.links.outgoing.clear()
         for peer, frame in engine.gateways.outgoing:
             self._send(peer, "down", frame, self._to_gateway)
         engine.gateways.outgoing.clear()
-        for frame in executor.outbox:
-            self._send(executor.name, "up", frame, lambda peer, data: self.engine.executor_frame(peer, data, self.now))
-        executor.outbox.clear()
+        for executor in self._live_executors():
+            for frame in executor.outbox:
+                self._send(
+                    executor.name, "up", frame, lambda peer, data: self.engine.executor_frame(peer, data, self.now)
+                )
+            executor.outbox.clear()
         for gateway in self.gateways:
             for frame in gateway.link.take_frames():
                 self._send(
@@ -215,10 +234,14 @@ class World:
             heapq.heappush(self._wire, _Delivery(at, self._num_frames, lambda frame=frame: deliver(peer, frame)))  # type: ignore[misc]
 
     def _to_executor(self, peer: bytes, data: bytes) -> None:
-        if peer == self.executor.name:
-            self.executor.receive(data, self.now)
-        else:
-            self.engine.executor_unreachable(peer, self.now)
+        for executor in self._live_executors():
+            if executor.name == peer:
+                executor.receive(data, self.now)
+                return
+        self.engine.executor_unreachable(peer, self.now)
+
+    def _live_executors(self) -> list[SimulatedExecutor]:
+        return [executor for executor in self.executors if executor is not None]
 
     def _to_gateway(self, peer: bytes, data: bytes) -> None:
         for gateway in self.gateways:

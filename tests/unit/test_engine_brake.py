@@ -230,7 +230,7 @@ def test_a_backend_that_always_fails_is_not_asked_without_pause() -> None:
     for _ in range(2000):  # 10 s
         bench.beat()
     assert num_steps <= 20
-    assert bench.engine.num_answers == 0, "which health judges progress by"
+    assert bench.engine.fleet.num_answers == 0, "which health judges progress by"
     bench.run(most_s=100)
     assert all(isinstance(s.end, Finished) and s.end.reason == ingress.FINISH_ERROR for s in sequences)
     bench.check_nothing_left()

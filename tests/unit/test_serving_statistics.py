@@ -206,6 +206,6 @@ def test_a_steady_step_is_one_observation():
     observed = []
     original = statistics.gap_s.observe
     statistics.gap_s.observe = lambda value, count=1: (observed.append(count), original(value, count))[1]  # type: ignore[method-assign]
-    before = world.engine.num_answers
-    world.run_until(lambda: world.engine.num_answers >= before + 5, 5)
-    assert observed == [4] * (world.engine.num_answers - before)
+    before = world.engine.fleet.num_answers
+    world.run_until(lambda: world.engine.fleet.num_answers >= before + 5, 5)
+    assert observed == [4] * (world.engine.fleet.num_answers - before)
