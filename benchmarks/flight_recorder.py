@@ -58,10 +58,10 @@ class RecordedBench(DrawingBench):
         self.flush_us = 0.0
         super().__init__(num_running, seed)
 
-    def _join(self) -> None:
-        self.recorder = FlightRecorder(self.log, self.engine.limits, "benchmark")
-        self.engine.recorder = self.recorder
-        super()._join()
+    def make_recorder(self, limits: SchedulerLimits) -> FlightRecorder:
+        """A recorder into the log."""
+        self.recorder = FlightRecorder(self.log, limits, "benchmark")
+        return self.recorder
 
     def beat(self) -> float:
         """Return a step's microseconds; the work after it counts in ``flush_us``."""

@@ -134,7 +134,7 @@ class EngineBench:
 
     def __init__(self, num_running: int, seed: int) -> None:
         limits = SchedulerLimits(max_num_batched_tokens=8192, max_num_seqs=num_running, max_num_waiting=1 << 14)
-        self.engine = SchedulerEngine(limits, incarnation=seed + 1)
+        self.engine = SchedulerEngine(limits, incarnation=seed + 1, recorder=self.make_recorder(limits))
         self.now = 0.0
         self.num_running = num_running
         self.executor, self.reader = step.executor_frame_writer(), step.executor_frame_reader()
@@ -142,6 +142,11 @@ class EngineBench:
         self.num_heard = 0
         self._join()
         self._submit()
+
+    def make_recorder(self, limits: SchedulerLimits) -> FlightRecorder | None:
+        """The flight recorder of the engine; none here."""
+        del limits
+        return None
 
     def _join(self) -> None:
         info = step.BackendInfo(

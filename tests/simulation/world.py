@@ -23,6 +23,7 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.flight.recorder import NullRecorder
 
 BEAT_S = 0.002
 WIRE_DELAY_S = 0.001
@@ -144,6 +145,8 @@ class World:
         self._last_delivery: dict[tuple[bytes, str], float] = {}
         self.num_troubled = 0
         self._num_executors = num_executors
+        self.recorder: NullRecorder | None = None
+        """What the next life of the scheduler records into."""
         self.executors: list[SimulatedExecutor | None] = [None] * num_executors
         self.start_scheduler()
         for number in range(num_executors):
@@ -154,7 +157,7 @@ class World:
         """A new life of the scheduler; the old one and all it knew is gone."""
         self._lives += 1
         incarnation = int(self.rng.integers(1, 1 << 62))
-        self.engine = SchedulerEngine(self.limits, incarnation, max_executors=self._num_executors)
+        self.engine = SchedulerEngine(self.limits, incarnation, self.recorder, max_executors=self._num_executors)
 
     @property
     def executor(self) -> SimulatedExecutor:

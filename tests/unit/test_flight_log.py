@@ -182,7 +182,8 @@ class RecordedWorld(World):
     def record_into(self, log: FlightLogWriter) -> None:
         self.log = log
         self.checkpointer = ForkingCheckpointer(log)
-        self.engine.recorder = FlightRecorder(log, self.limits, "1", self.checkpointer)
+        self.recorder = FlightRecorder(log, self.limits, "1", self.checkpointer)
+        self.start_scheduler()
 
     def beat(self) -> None:
         super().beat()

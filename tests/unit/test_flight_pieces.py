@@ -46,7 +46,8 @@ class AskedWorld(RecordedWorld):
     def record_into(self, log: FlightLogWriter) -> None:
         self.log = log
         self.checkpointer = ForkingCheckpointer(log)
-        self.engine.recorder = FlightRecorder(log, self.limits, "1", self.checkpointer, LogPieces(log))
+        self.recorder = FlightRecorder(log, self.limits, "1", self.checkpointer, LogPieces(log))
+        self.start_scheduler()
 
     def part(self, **place: int) -> FlightLogPart:
         part = ask(self, FlightLogPlace(**place)).flight_log
