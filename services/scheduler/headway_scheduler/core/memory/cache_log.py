@@ -59,7 +59,7 @@ class CacheLog:
             self._append(entry)
         return index
 
-    def note(self, entry: CacheEntry) -> None:
+    def record(self, entry: CacheEntry) -> None:
         """Note a change; call only while ``is_on``."""
         self._append(entry)
         while self._num_blocks > self._most_blocks:

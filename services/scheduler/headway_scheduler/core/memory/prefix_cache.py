@@ -176,13 +176,13 @@ class PrefixCache:
         self._node_of_block[blocks] = np.arange(first_node, end_node)
         self.num_cached += run.length
         if self._log.is_on:
-            self._log.note(self._entry(run))
+            self._log.record(self._entry(run))
         if self._awaited:
             for pin in self._awaited.pop(branch, ()):
                 self._extend(pin)
         return end_node - 1
 
-    def note_reuse(self, blocks: BlockIndices) -> None:
+    def record_reuse(self, blocks: BlockIndices) -> None:
         """A request has found these cached blocks, which somebody holds."""
         self._is_reused[blocks] = 1
 
@@ -294,7 +294,7 @@ class PrefixCache:
         run.num_left -= count
         if first < run.length:
             if self._log.is_on:
-                self._log.note(CacheEntry(run.node(first), run.length - first))
+                self._log.record(CacheEntry(run.node(first), run.length - first))
             run.length = first
             if first == 0:
                 del self._branches[run.branch]

@@ -42,7 +42,7 @@ class PrefixStatistics:
         self._before_last_mark = self._last_mark
         self._last_mark = self._counters.num_prefix_query_tokens, self._counters.num_prefix_hit_tokens
 
-    def note_tenant(self, tenant: str, num_query_tokens: int, num_hit_tokens: int) -> None:
+    def count_tenant(self, tenant: str, num_query_tokens: int, num_hit_tokens: int) -> None:
         """A request of this tenant with ``num_query_tokens`` tokens found ``num_hit_tokens`` of them in the cache."""
         use = self.tenants.get(tenant)
         if use is None:

@@ -97,7 +97,7 @@ class RowTable:
         request.num_admitted_tokens = num_tokens
         return row
 
-    def note_speculation(self, row: int, record: SpeculationRecord) -> None:
+    def record_speculation(self, row: int, record: SpeculationRecord) -> None:
         """What is known of the proposals for the request in ``row`` has changed."""
         self.speculates_from[row] = record.resumes_at
         self.is_proven[row] = record.is_proven

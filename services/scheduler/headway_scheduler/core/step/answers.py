@@ -121,7 +121,7 @@ class Answers:
     def _learn_duration(self, step: InFlightStep, load: StepLoad, now: float, accepted: list[AcceptedTokens]) -> None:
         if step.speculating:
             num_proposed = sum(entry.num_proposed for entry in accepted)
-            self._speculation.note_step(load.shape, self._observer.duration_s(load, now), num_proposed)
+            self._speculation.record_step(load.shape, self._observer.duration_s(load, now), num_proposed)
         else:
             self._observer.learn(load, now)
 
@@ -265,7 +265,7 @@ class Answers:
                 num_proposed=num_proposed,
                 num_accepted=len(token_ids),
             )
-            rows.note_speculation(row, request.speculation)
+            rows.record_speculation(row, request.speculation)
             num_taken, end = self._append_to(request, token_ids, entries)
             self._state.count_surplus(len(token_ids) - num_taken)
             if end is not None:

@@ -100,7 +100,7 @@ class SpeculationPolicy:
                 record.search_pause = SHORTEST_SEARCH_PAUSE
         return True
 
-    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
+    def record_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
         """A step of this shape and so many proposals beside it took ``duration_s`` seconds."""
         alone_s = self._step_times.predict_s(shape)
         if not num_proposed or alone_s is None or not is_step_time(duration_s):

@@ -40,7 +40,7 @@ class SpeculationPass:
         objective_s = self._running.tightest.tightest_s
         counts = self.policy.choose(candidates, self._epoch.decoding.shape(), step, objective_s)
         for row, record, count in zip(ready, records, counts, strict=True):
-            rows.note_speculation(row, record)
+            rows.record_speculation(row, record)
             num_tokens = self._find_room(plan, row, count)
             if num_tokens > 0:
                 plan.let_speculate(row, num_tokens)
