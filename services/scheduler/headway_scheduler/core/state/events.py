@@ -1,6 +1,6 @@
-"""What the core tells the outside after each call: admissions, tokens, ends.
+"""What the core reports after each call: admissions, tokens, ends.
 
-Owns: the shape of these events. Must not know: gateways, frames, or who listens.
+Owns: the shape of these events. Must not know: gateways or frames.
 """
 
 import msgspec
@@ -31,10 +31,10 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
 
 
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one.
+    """A request ended. Times in seconds, None if that never came.
 
-    ``num_output_tokens`` includes ``num_held_tokens``, which came with it. ``num_predicted_tokens``: the output that was
-    expected of it when it first ran; None where nothing was.
+    ``num_output_tokens`` includes ``num_held_tokens``, which arrived with it. ``num_predicted_tokens``: the output
+    expected at its first start, if any was.
     """
 
     origin: Origin
@@ -48,7 +48,7 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_held_tokens: int
     tenant: str
     device_us: tuple[int, int] = (0, 0)
-    """What the steps between its first and its first token took on the device, and those until its end; microseconds."""
+    """Device time, in microseconds, of the steps from its start to its first token, and of those after."""
     num_predicted_tokens: int | None = None
     stop_token_id: int = -1
     error: str = ""
@@ -63,16 +63,16 @@ class LogprobsEvent(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobsEvent(msgspec.Struct, frozen=True):
-    """Log probabilities of tokens of a request's prompt; no token is told twice."""
+    """Log probabilities of prompt tokens; none is reported twice."""
 
     origin: Origin
     values: PromptLogprobColumns
 
 
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
+    """The result of one call. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
-    ``resumed_gaps_s``: for each request that goes on after it had lost its row, the seconds since its token before.
+    ``resumed_gaps_s``: seconds between tokens of requests that lost their row in between.
     """
 
     admitted: tuple[AdmittedEvent, ...] = ()
