@@ -6,25 +6,23 @@ One rule: each step hands out tokens from one budget so that a request's ``num_c
 ``num_tokens`` (vLLM's rule; chunks of prompts beside undelayed decodes are Sarathi-Serve's stall-free batching).
 ``num_computed_tokens`` advances when a step is scheduled, so that the next one need not wait for its answer.
 
-These parts fill the plan of a step (``state.step_plan``):
+``step.passes`` asks the batching policy which parts fill the plan of a step (``state.step_plan``):
 
-- ``step.passes`` asks the batching policy which passes run.
 - ``step.decode_pass`` runs one token per decoding row, ``step.prefill_pass`` chunks of prompts.
-- ``admission.admission`` starts waiting requests or says why not; ``admission.making_way`` preempts.
+- ``admission.admission`` starts waiting requests; ``admission.making_way`` preempts.
 - ``step.speculation_pass`` adds proposals.
 - ``step.sending`` sends the plan; ``step.answers`` takes in the answer.
 
 Cost follows change, not size: only array operations touch a row that decodes, until its *due tick*, the step in which
-it needs a block or has nothing left to compute. ``tests/specification.py`` states the same rules request by request,
-and property tests hold both equal.
+it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification.py``.
 
 With several steps in flight:
 
 - ``BlockPool`` fences a block that a step in flight may write.
-- A request that stops at step k may be in step k + 1; its surplus token is dropped (``InFlightStep.leavers``).
-- A preempted request still receives tokens of steps in flight, and restarts only after them.
+- A request that stops at step k may be in step k + 1; its surplus token is dropped.
+- A preempted request restarts only after the steps in flight that bring it tokens.
 - Blocks enter the prefix cache when their step has returned without error.
-- A step that speculates is answered before the next is sent: only then is its progress known.
+- A step that speculates is answered before the next is sent.
 """
 
 from collections.abc import Iterable
@@ -63,7 +61,7 @@ __all__ = ["Scheduler", "StateMismatch"]
 
 
 class Scheduler:
-    """The core for one executor. Call ``schedule`` until it returns None, and ``update`` with each answer in order."""
+    """Call ``schedule`` until it returns None, and ``update`` with each answer in order."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
@@ -76,7 +74,6 @@ class Scheduler:
         self._begin(capacity, epoch)
 
     def _begin(self, capacity: ExecutorCapacity, number: int) -> None:
-        """Make the parts of a new epoch."""
         state, limits = self._state, self.limits
         state.capacity = capacity
         costs = PreemptionCosts(state.step_times.prefill_s, capacity.swap_us_per_block)
@@ -111,7 +108,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------ schedule
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step; None if nothing can run or enough is in flight. ``now`` in seconds."""
+        """Decide the next step; None if there is none now. ``now`` in seconds."""
         state, epoch = self._state, self._epoch
         losses = state.losses
         if len(epoch.in_flight) >= self.limits.max_steps_in_flight or self.awaits_answer:
@@ -137,7 +134,7 @@ class Scheduler:
         return self._sending.commit(plan, total)
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:
-        """Take in the answer to the oldest step in flight. ``now`` in seconds.
+        """Take in the answer to the oldest step in flight.
 
         Raises:
             StateMismatch: it cannot be that answer; call ``begin_epoch``.
@@ -146,14 +143,11 @@ class Scheduler:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the newest step speculates, so that the next one depends on its answer."""
+        """Whether the newest step speculates: the next depends on its answer."""
         in_flight = self._epoch.in_flight
         return bool(in_flight) and bool(in_flight[-1].speculating)
 
     def _check_first_tokens(self, now: float) -> None:
-        """Move requests that may miss their objective to the front; move those that have missed it to the end, or end
-        them.
-        """
         state = self._state
         for request, danger in state.first_tokens.due(now):
             if request.status is RequestStatus.FINISHED:
@@ -168,7 +162,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ requests come and go
 
     def add_request(self, new: NewRequestEvent, now: float) -> None:
-        """Queue a request; ``now`` in seconds.
+        """Queue a request.
 
         Raises:
             RequestRejected: it can never run, or the queue is full.
@@ -184,13 +178,13 @@ class Scheduler:
         return sorted(self._requests.values(), key=lambda request: request.arrival)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
-        """The requests shed since the last call, because they could not meet their objective."""
+        """The ends of requests shed since the last call."""
         shed = tuple(self._shed)
         self._shed.clear()
         return shed
 
     def abort(self, origin: Origin) -> FinishedEvent | None:
-        """End a request; None if it is unknown, perhaps because it just ended."""
+        """End a request; None if it is unknown."""
         request = self._requests.get(origin)
         return None if request is None else self._endings.finish(request, FinishReason.ABORT)
 
@@ -207,25 +201,25 @@ class Scheduler:
         self._state.losses.run_alone(None if origin is None else self._requests.get(origin), num_tokens)
 
     def start_slowly(self, origins: Iterable[Origin]) -> None:
-        """Let few of these requests, whose steps were lost, run at once until each has replaced the lost tokens.
+        """Let few of these requests run at once until each has replaced the tokens of its lost steps.
 
-        It changes nothing if a batch must end before the next starts: that batch would be small.
+        Not if a batch must end before the next starts: it would be small.
         """
         if self._state.batching.rules(any_decoded=True).admits:
             requests = [self._requests[origin] for origin in origins if origin in self._requests]
             self._state.losses.start_slowly(requests, self.rows, self.limits.max_steps_in_flight)
 
     def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
-        """The live requests of one step in flight, or of all, with their known tokens."""
+        """The live requests of one step in flight, or of all, with their tokens."""
         found = [
             (request.new.origin, self.rows.num_tokens_of(request)) for request in self._epoch.requests_in_flight(step)
         ]
         return sorted(found, key=lambda entry: (entry[0].owner, entry[0].handle))
 
     def begin_epoch(self, capacity: ExecutorCapacity, epoch: int, *, same_model: bool = True) -> StepEvents:
-        """Start over with an empty executor: running requests wait again.
+        """Start over with an empty executor; running requests wait again.
 
-        Returns unreported admissions, and the ends of requests that the new executor cannot hold; all end without the
+        Returns unreported admissions, and the ends of requests that cannot run there: all, if it is not the
         ``same_model``.
         """
         admitted = self.admission.take_admitted()
@@ -305,7 +299,7 @@ class Scheduler:
 
     @property
     def step_time_figures(self) -> StepTimeFigures | None:
-        """The model of step times; None before it has learned."""
+        """The model of step times; None at first."""
         return self._state.step_times.figures
 
     @property
@@ -319,18 +313,18 @@ class Scheduler:
         return self._state.step_times.prefill_s(self._state.waiting.room.num_tokens, 0) or 0.0
 
     def service_counter_of(self, tenant: str) -> float | None:
-        """A tenant's weighted service; None under an order without books."""
+        """A tenant's weighted service, if the order keeps books."""
         return self._state.waiting.queue.counter_of(tenant)
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, received output included."""
+        """The tokens of a live request."""
         return self.rows.num_tokens_of(request)
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests before this one, in order; O(n log n)."""
+        """The waiting requests before this one; O(n log n)."""
         in_order = self._state.waiting.queue.in_order()
         return in_order[: in_order.index(request)]
 
     def steps_until_shortage(self) -> int | None:
-        """As ``Admission.steps_until_shortage``."""
+        """See ``Admission``."""
         return self.admission.steps_until_shortage()

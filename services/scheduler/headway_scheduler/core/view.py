@@ -20,7 +20,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class SchedulerFigures(NamedTuple):
-    """The figures of one moment; the defaults are for no executor."""
+    """The figures of one moment, or of no executor."""
 
     step: int = 0
     num_running: int = 0
@@ -42,7 +42,7 @@ class SchedulerFigures(NamedTuple):
 
 
 class RequestFigures(NamedTuple):
-    """A live request. Without a row it has no blocks and no computed tokens."""
+    """A live request; without a row it has no blocks."""
 
     num_tokens: int
     """Prompt and received output."""
@@ -51,7 +51,7 @@ class RequestFigures(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """Some of the cache's changes, and the next index."""
+    """Some of the cache's changes."""
 
     entries: tuple[CacheEntry, ...]
     next_index: int
@@ -117,7 +117,7 @@ class SchedulerView:
 
     @property
     def step_times(self) -> StepTimeFigures | None:
-        """The model of step times; None before it has learned."""
+        """The model of step times; None at first."""
         return self._core.step_time_figures
 
     @property
@@ -160,11 +160,11 @@ class SchedulerView:
         return self._core.requests()
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests before this one, in order; O(n log n)."""
+        """The waiting requests before this one; O(n log n)."""
         return self._core.ahead_of(request)
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, received output included."""
+        """The tokens of a live request."""
         return self._core.num_tokens_of(request)
 
     def figures_of(self, request: Request) -> RequestFigures:
@@ -193,13 +193,13 @@ class SchedulerView:
         return self._core.rows.live_rows()
 
     def num_computed_in(self, rows: RowIndices) -> Int32Array:
-        """Computed tokens of these rows after the scheduled steps; shape ``[len(rows)]``."""
+        """Computed tokens of these rows, shape ``[len(rows)]``."""
         return self._core.rows.num_computed_tokens[rows]
 
     # ----------------------------------------------------------------------------------------------- cache and tenants
 
     def cache_changes(self, index: int | None, most_blocks: int) -> CachePart:
-        """The cache's changes from ``index`` on; the whole cache if that is None or too old."""
+        """The cache's changes from ``index`` on, or the whole cache."""
         entries, next_index = self._core.cache.changes(index, most_blocks)
         return CachePart(entries, next_index, self._core.cache.has_changes_from(next_index))
 
@@ -212,5 +212,5 @@ class SchedulerView:
         return dict(self._core.prefix_statistics.tenants)
 
     def service_of(self, tenant: str) -> float | None:
-        """A tenant's weighted service; None under an order without books."""
+        """A tenant's weighted service, if the order keeps books."""
         return self._core.service_counter_of(tenant)

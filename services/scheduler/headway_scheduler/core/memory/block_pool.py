@@ -1,18 +1,17 @@
 """The KV blocks: reference counts, free lists, and fences.
 
-Owns: which blocks are free, which cached ones are evicted. Must not know: requests, rows, or what a block holds.
+Owns: which blocks are free, which cached ones are evicted. Must not know: requests, rows.
 
 At count 0 a block is *fenced* while a step in flight may still write it, then *free*. Free blocks without content form
-a stack, which is used first. Free cached blocks wait in eviction queues, where a prefix hit can take them back.
+a stack, which is used first. Free cached blocks queue for eviction, and a prefix hit takes them back.
 
 Eviction is segmented LRU (Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
 Computer 27(3), 1994; compare 2Q, Johnson and Shasha, VLDB 1994): blocks that no request has found again go first, so
-prompts that never come back cannot push out those that do. Reused blocks may be only a share of the evictable blocks;
-the least recently used beyond it become ordinary until their next hit. (A share of the whole pool would let old ones
-keep all that running requests leave.) Pinned blocks go last, as needed. They count as free, so pinning neither
-deadlocks the pool nor delays a request.
+prompts that never come back cannot push out those that do. Reused blocks may be only a share of the evictable blocks
+(running requests may leave few of the pool); the least recently used beyond it become ordinary until their next hit.
+Pinned blocks go last. They count as free, so pins neither deadlock the pool nor delay a request.
 
-Blocks released behind a fence are counted later, for all requests of a step at once: they are not free yet anyway.
+Blocks released behind a fence are counted later, all at once.
 """
 
 from collections import deque
@@ -32,7 +31,7 @@ _PROTECTED_QUARTERS = 3
 
 
 class BlockPool:
-    """``num_blocks`` equal blocks, numbered from 0. ``counters`` counts evictions."""
+    """``num_blocks`` equal blocks, numbered from 0."""
 
     def __init__(self, num_blocks: int, cache: PrefixCache, counters: SchedulerCounters) -> None:
         self._cache = cache
@@ -59,12 +58,12 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks without a reference that a step in flight may still write."""
+        """Unreferenced blocks that a step in flight may still write."""
         self._count_released()
         return self._num_fenced
 
     def allocate(self, count: int) -> BlockIndices:
-        """Take ``count`` (at most ``num_free``) blocks, shape ``[count]``, each with one reference."""
+        """Take ``count`` (at most ``num_free``) blocks, shape ``[count]``."""
         assert count <= self.num_free
         blocks = self._plain[self._plain_top : self._plain_top + count].copy()
         self._plain_top += len(blocks)
@@ -76,8 +75,8 @@ class BlockPool:
     def release(self, blocks: BlockIndices, fence_step: int | None) -> None:
         """Drop one reference of each of these distinct blocks.
 
-        Unreferenced blocks become free with ``complete_step(fence_step)``, or at once if that is None. The last blocks
-        of a chain are evicted first: they are useless without the first.
+        Unreferenced blocks become free with ``complete_step(fence_step)``, or now if that is None. Ends of chains are
+        evicted first: they are useless without the beginning.
         """
         if fence_step is None:
             self._count_released()
@@ -98,7 +97,7 @@ class BlockPool:
             self._make_free(blocks)
 
     def share(self, blocks: BlockIndices) -> None:
-        """Add a reference to each of these cached blocks, even free and fenced ones."""
+        """Add a reference to each of these cached blocks."""
         self._count_released()
         num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - self._evictable.take_out(blocks)
         self._ref_count[blocks] += 1
@@ -120,14 +119,14 @@ class BlockPool:
         return self._evictable.num_among(blocks)
 
     def reorder(self, blocks: BlockIndices) -> None:
-        """Requeue the free ones of these cached blocks by their new worth, as most recently used."""
+        """Requeue free ones of these cached blocks by their new worth."""
         free = self._evictable.among(blocks)
         if len(free):
             self._evictable.take_out(free)
             self._enqueue(free)
 
     def drop_cached(self) -> int:
-        """Evict all free cached blocks, even pinned ones; return how many."""
+        """Evict all free cached blocks; return how many."""
         dropped = np.concatenate(
             [self._evictable.take_oldest(level, self._evictable.lengths[level]) for level in range(NUM_WORTHS)]
         )
@@ -139,11 +138,11 @@ class BlockPool:
         return len(dropped)
 
     def num_held_once(self, blocks: BlockIndices) -> int:
-        """How many of these blocks have exactly one reference."""
+        """How many of these blocks have one reference."""
         return int(np.count_nonzero(self._ref_count[blocks] == 1))
 
     def check(self, held: BlockIndices) -> None:
-        """Assert that each block is held, fenced or free; ``held`` are all references."""
+        """Assert that ``held`` are all references and no block is lost."""
         self._count_released()
         assert np.array_equal(np.bincount(held, minlength=self.num_blocks), self._ref_count)
         assert np.count_nonzero(self._ref_count) + self.num_fenced + self.num_free == self.num_blocks

@@ -1,9 +1,9 @@
-"""The changes of the prefix cache, for readers that balance load by cached prefixes.
+"""The changes of the prefix cache, for readers that balance load.
 
-Owns: the latest changes and their numbers. Must not know: how blocks are found, or who reads.
+Owns: the latest changes. Must not know: who reads them.
 
-Recording starts with the first read. A reader that is new or too late gets the whole cache behind a *clearing*; for
-other readers that changes nothing. Recording stops when the last reader is too far behind.
+Recording starts with the first read. A reader that is new or too late gets the whole cache behind a *clearing*.
+Recording stops when the last reader is too far behind.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ import msgspec
 class CacheEntry(msgspec.Struct, frozen=True):
     """``num_blocks`` nodes from ``first_node`` on were stored or removed; 0: the cache was cleared.
 
-    Stored nodes have ``token_bytes`` (int32) and follow ``parent_node``, 0 for the start of prompts in ``scope``.
+    Stored nodes have ``token_bytes`` (int32) and follow ``parent_node``, 0 for prompts of ``scope``.
     """
 
     first_node: int = 0
@@ -29,7 +29,7 @@ CLEARING = CacheEntry()
 
 
 class CacheLog:
-    """The latest entries, numbered from 0, of at most ``most_blocks`` blocks."""
+    """The latest entries, numbered from 0."""
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
@@ -49,7 +49,7 @@ class CacheLog:
         return self.is_on and self._first_index <= index <= self.end_index
 
     def restart(self, cached: Iterable[CacheEntry]) -> int:
-        """Record all that is cached behind a clearing; return the clearing's number."""
+        """Record a clearing and the whole cache; return the clearing's number."""
         self.is_on = True
         index = self._read_index = self.end_index
         self._append(CLEARING)
@@ -70,7 +70,7 @@ class CacheLog:
             self.is_on = False
 
     def read(self, index: int, most_blocks: int) -> tuple[tuple[CacheEntry, ...], int]:
-        """Entries from ``index`` on, about ``most_blocks`` blocks, and the next index."""
+        """Entries from ``index`` on, and the next index."""
         taken: list[CacheEntry] = []
         num_blocks = 0
         for place in range(index - self._first_index, len(self._entries)):

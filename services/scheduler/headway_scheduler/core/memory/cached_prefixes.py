@@ -1,6 +1,6 @@
 """The prefix cache as requests see it.
 
-Owns: how much of a prompt comes from the cache, and when its blocks enter it. Must not know: what is evicted.
+Owns: which part of a prompt is cached. Must not know: what is evicted.
 """
 
 from headway_scheduler.core.memory.epoch import Epoch
@@ -20,14 +20,14 @@ class CachedPrefixes:
         self._rows = epoch.rows
 
     def find(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
-        """The cached blocks that the request may begin with, and the node of the last."""
+        """The cached blocks that the request may use, and the last node."""
         if not self._is_enabled:
             return NO_BLOCKS, ROOT_NODE
         scope = request.new.tenant if self.by_tenant else ""
         return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), scope)
 
     def most_blocks(self, request: Request, num_tokens: int) -> int:
-        """The most blocks that the request may take from the cache."""
+        """The most cached blocks that the request may use."""
         # At least one token must run, to sample from; so must each token whose logits are wanted.
         most_tokens = num_tokens - 1
         if request.is_owed_prompt_logprobs:
@@ -35,7 +35,7 @@ class CachedPrefixes:
         return most_tokens // self._rows.block_size
 
     def register(self, request: Request, row: int, num_computed_tokens: int) -> None:
-        """Cache the full blocks of a row's first ``num_computed_tokens`` tokens."""
+        """Cache the full blocks of a row's computed tokens."""
         rows = self._rows
         first, end = request.num_cached_blocks, num_computed_tokens // rows.block_size
         if end <= first or not self._is_enabled:

@@ -1,6 +1,6 @@
 """The rows that decode: one token per step, until they need a block or have nothing left to compute.
 
-Owns: which rows decode, are stalled or idle. Must not know: where blocks come from, or when a request ends.
+Owns: which rows decode, are stalled or idle. Must not know: where blocks come from.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ class DecodingRows:
         self._is_changed = False
 
     def indices(self) -> RowIndices:
-        """The rows that decode, ascending; the same array until they change."""
+        """The rows, ascending; the same array until they change."""
         if self._is_changed:
             rows = self._rows
             self._indices = rows.decoding[: rows.end].nonzero()[0]
@@ -51,7 +51,7 @@ class DecodingRows:
         self._is_changed = True
 
     def resume(self, served: RowIndices) -> None:
-        """Let the stalled ones of ``served`` decode again; each has its block."""
+        """Let the stalled ones of ``served`` decode; they have their block."""
         if self.stalled:
             self._rows.decoding[served] = 1
             self._is_changed = True
@@ -65,7 +65,7 @@ class DecodingRows:
             self._is_changed = True
 
     def let_decode(self, held_back: list[int], *, in_this_step: bool) -> None:
-        """Undo ``hold_back``, from this step on or from the next."""
+        """Undo ``hold_back``, now or from the next step on."""
         if held_back:
             self._rows.let_decode(held_back, in_this_step=in_this_step)
             self._is_changed = True

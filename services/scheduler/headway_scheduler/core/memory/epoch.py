@@ -1,6 +1,6 @@
 """The state of one executor: rows, blocks, and steps in flight.
 
-Owns: these objects. Must not know: requests that wait, or any decision.
+Owns: these objects. Must not know: any decision.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from headway_scheduler.core.state.step_plan import InFlightStep, StepPlan
 
 
 class Epoch:
-    """Made anew when an executor joins; up to ``num_batches`` disjoint batches may be in flight."""
+    """Made anew for each executor; ``num_batches`` disjoint batches may be in flight."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Epoch:
         return plan.budget - plan.num_chunk_tokens - len(self.decoding.indices())
 
     def extend(self, plan: StepPlan, row: int, count: int) -> None:
-        """Append ``count`` free blocks to the table of ``row``."""
+        """Append ``count`` blocks to the table of ``row``."""
         if count > 0:
             blocks = self.pool.allocate(count)
             self.rows.append_blocks(row, blocks)

@@ -1,9 +1,9 @@
 """Queues of free cached blocks, oldest first, one per level of worth.
 
-Owns: the queues. Must not know: what a block holds, or why it is worth more.
+Owns: the queues. Must not know: what a block holds.
 
-Each queue is a segment of one column, so ``_place`` says whether a block is queued, where, and in which queue. Taking a
-block out of the middle only forgets its place; its entry is skipped later.
+The queues are segments of one column, so ``_place`` says whether a block is queued, where, and in which queue. Removing
+a block forgets its place; its entry is skipped later.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _NOT_QUEUED = -1
 
 
 class EvictionQueues:
-    """``num_levels`` queues of block numbers below ``num_blocks``; each block is in at most one."""
+    """A block is in at most one queue."""
 
     def __init__(self, num_blocks: int, num_levels: int) -> None:
         self._segment = 2 * num_blocks + 1
@@ -27,7 +27,7 @@ class EvictionQueues:
         self.num_queued = 0
 
     def append(self, level: int, blocks: BlockIndices) -> None:
-        """Put blocks that are in no queue at the end of this one."""
+        """Put blocks that are in no queue into this one."""
         if self._tails[level] + len(blocks) > (level + 1) * self._segment:
             self._compact(level)
         tail = self._tails[level]
@@ -59,7 +59,7 @@ class EvictionQueues:
         return len(places)
 
     def take_oldest(self, level: int, count: int) -> BlockIndices:
-        """Remove the ``count`` oldest blocks of a queue, shape ``[count]``, oldest first."""
+        """Remove the oldest blocks of a queue, shape ``[count]``."""
         assert count <= self.lengths[level]
         self.lengths[level] -= count
         self.num_queued -= count

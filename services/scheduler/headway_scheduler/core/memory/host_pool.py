@@ -1,6 +1,6 @@
 """The host blocks into which KV blocks are swapped out.
 
-Owns: which are free. Must not know: requests, or what a block holds.
+Owns: which are free. Must not know: requests.
 
 A step's swap-outs run before its swap-ins (``headway_proto.step``, rule 1), so a block that a step swaps in is free
 only for the next.

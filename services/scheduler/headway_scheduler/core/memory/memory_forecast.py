@@ -1,18 +1,16 @@
-"""Forecasts the blocks that running requests will hold if no other request starts.
+"""Forecasts the blocks of the running requests if no other request starts.
 
-Owns: the arithmetic of growth. Must not know: rows, or where the chances come from.
+Owns: the arithmetic of growth. Must not know: where the chances come from.
 
-A running request grows by one token per step and frees all its blocks when it ends. After ``t`` steps it holds
-``blocks(num_tokens + t)`` with the probability that it still runs, otherwise nothing. Requests end independently, so
-means and variances add up, and the sum is nearly always below its mean plus ``MARGIN`` standard deviations. For the
-next ``block_size`` steps, averages say little: there, each request gets one more block.
+After ``t`` steps a request holds ``blocks(num_tokens + t)`` with the probability that it still runs, otherwise nothing.
+Requests end independently, so means and variances add up, and the sum is nearly always below its mean plus ``MARGIN``
+standard deviations. For the next ``block_size`` steps averages say little, so each request gets one more block.
 
 LightLLM asks the same question (Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025,
-arXiv:2507.10150), but puts one expected or sampled length in place of each distribution. With heavy tails, that
-predicts a peak which never comes and keeps out requests that would fit: half of them end long before their mean.
+arXiv:2507.10150), but puts one length in place of each distribution. With heavy tails that predicts a peak which never
+comes, because half of the requests end long before their mean.
 
-Approximations: demand is computed for two steps per octave; a prompt under way counts as computed; a shared block
-counts for each of its requests; a request that sits out steps grows later than predicted.
+A prompt under way counts as computed, a shared block for each of its requests.
 """
 
 from typing import Any, TypeAlias
@@ -28,7 +26,7 @@ MARGIN = 1.5
 
 
 def horizons(block_size: int, max_tokens: int) -> NDArray[np.int64]:
-    """The steps for which demand is computed, at least one: int64 ``[m]``, ascending multiples of ``block_size``."""
+    """The steps to look at, one or more: int64 ``[m]``, ascending multiples of ``block_size``."""
     most = max(max_tokens // block_size, 1)
     octaves = 2 ** np.arange(most.bit_length(), dtype=np.int64)
     blocks = np.union1d(octaves, octaves * 3 // 2)
@@ -38,8 +36,8 @@ def horizons(block_size: int, max_tokens: int) -> NDArray[np.int64]:
 class MemoryForecast:
     """The demand for blocks after each of ``horizons``.
 
-    Chances are float64 ``[n, m]`` or ``[m]``: the probability that a request still runs at each horizon, in multiples
-    of 1 / 1024, so that sums are exact in any order. A request with chances of 0 keeps its present blocks.
+    Chances, float64 ``[n, m]`` or ``[m]``, are the probabilities that a request still runs at each horizon: multiples
+    of 1 / 1024, so that sums are exact in any order. With chances of 0 a request keeps its present blocks.
     """
 
     def __init__(self, block_size: int, horizons: NDArray[np.int64]) -> None:
@@ -68,7 +66,7 @@ class MemoryForecast:
         self._variance = self._variance + variance
 
     def peak_with(self, num_tokens: int, chances: FloatArray) -> int:
-        """The largest demand, now or later, if a request of ``num_tokens`` tokens starts now."""
+        """The largest demand if a request of ``num_tokens`` tokens starts now."""
         mean, variance = self._demand_of(num_tokens, chances)
         soon = self._num_soon + (int(self._blocks(num_tokens)) + 1 if chances[0] else int(self._blocks(num_tokens + 1)))
         demand = _demand(self._mean + mean, self._variance + variance)

@@ -1,9 +1,9 @@
 """The token prefixes that operators have pinned; they outlive executors.
 
-Owns: their tokens, and how much of the pool may be pinned. Must not know: which blocks hold them.
+Owns: their tokens. Must not know: which blocks hold them.
 
-Cached blocks of a pinned prefix are evicted last; a pin holds none itself. At most a quarter of the pool may be pinned,
-so that the rest of the cache stays useful.
+Cached blocks of a pinned prefix are evicted last. At most a quarter of the pool may be pinned, so that the cache stays
+useful.
 """
 
 import msgspec
@@ -19,11 +19,11 @@ _POOL_SHARE = 4
 
 
 class PinRefused(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """A pin that is not allowed; one line that names the field."""
+    """A pin is not allowed; the message names the field."""
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
-    """``num_blocks`` blocks hold it, 0 while the executor is too small; ``num_resident_blocks`` are cached now."""
+    """``num_blocks`` is 0 while the executor is too small; ``num_resident_blocks`` are cached now."""
 
     name: str
     tenant: str
@@ -33,7 +33,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
 
 
 class PinnedPrefixes:
-    """Pins by name. Call ``begin`` whenever an executor starts empty."""
+    """Pins by name."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._is_caching = limits.enable_prefix_caching
@@ -42,7 +42,7 @@ class PinnedPrefixes:
         self._num_blocks: dict[str, int] = {}
 
     def begin(self, capacity: ExecutorCapacity, cache: PrefixCache, pool: BlockPool) -> None:
-        """Apply the pins to an empty cache, oldest first, if they fit."""
+        """Apply the pins to a new executor, oldest first."""
         self._capacity, self._cache, self._pool = capacity, cache, pool
         self._num_blocks = {}
         for name in self._tokens:
@@ -54,10 +54,10 @@ class PinnedPrefixes:
         self._tokens = {}
 
     def pin(self, name: str, tenant: str, token_ids: Int32Array) -> PinnedPrefix:
-        """Pin the whole blocks of ``token_ids``, int32 ``[num_tokens]``; replaces a pin of this name.
+        """Pin the whole blocks of ``token_ids``, int32 ``[num_tokens]``.
 
         Raises:
-            PinRefused: the prefix is too short, too large, or not allowed; all pins stay.
+            PinRefused: it is too short, too large, or not allowed; all pins stay.
         """
         self._check(name, tenant, token_ids)
         self._drop(name)
@@ -111,7 +111,6 @@ class PinnedPrefixes:
         return 0 < len(self._tokens[name][1]) // self._capacity.block_size <= self._num_free_to_pin(name)
 
     def _num_free_to_pin(self, name: str) -> int:
-        """Blocks that may be pinned under ``name``, present ones included."""
         others = sum(count for other, count in self._num_blocks.items() if other != name)
         return self._capacity.num_blocks // _POOL_SHARE - others
 

@@ -1,15 +1,15 @@
 """The preemption policies by name, and the choice of a victim.
 
-Owns: swap or recompute, their costs, and which row loses its blocks. Must not know: how a row is taken away.
+Owns: swap or recompute, and which row loses its blocks. Must not know: how a row is taken away.
 
 - ``recompute``: release the blocks, compute the tokens again later (vLLM's first choice: Kwon et al., SOSP 2023,
   section 4.5).
 - ``swap``: copy the blocks to the host and back; recompute if the host is full.
-- ``auto``: whichever takes less device time, as measured; recompute while that is unknown.
+- ``auto``: whichever has taken less device time; recompute while that is unknown.
 
-A victim comes later in the service order than the row that needs a block. The lowest class goes first, then the least
-lost work per freed block, in quarters of a block, then the last in service order. Only the last ``MAX_CANDIDATES`` rows
-are compared, which bounds the cost and protects requests that started early.
+A victim comes later in the service order. The lowest class goes first, then the least lost work per freed block, in
+quarters of a block, then the last in service order. Only the last ``MAX_CANDIDATES`` rows are compared, which bounds
+the cost and protects requests that started early.
 """
 
 from collections.abc import Callable, Collection
@@ -29,8 +29,7 @@ _MOVE_SMOOTHING = 0.2
 class PreemptionCosts:
     """Device time in microseconds; None while unknown.
 
-    ``prefill_s`` maps numbers of prompt tokens and of tokens computed before to seconds. ``swap_us_per_block`` is the
-    executor's first measurement, or 0.
+    ``prefill_s`` maps numbers of prompt tokens and of computed tokens to seconds.
     """
 
     def __init__(self, prefill_s: Callable[[int, int], float | None], swap_us_per_block: float) -> None:
@@ -53,7 +52,7 @@ class PreemptionCosts:
         return None if seconds is None else seconds * 1e6
 
     def swap_us(self, num_blocks: int) -> float | None:
-        """The time to move ``num_blocks`` blocks out and back in."""
+        """The time to move blocks out and back in."""
         return 2 * num_blocks * self._swap_us_per_block if self._swap_us_per_block > 0 else None
 
 
@@ -104,9 +103,9 @@ PREEMPTIONS: dict[str, PreemptionPolicy] = {"recompute": Recompute(), "swap": Sw
 
 
 def choose_victim(rows: RowTable, pool: BlockPool, row: int, planned: Collection[int]) -> int | None:
-    """The row that must give ``row`` a block: a later one, or ``row`` itself if it is the last.
+    """The row that must give ``row`` a block: ``row`` itself if it is the last.
 
-    None if all later rows are ``planned``: their prompts are part of this step.
+    None if all later rows are ``planned``, with prompts in this step.
     """
     keys = rows.order_key[: rows.end]
     later = (keys > keys[row]).nonzero()[0]
@@ -131,7 +130,7 @@ def in_victim_order(rows: RowTable, pool: BlockPool, candidates: list[int]) -> l
 
 
 def _lost_per_block(rows: RowTable, pool: BlockPool, row: int) -> int:
-    """Tokens to recompute per freed block, in quarters of a block."""
+    """Tokens to recompute, in quarters of a block."""
     blocks = rows.block_table[row, : rows.num_blocks[row]]
     num_freed = pool.num_held_once(blocks)
     if not num_freed:

@@ -1,20 +1,20 @@
 """Which blocks hold the KV of which token prefixes, and the worth of each.
 
-Owns: chains of cached blocks, matches, and worth. Must not know: who holds a block, or when it is evicted.
+Owns: chains of cached blocks, matches, worth. Must not know: who holds a block, or when it is evicted.
 
 A full block is known by the block before it and its own tokens. (vLLM's automatic prefix caching chains blocks so;
 SGLang's RadixAttention keeps a tree of runs.) Blocks registered together, usually a whole prompt, are one *run*. A
 *node* is a place in a run. A run branches off a node; that node and the tokens of its first block find it. So a match
-compares few byte strings, whatever it covers. It compares tokens, not digests: prompts cannot collide. A prompt that
-differs from some block on is a new run; runs are never split.
+compares few byte strings. It compares tokens, not digests: prompts cannot collide. Runs are never split: a prompt that
+differs from some block on is a new run.
 
 Evicting a block cuts its run: later blocks cannot be reached, and nothing is registered behind them. Nodes are never
 reused.
 
-Only prompts of one *scope* share blocks: it is part of the key of a first block (compare vLLM's cache salt).
+Only prompts of one *scope* share blocks: it is part of a first block's key (compare vLLM's cache salt).
 
 A block is worth least if no request has found it again (*once*), more if one has (*reused*), most if *pinned*. A pin
-*awaits* the branch with its next block, so other registrations do no work for it.
+*awaits* its next branch, so other registrations do no work for it.
 """
 
 from collections.abc import Iterator
@@ -99,9 +99,9 @@ class PrefixCache:
         self._log = CacheLog(most_blocks=4 * num_blocks)
 
     def changes(self, index: int | None, most_blocks: int) -> tuple[tuple[CacheEntry, ...], int]:
-        """About ``most_blocks`` blocks of changes from ``index`` on, and the next index.
+        """Changes from ``index`` on, about ``most_blocks`` blocks, and the next index.
 
-        If ``index`` is None or too old: a clearing, then all that is cached.
+        If ``index`` is None or too old: a clearing, then the whole cache.
         """
         if index is None or not self._log.covers(index):
             index = self._log.restart(self._cached_entries())
@@ -128,29 +128,29 @@ class PrefixCache:
         return held
 
     def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
-        """ONCE, REUSED or PINNED for each cached block, shape ``[len(blocks)]``."""
+        """ONCE, REUSED or PINNED, shape ``[len(blocks)]``."""
         worth = self._is_reused[blocks]
         if self._pins:
             worth[self._num_pins_of_block[blocks] > 0] = PINNED
         return worth
 
     def num_worth(self) -> list[int]:
-        """How many cached blocks are ONCE, REUSED, PINNED; O(blocks)."""
+        """How many are ONCE, REUSED, PINNED; O(blocks)."""
         cached = (self._node_of_block != _NO_NODE).nonzero()[0]
         counts: list[int] = np.bincount(self.worth_of(cached), minlength=NUM_WORTHS).tolist()
         return counts
 
     def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
-        """The longest cached prefix: its block numbers, and the node of the last."""
+        """The longest cached prefix, and its last node."""
         parts, node = self._walk(ROOT_NODE, scope, token_bytes, max_blocks)
         if not parts:
             return NO_BLOCKS, node
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)), node
 
     def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices, scope: str = "") -> int:
-        """Record that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the last one's node.
+        """Record that ``blocks`` hold ``token_bytes`` behind ``parent_node``; return the last node.
 
-        Blocks that already hold the same tokens stay the cached ones, because block tables are append-only.
+        Blocks that already hold these tokens stay the cached ones: block tables are append-only.
         """
         if parent_node != ROOT_NODE and not self._is_reachable(parent_node):
             return parent_node
@@ -184,9 +184,9 @@ class PrefixCache:
         self._is_reused[blocks] = 0
 
     def forget(self, blocks: BlockIndices) -> BlockIndices:
-        """Cut the runs of these cached blocks, which will be overwritten.
+        """Cut the runs of these blocks, which will be overwritten.
 
-        Returns cached blocks behind them that are no longer pinned.
+        Returns cached blocks that this unpins.
         """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
@@ -207,7 +207,7 @@ class PrefixCache:
     # ---------------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: str, scope: str, token_bytes: bytes) -> BlockIndices:
-        """Pin a prefix of whole blocks; return cached blocks now worth more."""
+        """Pin whole blocks; return cached ones now worth more."""
         pin = self._pins[name] = _Pin(scope, token_bytes, len(token_bytes) // self._block_bytes)
         self._extend(pin)
         changed: BlockIndices = pin.blocks[self._num_pins_of_block[pin.blocks] == 1][::-1]
@@ -226,7 +226,6 @@ class PrefixCache:
         return len(self._pins[name].blocks)
 
     def _extend(self, pin: _Pin) -> None:
-        """Pin the blocks registered behind those of ``pin``."""
         num_known = len(pin.blocks)
         node = int(self._node_of_block[pin.blocks[-1]]) if num_known else ROOT_NODE
         rest = pin.token_bytes[num_known * self._block_bytes :]
@@ -255,7 +254,7 @@ class PrefixCache:
         pin.awaited = None
 
     def _shorten(self, pin: _Pin, length: int) -> BlockIndices:
-        """Keep ``length`` blocks; return the cached ones that are no longer pinned."""
+        """Keep ``length`` blocks; return cached ones no longer pinned."""
         lost, pin.blocks = pin.blocks[length:], pin.blocks[:length]
         self._num_pins_of_block[lost] -= 1
         changed: BlockIndices = lost[self.holds(lost) & (self._num_pins_of_block[lost] == 0)][::-1]
@@ -294,7 +293,7 @@ class PrefixCache:
             del self._runs[run.number]
 
     def _walk(self, node: int, scope: str, token_bytes: bytes, max_blocks: int) -> tuple[list[BlockIndices], int]:
-        """Follow ``token_bytes`` from ``node``: the blocks passed, in parts, and the node reached."""
+        """Follow ``token_bytes``: the blocks passed, in parts, and the node reached."""
         size = self._block_bytes
         parts: list[BlockIndices] = []
         done = 0
@@ -313,7 +312,7 @@ class PrefixCache:
         return parts, node
 
     def _num_equal(self, run: _Run, place: int, token_bytes: bytes, done: int, most: int) -> int:
-        """How many blocks agree from here on; at least one does."""
+        """How many blocks agree; at least one does."""
         size = self._block_bytes
         theirs, ours = place * size, done * size
         if run.token_bytes[theirs : theirs + most * size] == token_bytes[ours : ours + most * size]:

@@ -17,17 +17,14 @@ MAX_TENANTS = 64
 
 
 class TenantPrefixUse(msgspec.Struct):
-    """Prompt tokens of a tenant, and those found in the cache."""
+    """A tenant's prompt tokens, and those found cached."""
 
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
 
 
 class PrefixStatistics:
-    """Compares ``counters`` with earlier values, so that a request costs nothing.
-
-    Call ``mark`` every ``RECENT_QUERIES`` queries.
-    """
+    """Call ``mark`` every ``RECENT_QUERIES`` queries."""
 
     def __init__(self, counters: SchedulerCounters) -> None:
         self._counters = counters

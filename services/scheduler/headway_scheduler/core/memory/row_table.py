@@ -1,6 +1,6 @@
 """The columns of running requests: one entry per row of the step wire.
 
-Owns: row allocation, token ids, block tables, counters. Must not know: queues, budgets, or why a row changes.
+Owns: rows, token ids, block tables, counters. Must not know: why a row changes.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class RowTable:
     - ``decoding``: 1 while the row runs one token each step, until its ``due_tick``.
     - ``order_key``: lower is served first; ``priority``: higher is less urgent.
     - ``tenant``: index in the order's books; ``curve``: of output lengths.
-    - ``speculates_from``: computed tokens from which the row may speculate; ``is_proven``: speculation pays for it.
+    - ``speculates_from``: may speculate from so many computed tokens on; ``is_proven``: it pays.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
@@ -70,10 +70,7 @@ class RowTable:
         self._first_block = np.arange(max_rows, dtype=np.int64) * max_blocks
 
     def take(self, request: Request, blocks: BlockIndices) -> int:
-        """Give ``request`` the lowest free row, with ``blocks`` as its table.
-
-        Its first chunk sets ``num_computed_tokens``.
-        """
+        """Give ``request`` the lowest free row, with ``blocks`` as its table."""
         row = heapq.heappop(self._free_rows)
         num_tokens, num_blocks = len(request.token_ids), len(blocks)
         new = request.new
@@ -102,7 +99,7 @@ class RowTable:
         self.is_proven[row] = record.is_proven
 
     def give_back(self, row: int) -> None:
-        """Free a row; the caller has copied what its request still needs."""
+        """Free a row; its request has copied what it needs."""
         self.request_in(row).row = -1
         self.requests[row] = None
         self.num_live -= 1
@@ -118,7 +115,7 @@ class RowTable:
         return request
 
     def hold_back(self, rows: list[int]) -> None:
-        """Let decoding rows sit out a step, which delays what is due."""
+        """Let decoding rows sit out a step."""
         self.decoding[rows] = 0
         self.due_tick[rows] += 1
 
@@ -153,14 +150,11 @@ class RowTable:
         return self.token_ids[row, : self.num_tokens[row]].copy()
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, received output included."""
+        """The tokens of a live request."""
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
 
     def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
-        """Append one token to each row; return their positions, shape ``[len(rows)]``.
-
-        ``first_token`` is that column at ``rows``.
-        """
+        """Append a token to each row; return their positions, shape ``[len(rows)]``."""
         positions = self.num_tokens[rows]
         self._flat_token_ids[first_token + positions] = token_ids
         self.num_tokens[rows] = positions + ONE

@@ -1,9 +1,8 @@
 """Blocks of preempted requests on the host, and the moves of the next step.
 
-Owns: host blocks, unsent moves, and the costs of moving. Must not know: queues, budgets, or which request is next.
+Owns: host blocks, unsent moves, costs of moving. Must not know: which request is next.
 
-Moves go out with the next step. A request that ends before cancels its swap-out, so that no step writes a host block
-twice.
+A request that ends before the next step cancels its swap-out, so that no step writes a host block twice.
 """
 
 import numpy as np
@@ -41,7 +40,7 @@ class Swapping:
         return self._host.num_free + self._host.num_released
 
     def swap_out(self, request: Request, blocks: BlockIndices, num_tokens: int) -> int:
-        """Let the next step copy ``blocks``, which hold ``num_tokens`` tokens; return how many it copies.
+        """Let the next step copy ``blocks`` (``num_tokens`` tokens); return how many it copies.
 
         It copies none if the host has no room or recomputing is better.
         """
@@ -53,19 +52,19 @@ class Swapping:
         return len(blocks)
 
     def swap_in(self, request: Request, table: BlockIndices, num_shared: int) -> None:
-        """Bring a request's blocks into its ``table``, except the first ``num_shared``, which are cached."""
+        """Bring a request's blocks into its ``table``, except ``num_shared`` cached ones."""
         host_blocks = request.host_blocks
         if num_shared < len(host_blocks):
             self._in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
         self._give_up(request)
 
     def forget(self, request: Request) -> None:
-        """Release the host blocks of a request that has ended."""
+        """Release the host blocks of an ended request."""
         self._out.pop(request.arrival, None)
         self._give_up(request)
 
     def take_moves(self) -> tuple[bytes, bytes, int]:
-        """The column groups to swap out and in with this step, and the number of blocks."""
+        """The column groups to swap out and in now, and the number of blocks."""
         if not self._out and not self._in:
             return NO_MOVES
         moves_out, moves_in = list(self._out.values()), self._in

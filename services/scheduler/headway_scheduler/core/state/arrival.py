@@ -1,6 +1,6 @@
 """A request as it arrives.
 
-Owns: the arrival, and the name that answers go by. Must not know: what happens to it later.
+Owns: the arrival. Must not know: what happens to it later.
 """
 
 import msgspec
@@ -10,19 +10,17 @@ from headway_proto.sampling import SamplingParams
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """The receiver of the tokens: opaque integers that travel with the request."""
+    """The receiver of the tokens: opaque integers."""
 
     owner: int
     handle: int
 
 
 class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request as it arrives. ``token_ids``: int32 ``[num_tokens]``, the prompt, then output that its gateway already
-    holds.
+    """``token_ids``: int32 ``[num_tokens]``, the prompt and output that its gateway already holds.
 
-    ``max_tokens`` includes held output. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives, 0 for none. ``has_run``: it
-    started elsewhere before, so it is not shed. ``num_prompt_logprobs``: prompt tokens, from the second on, whose log
-    probabilities are already reported.
+    ``max_tokens`` includes held output. Objectives of 0: none. ``has_run``: it started elsewhere, so it is not shed.
+    ``num_prompt_logprobs``: prompt tokens, from the second on, whose log probabilities are already reported.
     """
 
     origin: Origin

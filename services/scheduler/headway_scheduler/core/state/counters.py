@@ -39,7 +39,7 @@ class Preemption(NamedTuple):
 
 
 class WasteReason(StrEnum):
-    """Why tokens were computed for nothing. Wrong proposals count elsewhere (``num_draft_tokens``).
+    """Why tokens were computed for nothing.
 
     ``RECOMPUTE`` and ``NEW_EPOCH``: computed again after a preemption or with a new executor; counted at the restart,
     less what the cache or the host still has. ``SURPLUS``: drawn after the request's last token.
@@ -51,10 +51,10 @@ class WasteReason(StrEnum):
 
 
 class SchedulerCounters(msgspec.Struct):
-    """Totals since the process started; prompt and prefix tokens count once, at a request's first admission.
+    """Totals since the process started; prompt and prefix tokens count at a request's first admission.
 
-    A request that is admitted again finds its own blocks. These count only in ``num_prefix_resumed_tokens``, so that
-    preemptions do not raise the hit rate.
+    Later it finds its own blocks. These count only in ``num_prefix_resumed_tokens``, or preemptions would raise the hit
+    rate.
     """
 
     num_steps: int = 0

@@ -1,6 +1,6 @@
 """What the core reports after each call: admissions, tokens, ends.
 
-Owns: the shape of these events. Must not know: gateways or frames.
+Owns: these events. Must not know: gateways or frames.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from headway_scheduler.core.state.request import FinishReason
 
 
 class AdmittedEvent(msgspec.Struct, frozen=True):
-    """A request runs for the first time. Times in seconds."""
+    """A request started for the first time. Times in seconds."""
 
     origin: Origin
     num_cached_tokens: int
@@ -33,8 +33,8 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A request ended. Times in seconds, None if that never came.
 
-    ``num_output_tokens`` includes ``num_held_tokens``, which arrived with it. ``num_predicted_tokens``: the output
-    expected at its first start, if any was.
+    ``num_output_tokens`` includes ``num_held_tokens``. ``num_predicted_tokens``: the output expected at its first
+    start.
     """
 
     origin: Origin
@@ -55,7 +55,7 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobsEvent(msgspec.Struct, frozen=True):
-    """Log probabilities of output token ``index`` of a request."""
+    """Log probabilities of output token ``index``."""
 
     origin: Origin
     index: int
@@ -63,14 +63,14 @@ class LogprobsEvent(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobsEvent(msgspec.Struct, frozen=True):
-    """Log probabilities of prompt tokens; none is reported twice."""
+    """Log probabilities of prompt tokens, each reported once."""
 
     origin: Origin
     values: PromptLogprobColumns
 
 
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one call. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
+    """``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
     ``resumed_gaps_s``: seconds between tokens of requests that lost their row in between.
     """

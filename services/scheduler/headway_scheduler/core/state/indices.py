@@ -2,8 +2,7 @@
 
 Owns: these types. Must not know: what they number.
 
-On the wire they are int32. NumPy converts any index type but this one first: indexing thirty entries by int32 costs
-five times as much.
+NumPy converts other index types first: indexing thirty entries by int32, as on the wire, costs five times as much.
 """
 
 from typing import TypeAlias

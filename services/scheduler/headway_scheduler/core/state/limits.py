@@ -1,4 +1,4 @@
-"""The bounds of the scheduler: the operator's settings and the executor's capacity.
+"""The operator's settings and the executor's capacity.
 
 Owns: the core's settings. Must not know: where they come from.
 """
@@ -9,11 +9,7 @@ from headway_proto.step import BackendInfo
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's settings; ``docs/settings.md`` explains each. A limit of 0 is none.
-
-    ``order``, ``batching``, ``reserve``, ``budget`` and ``preemption`` are names in the registries of the policies;
-    ``reserve`` "auto" is the batching policy's own. ``tenant_weights``: shares under the order ``fair``, 1 by default.
-    """
+    """``docs/settings.md`` explains each. Policies are names in their registries."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -40,7 +36,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor announces; ``max_num_rows`` bounds the requests at once.
+    """What the executor announces.
 
     Zeros: ``swap_us_per_block`` (one way) unknown, ``max_num_batched_tokens`` unlimited, ``max_speculative_tokens``
     (per row and step) no speculation.
@@ -60,14 +56,14 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: BackendInfo) -> "ExecutorCapacity":
-        """The capacity in ``info``, whose fields have the same names."""
+        """The capacity in ``info``."""
         return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of one request; its last token needs no place in the pool."""
+        """The most tokens of one request; the last needs no place in the pool."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     def most_batched_tokens(self, wanted: int) -> int:
-        """The token budget of a step if the operator wants ``wanted``."""
+        """The token budget if the operator wants ``wanted``."""
         return min(wanted, self.max_num_batched_tokens) if self.max_num_batched_tokens else wanted

@@ -1,6 +1,6 @@
 """A request, from submission to its end.
 
-Owns: its status, and the counters that outlive a row. Must not know: queues, blocks, or columns of rows.
+Owns: its status, and what outlives a row. Must not know: queues, blocks.
 """
 
 from enum import Enum
@@ -40,14 +40,14 @@ class FinishReason(Enum):
 def may_speculate(new: NewRequestEvent) -> bool:
     """Whether tokens may ever be proposed for a request.
 
-    A constraint forbids it: what may follow a proposal is unknown until that token is drawn.
+    Under a constraint, the tokens allowed after a proposal are unknown until it is drawn.
     """
     return new.max_tokens > 1 and new.sampling.constraint is None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Request:
-    """A live request. While it runs, its tokens and counters are columns of its row."""
+    """While it runs, its tokens and counters are columns of its row."""
 
     __slots__ = (
         "arrival",
@@ -144,17 +144,17 @@ class Request:
 
     @property
     def order_key(self) -> int:
-        """Its place in the service order, lower first: by rank, then by first start."""
+        """Its place in the service order: by rank, then by first start."""
         return self.rank << START_BITS | self.start
 
     @property
     def is_owed_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of its prompt are still to be reported."""
+        """Whether prompt log probabilities are still to be reported."""
         is_wanted = self.new.sampling.prompt_logprobs != NO_LOGPROBS
         return is_wanted and self.num_prompt_logprobs < self.new.num_prompt_tokens - 1
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that came after it lost its row."""
+        """Append a token that came too late for its row."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
 
     def forget_executor(self) -> None:

@@ -1,6 +1,6 @@
 """A step while it is planned, and while it is in flight.
 
-Owns: the parts of one step. Must not know: how rows and blocks are chosen.
+Owns: the parts of one step. Must not know: how they are chosen.
 """
 
 from collections.abc import Collection
@@ -18,10 +18,10 @@ from headway_scheduler.core.state.step_shape import StepShape
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillChunk:
-    """Part of a prompt in a step, from position ``start`` on; the last part (``completes``) samples.
+    """Part of a prompt in a step, from ``start`` on; the last part (``completes``) samples.
 
-    After the step, ``row`` holds ``num_computed_tokens`` tokens of ``request``, if the request has not been preempted
-    since (``num_preemptions`` is still ``stay``).
+    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since (then ``stay``
+    is no longer its ``num_preemptions``).
     """
 
     __slots__ = ("completes", "num_computed_tokens", "request", "row", "start", "stay")
@@ -36,18 +36,18 @@ class PrefillChunk:
 
     @property
     def end_of_prompt_logprobs(self) -> int:
-        """The end of the positions whose log probabilities follow from this part; they begin at ``start`` + 1."""
+        """One past the last position with a log probability from this part; the first is ``start`` + 1."""
         return max(min(self.num_computed_tokens + 1, self.request.new.num_prompt_tokens), self.start + 1)
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether the request still has the row of this part."""
+        """Whether the request still has this row."""
         request = self.request
         return request.row == self.row and request.num_preemptions == self.stay
 
 
 class StepLoad(NamedTuple):
-    """The work of a step sent at ``sent_time``, and its objective, if any."""
+    """The work of a step, and its objective, if any."""
 
     shape: StepShape
     sent_time: float
@@ -55,7 +55,7 @@ class StepLoad(NamedTuple):
 
 
 class StepPlan:
-    """A step being planned: the rest of the budget, and the parts of the message."""
+    """The rest of the budget, and the parts of the message."""
 
     __slots__ = (
         "_block_ids",
@@ -118,7 +118,7 @@ class StepPlan:
         self.num_speculative_tokens += num_tokens
 
     def rows_in_prompt(self) -> set[int]:
-        """Rows with a part of their prompt in this step; they cannot leave it."""
+        """Rows with a part of their prompt in this step."""
         return {chunk.row for chunk in self.chunks}
 
     def drop_row(self, row: int) -> None:
@@ -148,7 +148,7 @@ class StepPlan:
         return encode_column([*rows, *counts])
 
     def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
-        """The column group (row, tokens) of all exceptions, rows ascending."""
+        """The column group (row, tokens), rows ascending."""
         exceptions = dict(self.exceptions)
         for rows in sitting_out:
             if rows:
@@ -163,9 +163,9 @@ class StepPlan:
 class InFlightStep:
     """A step sent and not answered.
 
-    ``sampling_rows``: ascending; each brings one token, those ``speculating`` (row, most proposals) perhaps more.
-    ``leavers``: rows given up since, with the request that is still owed this step's token, or None. ``digest``: of the
-    mirrored state after the step, if the executor reports one.
+    ``sampling_rows``, ascending, bring one token each, those ``speculating`` (row, most proposals) perhaps more.
+    ``leavers``: rows given up since, with the request that is still owed a token, or None. ``digest``: of the mirrored
+    state after the step, if reported.
     """
 
     __slots__ = (
@@ -202,7 +202,7 @@ class InFlightStep:
         self._samples = b""  # one byte per row up to the last that samples; computed on demand
 
     def ran_rows(self) -> set[int]:
-        """The rows that run in this step and still belong to the same request."""
+        """The rows of this step that still belong to the same request."""
         rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks)}
         return rows.difference(self.leavers)
 
@@ -215,7 +215,7 @@ class InFlightStep:
         return row < len(self._samples) and self._samples[row] != 0
 
     def places_of(self, row: int) -> slice:
-        """The place of ``row`` among the sampling rows; empty if it has none."""
+        """The place of ``row`` among the sampling rows, if any."""
         place = int(self.sampling_rows.searchsorted(row))
         found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
         return slice(place, place + int(found))

@@ -1,6 +1,6 @@
-"""The quantities that a step's duration depends on.
+"""What the duration of a step depends on.
 
-Owns: them. Must not know: the model that predicts from it.
+Owns: its shape. Must not know: the model of step times.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class StepShape(NamedTuple):
     num_prefill_pairs: int = 0
 
     def with_prompt(self, num_tokens: int, num_computed_tokens: int) -> "StepShape":
-        """This step and one more row with ``num_tokens`` prompt tokens."""
+        """This step and one more row of a prompt."""
         return StepShape(
             self.num_tokens + num_tokens,
             self.num_rows + 1,
@@ -25,5 +25,5 @@ class StepShape(NamedTuple):
 
 
 def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
-    """Pairs of a query and a key in a chunk: each token attends to all before it and to itself."""
+    """Pairs of a query and a key in a chunk: each token attends to itself and all before."""
     return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2

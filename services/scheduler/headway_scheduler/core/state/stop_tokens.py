@@ -1,8 +1,8 @@
 """The token ids that end some running request.
 
-Owns: how many running requests stop at each id. Must not know: which ones.
+Owns: how many requests stop at each id. Must not know: which ones.
 
-Most requests share a few sets of stop tokens. So sets are counted, and the tokens of a set only when it comes or goes.
+Most requests share a few sets of stop tokens, so sets are counted first.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class StopTokens:
-    """``ends_some``, shape ``[vocab_size]``: whether any running request stops at this id."""
+    """``ends_some``, shape ``[vocab_size]``: whether a running request stops here."""
 
     def __init__(self, vocab_size: int) -> None:
         self.ends_some = np.zeros(vocab_size, dtype=np.bool_)

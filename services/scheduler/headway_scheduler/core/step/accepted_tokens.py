@@ -13,7 +13,7 @@ from headway_scheduler.core.state.indices import RowIndices
 
 
 class AcceptedTokens(NamedTuple):
-    """How many proposals a row might have, how many it had, and its accepted tokens."""
+    """A row's allowed and made proposals, and its accepted tokens."""
 
     row: int
     num_allowed: int
@@ -24,8 +24,7 @@ class AcceptedTokens(NamedTuple):
 def split_tokens(
     output: ExecutorOutput, sampling_rows: RowIndices, speculating: list[tuple[int, int]]
 ) -> tuple[Int32Array, list[AcceptedTokens]]:
-    """The first token of each of ``sampling_rows``, and the accepted tokens of the ``speculating`` ones (row, most
-    proposals).
+    """The first tokens of ``sampling_rows``, and the accepted tokens of the ``speculating`` (row, most proposals).
 
     Raises:
         ValueError: the answer does not fit the step.

@@ -1,4 +1,4 @@
-"""Checks an answer against the oldest step in flight before anything of it counts.
+"""Checks an answer before anything of it counts.
 
 Owns: which answers are impossible. Must not know: what happens to the tokens.
 """
@@ -18,7 +18,7 @@ from headway_scheduler.core.step.accepted_tokens import AcceptedTokens, split_to
 
 
 class StateMismatch(Exception):  # noqa: N818 - named for what was found
-    """The answer cannot follow from the steps sent; only a new epoch helps."""
+    """An answer that cannot follow from the steps sent; only a new epoch helps."""
 
 
 Answer: TypeAlias = tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[AcceptedTokens]]
@@ -26,7 +26,7 @@ Answer: TypeAlias = tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[Acce
 
 
 class AnswerChecks:
-    """Removes the oldest step in flight if the answer fits it."""
+    """Takes the oldest step out of those in flight."""
 
     def __init__(self, epoch: Epoch, stop_tokens: StopTokens) -> None:
         self._in_flight = epoch.in_flight
@@ -70,9 +70,7 @@ class AnswerChecks:
         return step, token_ids, stops_some, accepted
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
-        """Reject rows that the step did not run; an impossible row number would hit another request or end this
-        process.
-        """
+        """A wrong row number would hit another request or end this process."""
         for error in output.errors:
             if not 0 <= error.row < self._max_rows:
                 raise StateMismatch(f"an error of row {error.row} in step {step.step}, which there is not")
@@ -85,7 +83,7 @@ class AnswerChecks:
 
 
 def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:
-    """Require that reports cover exactly the prompt tokens computed, once per row."""
+    """Reports must cover exactly the prompt tokens computed."""
     chunks = {chunk.row: chunk for chunk in step.chunks}
     for row, values in ((entry.row, entry.values) for entry in reported):
         chunk = chunks.pop(row, None)

@@ -1,6 +1,6 @@
-"""Takes in the executor's answers: tokens, log probabilities, failed rows, and the ends that follow.
+"""Takes in answers: tokens, log probabilities, failed rows, and the ends that follow.
 
-Owns: the tokens of an answer. Must not know: how steps are decided, or who receives tokens.
+Owns: the tokens of an answer. Must not know: who receives them.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColu
 
 
 class Answers:
-    """Appends tokens to all rows at once; looks only at rows that end, failed or speculate one by one."""
+    """Looks singly only at rows that end, failed or speculate."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Answers:
         """Take in the answer to the oldest step in flight.
 
         Raises:
-            StateMismatch: it cannot be the answer to that step.
+            StateMismatch: it is not that answer.
         """
         step, token_ids, stops_some, accepted = self._checks.take(output)
         self._epoch.pool.complete_step(step.step)
@@ -129,10 +129,7 @@ class Answers:
     def _prompt_logprobs(
         self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
     ) -> tuple[PromptLogprobsEvent, ...]:
-        """The log probabilities of prompt tokens that are not reported yet.
-
-        Progress follows from the step alone, so that a replay needs no values.
-        """
+        """What is not reported yet; this follows from the step alone, so a replay needs no values."""
         reported = {entry.row: entry.values for entry in output.prompt_logprobs}
         events = []
         for chunk in step.chunks:
@@ -154,7 +151,6 @@ class Answers:
         first_tokens: list[FirstTokenEvent],
         resumed_gaps_s: list[float],
     ) -> None:
-        """Record first tokens, and register full blocks in the prefix cache."""
         for chunk in step.chunks:
             request = chunk.request
             if chunk.row in failed or request.status is RequestStatus.FINISHED:
@@ -172,7 +168,6 @@ class Answers:
     def _logprobs(
         self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
     ) -> tuple[LogprobsEvent, ...]:
-        """Log probabilities of delivered tokens, hence not of failed rows or ended requests."""
         events = []
         num_reported: Counter[int] = Counter()
         for values in output.logprobs:
@@ -189,7 +184,7 @@ class Answers:
     def _late_tokens(
         self, step: InFlightStep, token_ids: Int32Array, failed: dict[int, str]
     ) -> list[tuple[Request, int]]:
-        """Tokens of requests that lost their row after this step was sent, rows ascending."""
+        """Tokens of requests that lost their row since, rows ascending."""
         late = []
         for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
             request.num_unreturned -= 1
@@ -244,7 +239,6 @@ class Answers:
         columns: TokenColumns,
         finished: list[FinishedEvent],
     ) -> TokenColumns:
-        """Append and learn from accepted proposals, up to the end of each request."""
         rows, counters = self._rows, self._counters
         entries: list[tuple[int, int, int, int]] = []
         moved: list[int] = []
@@ -278,7 +272,7 @@ class Answers:
     def _append_to(
         self, request: Request, token_ids: list[int], entries: list[tuple[int, int, int, int]]
     ) -> tuple[int, FinishedEvent | None]:
-        """Append tokens to a running request until one ends it; return how many, and the end."""
+        """Append tokens until one ends the request: how many, and the end."""
         rows, row, origin = self._rows, request.row, request.new.origin
         for place, token_id in enumerate(token_ids):
             num_tokens = int(rows.num_tokens[row])
@@ -292,7 +286,6 @@ class Answers:
         return len(token_ids), None
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
-        """End ``request`` if its newest token stops it or reaches its limit."""
         new = request.new
         if token_id in new.stop_token_ids and num_tokens - new.num_prompt_tokens >= new.sampling.min_tokens:
             return self._endings.finish(request, FinishReason.STOP, stop_token_id=token_id)

@@ -1,6 +1,6 @@
 """The decode pass: a block for each decoding row that has filled its last one.
 
-Owns: which rows are due, and their order. Must not know: prompts, or how a row is preempted.
+Owns: which rows are due. Must not know: prompts, or how a row is preempted.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ class DecodePass:
         self._making_way = making_way
 
     def serve(self, plan: StepPlan) -> None:
-        """Give each due row a block, let it wait for one, or stop it if it has nothing left to compute."""
+        """Give each due row a block, let it wait for one, or stop it at its end."""
         rows, decoding, tick = self._rows, self._decoding, np.array(self._epoch.next_step, dtype=np.int64)
         due = (rows.due_tick[: rows.end] == tick).nonzero()[0]
         if decoding.stalled:

@@ -1,6 +1,6 @@
 """The prefill pass: chunks of prompts under way, and starts of waiting requests.
 
-Owns: the order of prompts, and the size of chunks. Must not know: which rows decode.
+Owns: order and size of chunks. Must not know: which rows decode.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -14,7 +14,7 @@ from headway_scheduler.core.state.step_plan import StepPlan
 
 
 class PrefillPass:
-    """``budget_in_force``: tokens allowed in the newest step with prompts, decodes included."""
+    """``budget_in_force``: tokens allowed in the newest step with prompts."""
 
     def __init__(
         self, state: CoreState, epoch: Epoch, running: RunningRequests, making_way: MakingWay, admission: Admission
@@ -32,7 +32,7 @@ class PrefillPass:
         self._overtakes = state.order.overtakes_prompts
 
     def serve(self, plan: StepPlan, rules: StepRules) -> None:
-        """Serve prompts under way, then waiting ones; the order may let waiting ones go first."""
+        """Serve prompts under way, then waiting ones, or first those that the order prefers."""
         cut = self._admission.cut_of(rules)
         if self._prefilling and self._ranks_classes:
             self._promote_starved(plan.now)
@@ -44,10 +44,7 @@ class PrefillPass:
             self._admission.admit_waiting(plan, cut)
 
     def _promote_starved(self, now: float) -> None:
-        """Move prompts without tokens for ``aging_s`` seconds above all classes.
-
-        Otherwise requests of higher classes could fill every step.
-        """
+        """Move prompts without tokens for ``aging_s`` above all classes, which could fill every step."""
         for row in sorted(self._prefilling):
             request = self._rows.request_in(row)
             if request.rank != HEAD_RANK and now - request.served_time >= self._state.limits.aging_s:
@@ -55,7 +52,6 @@ class PrefillPass:
                 self._rows.order_key[row] = request.order_key
 
     def _bound_prompts(self, plan: StepPlan) -> None:
-        """Let the budget policy bound the prompt tokens beside the decodes."""
         rows, decoding = self._rows, self._epoch.decoding.shape()
         self.budget_in_force = plan.budget
         if not decoding.num_rows:
@@ -76,7 +72,7 @@ class PrefillPass:
         self.budget_in_force = plan.budget
 
     def _serve_under_way(self, plan: StepPlan, cut: PromptCut | None) -> None:
-        """Run a chunk of each prompt; waiting requests that the order prefers start before it if ``cut`` allows any."""
+        """Run a chunk of each prompt, after waiting requests that the order prefers."""
         rows = self._rows
         under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
         is_overtaken = cut is not None and self._overtakes and not self._keeps_service_order
@@ -95,22 +91,20 @@ class PrefillPass:
 
     @property
     def _keeps_service_order(self) -> bool:
-        """Whether prompts follow the service order instead of the queue's order.
+        """Whether prompts follow the service order, not the queue's.
 
-        They do while a preempted request waits, because then memory is short and blocks are taken in service order.
-        Otherwise a prompt could take blocks that another waits for, be preempted, and come back first.
+        They do while a preempted request waits: memory is short, and blocks are taken in service order. Otherwise a
+        prompt could take blocks that another waits for, be preempted, and come back first.
         """
         return self._waiting.num_preempted > 0 and not self._ranks_classes
 
     def _prompts_under_way(self) -> list[int]:
-        """Rows in their prompt, in the order of service."""
         if self._keeps_service_order:
             return sorted(self._prefilling, key=self._rows.order_key.__getitem__)
         request_in, place = self._rows.request_in, self._waiting.queue.prompt_place
         return sorted(self._prefilling, key=lambda row: place(request_in(row)))
 
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
-        """The prompt tokens that ``row`` can run now, bounded by budget and blocks."""
         rows = self._rows
         computed = int(rows.num_computed_tokens[row])
         wanted = min(int(rows.num_tokens[row]) - computed, self._epoch.budget_left(plan))

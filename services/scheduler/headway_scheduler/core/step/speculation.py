@@ -1,22 +1,21 @@
 """For which requests speculation pays, and how far ahead.
 
-Owns: what is learned of proposals, and the decision. Must not know: rows, blocks, or how tokens are proposed.
+Owns: what is learned of proposals, and the decision. Must not know: rows, blocks.
 
 A request *tries* speculation at first and after each pause. If no proposal is found, it tries again after
-``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to ``LONGEST_SEARCH_PAUSE``. After ``TRIES`` successive
-steps with only wrong proposals it pauses for ``SHORTEST_PAUSE`` tokens, then twice as many, up to ``LONGEST_PAUSE``.
-First pauses double in the same way from request to request while none succeeds. The next step waits for the answer to
-one that speculates, which slows all rows. So requests that only try do it together, at most once in
-``STEPS_BETWEEN_TRIES`` steps, or beside requests for which it pays.
+``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to ``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps with
+only wrong proposals it pauses for ``SHORTEST_PAUSE`` tokens, then twice as many, up to ``LONGEST_PAUSE``. First pauses
+double in the same way from request to request while none succeeds. The step after one that speculates waits for its
+answer, which slows all rows. So requests try together, once in ``STEPS_BETWEEN_TRIES`` steps, or beside requests for
+which it pays.
 
 After a right proposal a request *speculates* as long as it pays. It asks for twice as many tokens after all were right,
-otherwise for one more than were right. It must meet two conditions:
+otherwise for one more than were right. Two conditions must hold:
 
-- Its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``.
-- The batch gains. A step of n rows takes t by the model of step times, and t' with proposals, by their measured cost.
-  Accepted tokens are worth t / n each, and must be worth ``MARGIN`` times t' - t: the request ends sooner, but the
-  others wait, and steps become shorter only later. In a large batch a proposal costs as much as a token, so speculation
-  ends by itself; ``max_speculating_seqs`` ends it in any case.
+- Its running mean of accepted tokens per step is at least ``LEAST_MEAN``.
+- The batch gains. A step of n rows takes t, and t' with proposals. Accepted tokens are worth t / n each, together at
+  least ``MARGIN`` times t' - t, since other rows wait. In a large batch a proposal costs as much as a token, so
+  speculation ends by itself.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ _LARGEST_COST = 2.0
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SpeculationPolicy:
-    """Decides for one executor, which proposes at most ``max_tokens`` tokens a row; 0: never."""
+    """At most ``max_tokens`` proposals a row."""
 
     def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
         self.max_tokens = max_tokens
@@ -52,7 +51,7 @@ class SpeculationPolicy:
         self._proposal_s = -1.0  # cost of a proposal; below 0 before the first measurement
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
-        """Whether requests that only try may do so in ``step``."""
+        """Whether requests may try in ``step``."""
         return step % min(STEPS_BETWEEN_TRIES, num_rows) == 0
 
     def choose(
@@ -62,10 +61,9 @@ class SpeculationPolicy:
         step: int,
         objective_s: float | None,
     ) -> list[int]:
-        """How many tokens each candidate may speculate in ``step``.
+        """How many tokens each candidate (record, computed tokens) may speculate in ``step``.
 
-        A candidate is a record and its row's number of computed tokens. ``decoding`` is the step without proposals;
-        ``objective_s`` bounds its time.
+        ``decoding`` is the step without proposals; ``objective_s`` bounds its time.
         """
         proven = [(record, position) for record, position in candidates if record.is_proven]
         if proven and not self._pays([record for record, _ in proven], decoding, objective_s):
@@ -99,7 +97,7 @@ class SpeculationPolicy:
         return True
 
     def record_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
-        """Learn from the duration of a step of this shape plus ``num_proposed`` proposals."""
+        """Learn from the duration of a step with proposals."""
         alone_s = self._step_times.predict_s(shape)
         if not num_proposed or alone_s is None or not is_step_time(duration_s):
             return
@@ -118,7 +116,7 @@ class SpeculationPolicy:
         num_proposed: int,
         num_accepted: int,
     ) -> None:
-        """Learn from one row of an answered step; ``num_computed_tokens`` includes accepted ones."""
+        """Learn from one row of an answered step."""
         record.num_proposed_tokens += num_proposed
         record.num_accepted_tokens += num_accepted
         record.mean_accepted += _GAIN * (num_accepted - record.mean_accepted)

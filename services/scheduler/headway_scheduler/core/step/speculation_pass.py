@@ -46,9 +46,9 @@ class SpeculationPass:
                 plan.let_speculate(row, num_tokens)
 
     def _find_room(self, plan: StepPlan, row: int, count: int) -> int:
-        """How many of ``count`` proposals fit budget, limit and blocks; 0 or less for none.
+        """How many of ``count`` proposals fit; 0 or less for none.
 
-        New blocks are taken only if one per row stays free: proposals may be wrong, and must not cause a preemption.
+        New blocks are taken only if one per row stays free: proposals, perhaps wrong, must not cause a preemption.
         """
         rows, epoch = self._rows, self._epoch
         end = int(rows.num_computed_tokens[row]) + 1

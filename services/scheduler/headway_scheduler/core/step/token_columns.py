@@ -1,6 +1,6 @@
 """The receivers of a step's tokens, as columns.
 
-Owns: the columns of new tokens. Must not know: when a request ends, or who receives them.
+Owns: these columns. Must not know: when a request ends.
 
 Lookups are kept while the sampling rows are the same array.
 """
@@ -29,7 +29,7 @@ class TokenColumns(NamedTuple):
         return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
 
     def with_late(self, late: list[tuple[Request, int]]) -> "TokenColumns":
-        """Append the newest tokens of requests that have lost their row."""
+        """Append the newest tokens of requests that lost their row."""
         entries = [
             (
                 request.new.origin.owner,
@@ -43,7 +43,7 @@ class TokenColumns(NamedTuple):
 
 
 class SamplingOrigins:
-    """The origins, ``first_token`` and ``last_position`` of the rows that sampled last."""
+    """What is constant for the rows that sampled last."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
@@ -53,7 +53,7 @@ class SamplingOrigins:
         self.first_token = np.empty(0, dtype=np.int64)
 
     def look_up(self, sampling_rows: RowIndices) -> None:
-        """Look up ``sampling_rows`` unless they are the last ones."""
+        """Look up these rows unless they are the last ones."""
         if self._of is sampling_rows:
             return
         rows = self._rows
@@ -64,5 +64,5 @@ class SamplingOrigins:
         self.first_token = rows.first_token[sampling_rows]
 
     def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:
-        """The columns of the tokens that these rows took at ``positions``."""
+        """The columns of the tokens at ``positions``."""
         return TokenColumns(self._owners, self._handles, positions - self._num_prompt_tokens, token_ids)
