@@ -203,7 +203,7 @@ class Scheduler:
     def start_slowly(self, origins: Iterable[Origin]) -> None:
         """Let few of these requests run at once until each has replaced the tokens of its lost steps.
 
-        Not if a batch must end before the next starts: it would be small.
+        It does nothing if a batch must end before the next one.
         """
         if self._state.batching.rules(any_decoded=True).admits:
             requests = [self._requests[origin] for origin in origins if origin in self._requests]

@@ -24,7 +24,7 @@ from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.indices import ONE, BlockIndices
 
 _EVICTION_SHARE = 64
-"""Blocks are evicted in batches of this fraction of the pool, which costs less than one by one."""
+"""One batch evicts the pool's blocks divided by this number; one block at a time would cost more."""
 
 _PROTECTED_QUARTERS = 3
 """Reused blocks may be this many quarters of the evictable blocks that are not pinned."""

@@ -22,7 +22,7 @@ from headway_scheduler.core.memory.row_table import RowTable
 
 MAX_CANDIDATES = 16
 _RESOLUTION = 4
-"""Lost work per freed block is compared in this fraction of a block's tokens."""
+"""Lost work is compared in quarters of a block."""
 _MOVE_SMOOTHING = 0.2
 
 

@@ -53,8 +53,8 @@ class WasteReason(StrEnum):
 class SchedulerCounters(msgspec.Struct):
     """Totals since the process started; prompt and prefix tokens count at a request's first admission.
 
-    Later it finds its own blocks. These count only in ``num_prefix_resumed_tokens``, or preemptions would raise the hit
-    rate.
+    When admitted again, it finds its own blocks. These count only in ``num_prefix_resumed_tokens``, or preemptions
+    would raise the hit rate.
     """
 
     num_steps: int = 0

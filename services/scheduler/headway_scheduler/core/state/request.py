@@ -138,7 +138,7 @@ class Request:
         self.num_prompt_logprobs = new.num_prompt_logprobs
         # Leading blocks of its table that are registered in the prefix cache, and the node of the last.
         self.num_cached_blocks, self.cache_node = 0, 0
-        # One of its first tokens, a quick comparison (``prefix_wait``); -1 before that, or if it is too short.
+        # One of its first tokens, which ``prefix_wait`` compares first; -1 before that, or if there are too few tokens.
         self.mark = -1
         self.speculation = SpeculationRecord(may_speculate=may_speculate(new))
 

@@ -73,7 +73,7 @@ class AnswerChecks:
         """A wrong row number would hit another request or end this process."""
         for error in output.errors:
             if not 0 <= error.row < self._max_rows:
-                raise StateMismatch(f"an error of row {error.row} in step {step.step}, which there is not")
+                raise StateMismatch(f"an error of row {error.row}, which does not exist, in step {step.step}")
         for values in output.logprobs:
             place = step.places_of(values.row) if 0 <= values.row < self._max_rows else slice(0, 0)
             if place.start == place.stop:
