@@ -20,17 +20,16 @@ from headway_scheduler.core.state.step_shape import StepShape
 class PrefillChunk:
     """Part of a prompt in a step, from ``start`` on; the last part (``completes``) samples.
 
-    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since (then ``stay``
-    is no longer its ``num_preemptions``).
+    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since.
     """
 
-    __slots__ = ("completes", "num_computed_tokens", "request", "row", "start", "stay")
+    __slots__ = ("completes", "num_computed_tokens", "num_preemptions", "request", "row", "start")
 
     def __init__(self, request: Request, row: int, start: int, num_computed_tokens: int, completes: bool) -> None:
         self.request = request
         self.row = row
         self.start = start
-        self.stay = request.num_preemptions
+        self.num_preemptions = request.num_preemptions
         self.num_computed_tokens = num_computed_tokens
         self.completes = completes
 
@@ -43,7 +42,7 @@ class PrefillChunk:
     def holds_blocks(self) -> bool:
         """Whether the request still has this row."""
         request = self.request
-        return request.row == self.row and request.num_preemptions == self.stay
+        return request.row == self.row and request.num_preemptions == self.num_preemptions
 
 
 class StepLoad(NamedTuple):

@@ -28,10 +28,10 @@ class SpeculationPass:
         rows, decoding, step = self._rows, self._epoch.decoding.indices(), self._epoch.next_step
         if not 0 < len(decoding) <= self._limits.max_speculating_seqs:
             return
-        of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
+        is_ready = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
         if not self.policy.is_time_to_try(step, len(decoding)):
-            of_now &= rows.is_proven[decoding].any()
-        ready = decoding[of_now].tolist()
+            is_ready &= rows.is_proven[decoding].any()
+        ready = decoding[is_ready].tolist()
         if not ready:
             return
         records = [rows.request_in(row).speculation for row in ready]

@@ -47,17 +47,17 @@ class SamplingOrigins:
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
-        self._of: RowIndices = NO_ROWS
+        self._sampling_rows: RowIndices = NO_ROWS
         self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
         self.last_position = EMPTY_COLUMN
         self.first_token = np.empty(0, dtype=np.int64)
 
     def look_up(self, sampling_rows: RowIndices) -> None:
         """Look up these rows unless they are the last ones."""
-        if self._of is sampling_rows:
+        if self._sampling_rows is sampling_rows:
             return
         rows = self._rows
-        self._of = sampling_rows
+        self._sampling_rows = sampling_rows
         self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
         self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
         self.last_position = rows.last_position[sampling_rows]
