@@ -14,7 +14,7 @@ from pathlib import Path
 LAST_WORDS_VARIABLE = "_HEADWAY_LAST_WORDS"
 
 
-def tell_last(line: str) -> None:
+def write_last_line(line: str) -> None:
     """Leave one line, without its end, to the starter of this process."""
     file = os.environ.get(LAST_WORDS_VARIABLE)
     if file:
