@@ -45,7 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ingress_address: Annotated[
         str, Meta(description="ZeroMQ address to bind for gateways: ipc://PATH or tcp://HOST:PORT")
     ] = "tcp://127.0.0.1:50053"
-    max_num_batched_tokens: Annotated[int, Meta(description="most tokens in one step")] = 2048
+    max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_steps_in_flight: Annotated[int, Meta(description="most steps sent and not yet answered")] = 2
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
@@ -70,7 +70,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ReserveName,
         Meta(
             description="memory that must be free before a request starts: for its first chunk (none), its prompt, all of "
-            "max_tokens (full), or its predicted length; auto: as the batching policy was published"
+            "max_tokens (full), or its predicted length; auto: the batching policy's own choice"
         ),
     ] = "auto"
     budget: Annotated[
