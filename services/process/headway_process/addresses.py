@@ -43,7 +43,7 @@ def check_ipc_directory(field: str, address: str) -> None:
     """Refuse a Unix socket that others could use or replace.
 
     Raises:
-        ValueError: the directory is missing, another user's, or open to others.
+        ValueError: its directory is missing, another user's, or open to others.
     """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
@@ -73,10 +73,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> None:
-    """Refuse unusable addresses, and those that strangers could read without a token.
+    """Refuse an unusable address, or one that strangers could read without a token.
 
     Raises:
-        ValueError: one line with the field, the value (cut at 64 characters) and what is allowed.
+        ValueError: see ``check_link_address``.
     """
     if token_file and not Path(token_file).is_file():
         raise ValueError(f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file that exists")

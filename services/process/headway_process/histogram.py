@@ -13,7 +13,7 @@ _DECADES = 9
 
 
 class HistogramSnapshot(NamedTuple):
-    """``cumulative[i]`` of ``num_values`` values are at most ``bounds[i]``; ``total`` is their sum."""
+    """``cumulative[i]`` of ``num_values`` values are at most ``bounds[i]``; ``total``: their sum."""
 
     bounds: tuple[float, ...]
     cumulative: tuple[int, ...]

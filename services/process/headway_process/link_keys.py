@@ -25,7 +25,7 @@ def load_own_keys(directory: Path, name: str) -> tuple[bytes, bytes]:
     """Return public and secret key in Z85.
 
     Raises:
-        ValueError: the file cannot be used or holds no secret key.
+        ValueError: the file is unusable or has no secret key.
     """
     public, secret = _load(directory, name)
     if secret is None:
@@ -46,7 +46,7 @@ def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
     """Return public key and, if present, secret key in Z85.
 
     Raises:
-        ValueError: the file cannot be read or holds no whole key; the message says why.
+        ValueError: no readable file with a whole key.
     """
     try:
         public, secret = zmq.auth.load_certificate(path)

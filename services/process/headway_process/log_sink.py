@@ -1,8 +1,8 @@
 """Writes log lines on a separate thread, so that logging never delays serving.
 
-Owns: waiting lines, the count of dropped ones. Must not know: how a line is made. Writes to full disks, unread pipes or
-stopped terminals fail or hang. A text stream's lock would then block other writers and the interpreter's exit, so the
-thread writes to the descriptor.
+Owns: waiting lines, the count of dropped ones. Must not know: how a line is made.
+A write to a full disk, an unread pipe or a stopped terminal may hang, and a text stream's lock would block the
+interpreter's exit. So the thread writes to the descriptor.
 """
 
 import collections
@@ -40,7 +40,7 @@ class LogSink(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Queue a line, or count it as dropped."""
+        """Queue or drop a line."""
         with self._changed:
             is_full = len(self._lines) >= self._max_lines or self._num_characters + len(text) > MAX_CHARACTERS
             if is_full:

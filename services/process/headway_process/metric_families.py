@@ -34,7 +34,7 @@ class MetricFamilies:
         self.families.append(family)
 
     def counter(self, name: str, description: str, values: Values, *labels: str) -> None:
-        """Add a value that only grows; ``name`` gets ``_total``."""
+        """Add a growing value; ``name`` gets ``_total``."""
         family = CounterMetricFamily(name, description, labels=(*self._names, *labels))
         for own, value in _by_label(values):
             family.add_metric((*self._values, *own), value)

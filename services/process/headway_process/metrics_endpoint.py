@@ -1,8 +1,8 @@
 """Serves metrics to Prometheus: GET /metrics over HTTP, on a separate thread.
 
-Owns: the HTTP server, access, limits. Must not know: the figures.
-A scrape costs the main loop one copy of its figures (``snapshots``). Addresses beyond loopback require ``authorization:
-Bearer TOKEN``, compared in constant time. The token travels in clear: put TLS in front beyond a trusted network.
+Owns: the HTTP server, access, limits. Must not know: the figures. A scrape costs the main loop one copy of its figures.
+Beyond loopback it needs ``authorization: Bearer TOKEN``, compared in constant time and sent in clear: put TLS in front
+beyond a trusted network.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ class MetricsEndpoint:
     """Listens from construction to ``close``.
 
     Args:
-        address: HOST:PORT that passed ``check_metrics_address``; port 0 for a free one.
+        address: checked HOST:PORT; port 0 for a free one.
         token_file: one bearer token a line; empty if none is needed.
-        collect: called for each scrape, in the endpoint's thread; ``TimeoutError`` becomes status 503.
+        collect: called for each scrape, in this thread; ``TimeoutError`` becomes status 503.
 
     Raises:
         ValueError: the address is taken, the file cannot be used, or prometheus-client is not installed.
@@ -71,7 +71,7 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """One thread per reader; those over the limit are disconnected."""
+    """Disconnects readers over the limit."""
 
     daemon_threads = True
 
@@ -98,7 +98,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._readers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore readers that disconnect or never ask."""
+        """Ignore readers that disconnect."""
 
 
 class _ServerOverIpv6(_Server):
@@ -166,7 +166,7 @@ def _refuse(start_response: "StartResponse", status: str, text: str, challenge: 
 
 
 def _digests(token_file: str) -> tuple[bytes, ...]:
-    """Hash each token, so that none stays in memory."""
+    """No token stays in memory."""
     try:
         text = text_of_token_file(Path(token_file), _MAX_TOKEN_FILE_BYTES)
     except ValueError as error:

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> bool:
     """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended.
 
-    The kernel means the parent's *thread*: do not use this for children of short-lived threads.
+    The kernel means the parent's *thread*: do not use it for children of short-lived threads.
     """
     if sys.platform != "linux":
         return True
@@ -26,9 +26,6 @@ def end_with_parent() -> bool:
 
 
 def launcher_is_gone(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher has ended already.
-
-    It may end before ``end_with_parent``, while Python loads modules.
-    """
+    """Whether the launcher ended while Python started."""
     launcher = environment.get(LAUNCHER_VARIABLE)
     return launcher is not None and launcher != str(os.getppid())

@@ -1,8 +1,7 @@
-"""A sign of life from a child process to its starter: a byte in a pipe.
+"""A sign of life to a process's starter: a byte in a pipe.
 
 Owns: how the pipe is found, and the interval. Must not know: who listens.
-A stopped or hanging process has not ended. So the starter passes a pipe's writing end in ``PULSE_VARIABLE`` and sees
-whether the main loop runs.
+A hanging process has not ended, so the starter watches whether the main loop still writes.
 """
 
 import contextlib
@@ -29,6 +28,6 @@ class Pulse:
 
 
 def pulse_of(environment: MutableMapping[str, str]) -> Pulse:
-    """Take the pulse from the environment, away from this process's children."""
+    """Take ``PULSE_VARIABLE``, which this process's children must not have."""
     fd = environment.pop(PULSE_VARIABLE, "")
     return Pulse(int(fd) if fd.isascii() and fd.isdigit() else None)

@@ -34,5 +34,5 @@ def range_text(bounds: tuple[float, float]) -> str:
 
 
 def number_text(bound: float) -> str:
-    """Write a whole number with all digits, for copying."""
+    """Write whole numbers with all digits."""
     return f"{int(bound)}" if bound == int(bound) else f"{bound:g}"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def text_of_token_file(path: Path, most_bytes: int) -> str:
-    """Return the text of a complete file.
+    """Return a complete file's text.
 
     Raises:
-        ValueError: unreadable or incomplete; the message says why, without its contents.
+        ValueError: unreadable or incomplete; the message has none of the contents.
     """
     try:
         # O_NONBLOCK: a named pipe without a writer would block.
