@@ -1,7 +1,6 @@
 """Decides which request is guilty of lost steps, and which one runs alone.
 
-Owns: the link between the core's requests and the brake's names. Must not know: frames, the clock. It only reads the
-core.
+Owns: the core's requests by the brake's names. Must not know: frames, the clock. It only reads the core.
 """
 
 from typing import NamedTuple
@@ -14,14 +13,14 @@ from headway_scheduler.notices import Notices
 
 
 class Trial(NamedTuple):
-    """This sequence runs alone until it has ``num_tokens`` tokens; None: all may run."""
+    """This sequence runs alone until it has ``num_tokens`` tokens; None: all run."""
 
     origin: Origin | None
     num_tokens: int
 
 
 class Verdict(NamedTuple):
-    """The sequences of the lost steps; the guilty one ends with ``error``."""
+    """The sequences of lost steps; the guilty one ends with ``error``."""
 
     in_flight: tuple[Origin, ...]
     guilty: Origin | None
@@ -52,7 +51,7 @@ class Blame:
         return Trial(None, 0)
 
     def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
-        """Count the loss of ``step``, or of all in flight. None if this epoch was judged before."""
+        """Count the loss of ``step``, or of all in flight. None if this epoch was judged."""
         if self._judged_epoch == core.epoch:
             return None
         self._judged_epoch = core.epoch

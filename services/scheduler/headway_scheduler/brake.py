@@ -3,9 +3,9 @@
 Owns: suspects, guilt, the pause after a failed step. Must not know: rows, frames, the clock.
 
 Any request of a lost step may be the cause, or none, so all run again. A request lost ``LOSSES_BEFORE_TRIAL`` times
-without progress is a *suspect*: it runs alone, the newest first. It is acquitted when it has the tokens that the lost
-steps would have brought, and guilty when it is lost for the ``MAX_LOSSES``th time, alone. So one bad request costs at
-most ``MAX_LOSSES`` executors. A request that makes progress before each loss is never found guilty.
+without progress is a *suspect*: it runs alone, the newest first. The tokens that the lost steps would have brought
+acquit it; the ``MAX_LOSSES``th loss, alone, makes it guilty. So a bad request costs at most ``MAX_LOSSES`` executors. A
+request that makes progress before each loss is never guilty.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,12 @@ _MAX_DOUBLINGS = 16
 
 
 class _Suspicion(NamedTuple):
-    """``num_losses`` in a row; ``num_tokens`` at the last one."""
-
     num_losses: int
     num_tokens: int
 
 
 class Brake:
-    """Counts losses and answers. ``num_trial_tokens`` more tokens acquit a suspect."""
+    """``num_trial_tokens`` more tokens acquit a suspect."""
 
     def __init__(self, num_trial_tokens: int) -> None:
         self._num_trial_tokens = num_trial_tokens
@@ -38,12 +36,12 @@ class Brake:
 
     @property
     def suspects(self) -> list[Name]:
-        """In the order in which they run alone."""
+        """In the order in which they run."""
         return list(reversed(self._suspects))
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a sequence has to run alone."""
+        """Whether a sequence must run alone."""
         return bool(self._suspects)
 
     def num_losses_of(self, name: Name) -> int:
@@ -52,7 +50,7 @@ class Brake:
         return 0 if suspicion is None else suspicion.num_losses
 
     def count_loss(self, in_flight: list[tuple[Name, int]]) -> Name | None:
-        """Count the loss of these (sequence, number of known tokens). Return the guilty one."""
+        """Count the loss of these (sequence, known tokens). Return the guilty one."""
         for name, num_tokens in in_flight:
             before = self._suspicions.pop(name, None)
             has_come_further = before is not None and num_tokens - before.num_tokens >= self._num_trial_tokens
@@ -70,12 +68,12 @@ class Brake:
         return None
 
     def num_tokens_wanted(self, name: Name) -> int:
-        """Return how many tokens, prompt and output, acquit a suspect."""
+        """Return the tokens, prompt and output, that acquit."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_tokens + self._num_trial_tokens
 
     def is_acquitted(self, name: Name, num_tokens: int) -> bool:
-        """Whether ``num_tokens`` tokens acquit a suspect, which is then forgotten."""
+        """Whether ``num_tokens`` tokens acquit; then forget it."""
         if num_tokens < self.num_tokens_wanted(name):
             return False
         self.forget(name)
@@ -91,7 +89,7 @@ class Brake:
         self._num_failures = 0
 
     def pause_s(self) -> float:
-        """Return the pause after one more failure. The first has none, so only a backend that keeps failing waits."""
+        """Return the pause after one more failure; the first has none."""
         self._num_failures += 1
         if self._num_failures == 1:
             return 0.0

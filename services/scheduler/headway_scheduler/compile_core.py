@@ -1,6 +1,6 @@
 """Compiles the core's modules with mypyc (https://mypyc.readthedocs.io) into a directory beside them.
 
-Owns: the calls of mypyc and the C compiler. Must not know: when compiled modules are used (``compiled_core``).
+Owns: the calls of mypyc and the C compiler. Must not know: who imports compiled modules.
 Needs mypy, setuptools, a C compiler (the ``ziglang`` wheel has one) and Python's headers:
 
     python -m headway_scheduler.compile_core        # or: make core
@@ -34,7 +34,7 @@ class ToolMissingError(CoreBuildError):
 
 
 def require_tools() -> None:
-    """Check that all tools are installed.
+    """Check the tools.
 
     Raises:
         ToolMissingError: names the missing one.
@@ -50,8 +50,7 @@ def require_tools() -> None:
 
 
 def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
-    """Compile ``core`` into ``compiled``, in another process. An import meanwhile finds no compiled module, or all new
-    ones.
+    """Compile ``core`` into ``compiled``, in another process. An import meanwhile finds no compiled module, or all.
 
     Raises:
         CoreBuildError: something is missing, or a compiler failed.
@@ -111,7 +110,7 @@ def _compile(core: Path, workplace: Path) -> None:
 
 
 def main() -> int:
-    """Compile the core if its sources changed; return the exit code."""
+    """Compile if sources changed; return the exit code."""
     parser = argparse.ArgumentParser(description="Compile the scheduler's core where its sources have changed.")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("core", nargs="?", type=Path, default=CORE, help=argparse.SUPPRESS)

@@ -1,9 +1,8 @@
 """Chooses between the core's compiled modules and their sources.
 
 Owns: which modules are compiled, and whether they match the sources. Must not know: how they are compiled.
-
-The directory of compiled modules is searched only if its stamp matches the sources, so an edited source runs at once.
-It imports only the standard library, because a build runs before anything is installed.
+Compiled modules count only if their stamp matches the sources, so an edited source runs at once. Only the standard
+library is imported, because a build runs before anything is installed.
 """
 
 import functools
@@ -36,9 +35,7 @@ def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
 
 
 def stamp_of(core: Path = CORE) -> str:
-    """Return a digest (hex) of this Python, the compiling code and all sources, since compiled modules rely on others'
-    types.
-    """
+    """Return a digest (hex) of Python, compiling code and all sources: compiled modules rely on others' types."""
     digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
     for path in (core.parent / "compile_core.py", *sources_of(core)):
         content = path.read_bytes()
@@ -62,5 +59,5 @@ def runs_compiled() -> bool:
 
 
 def search_path(room: str = "") -> list[str]:
-    """Return the directories of the modules of the core or of one room."""
+    """Return the directories of the core's or a room's modules."""
     return [str(COMPILED / room), str(CORE / room)] if runs_compiled() else [str(CORE / room)]

@@ -37,7 +37,7 @@ else:
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one scheduler. Durations in seconds."""
+    """Durations in seconds."""
 
     step_address: Annotated[
         str, Meta(description="ZeroMQ address to bind for the executor: ipc://PATH or tcp://HOST:PORT")

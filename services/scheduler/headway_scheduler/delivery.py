@@ -1,6 +1,6 @@
-"""Messages to gateways: tokens and ends of a step, and the scheduler's state.
+"""Messages to gateways: a step's tokens and ends, and the state.
 
-Owns: each event's link and form. Must not know: reasons, transport.
+Owns: each event's link and form. Must not know: transport.
 """
 
 from headway_proto import ingress
@@ -19,7 +19,7 @@ from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 
 
 def deliver(links: IngressLinks, events: StepEvents) -> None:
-    """Hold each gateway's part of ``events``, without the ends, for its next message."""
+    """Hold each gateway's part of ``events``, without the ends."""
     for admitted in events.admitted:
         link = links.get(admitted.origin.owner)
         if link is not None:
@@ -37,7 +37,7 @@ def deliver(links: IngressLinks, events: StepEvents) -> None:
 
 
 def deliver_end(links: IngressLinks, end: FinishedEvent, now: float) -> None:
-    """Hold the end of a sequence for the next message."""
+    """Hold an end."""
     link = links.get(end.origin.owner)
     if link is not None:
         link.hold(finished=(_finished(end, now),))

@@ -1,8 +1,7 @@
-"""The scheduler process without sockets and clock: frames and the time in, frames out.
+"""The scheduler without sockets and clock: frames and the time in, frames out.
 
 Owns: how core and links work together. Must not know: ZeroMQ, signals, wall clocks.
-Production, simulation and fault tests run this object. It sends the next step before it writes to gateways, so the
-executor never waits for them.
+Production, simulation and fault tests run it. The next step is sent before gateways are, so the executor never waits.
 """
 
 from headway_proto import ingress
@@ -42,7 +41,7 @@ LEAST_STEP_TOKENS = 8
 
 
 class SchedulerEngine:
-    """Feed it frames, call ``run`` after each batch and by ``next_deadline``, then send ``outgoing`` of both links.
+    """Feed it frames, call ``run`` after each batch and by ``next_deadline``, then send both links' ``outgoing``.
 
     Times are in seconds, monotonic.
     """
@@ -124,7 +123,7 @@ class SchedulerEngine:
         self.gateways.flush()
 
     def schedule_steps(self, now: float) -> None:
-        """Send as many steps as may be in flight."""
+        """Send all steps that may be in flight."""
         core, link = self.core, self.executor_link
         if core is None or not link.is_open or now < self._paused_until:
             return
@@ -212,7 +211,7 @@ class SchedulerEngine:
         self.announce()
 
     def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
-        """Try smaller steps, or blame a request. Return whether one request alone was too large."""
+        """Try smaller steps, or blame a request. Return whether one alone was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # the size of the step explains it
         is_found = self._end_guilty(core, reason, failure.step, now)
@@ -220,7 +219,7 @@ class SchedulerEngine:
         return is_found and failure.max_num_batched_tokens > 0
 
     def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
-        """Steps were lost: end the guilty request. Return whether one was found."""
+        """After lost steps, end the guilty request. Return whether one was found."""
         verdict = self._blame.judge(core, reason, step)
         if verdict is None:
             return False

@@ -1,9 +1,9 @@
-"""The scheduler's side of the step protocol, as a state machine without sockets or clock.
+"""The scheduler's side of the step protocol, without sockets or clock.
 
 Owns: the current executor, its epochs, frame order. Must not know: decisions, transport.
 
 An executor that says hello gets a new epoch, unless another sent a frame within ``TAKEOVER_SILENCE_S``. A peer is one
-connection: a reconnected executor is a new peer. A damaged frame, a gap or an impossible answer starts a new epoch;
+connection: a reconnected executor is a new peer. A damaged frame, a gap or an impossible answer starts a new epoch, and
 answers of the old one are ignored. The other side: ``headway_executor.step_link``.
 """
 
@@ -176,7 +176,7 @@ class ExecutorLink:
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
-        """Allow steps of the first size: the request that was too large has ended."""
+        """Allow the first size again: the too large request has ended."""
         assert self._info is not None
         self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
         return self.reopen("steps may be large again", now)

@@ -1,9 +1,8 @@
-"""The scheduler's side of the ingress protocol, as a state machine without sockets or clock.
+"""The scheduler's side of the ingress protocol, without sockets or clock.
 
-Owns: gateway links: incarnations, frame order, flow control, unsent tokens. Must not know: scheduling, transport.
-
-The core knows a link as an *owner*, a number that is used once. When a gateway opens a new link, the old owner's
-requests end, and the gateway submits again those it still wants.
+Owns: gateway links: incarnations, frame order, flow control, unsent tokens. Must not know: scheduling, transport. The
+core knows a link as an *owner*, a number used once. When a gateway opens a new link, the old owner's requests end, and
+the gateway submits again those it wants.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ class GatewayMessage(msgspec.Struct, frozen=True):
 
 
 class GatewayGone(msgspec.Struct, frozen=True):
-    """A link ended, and with it the requests of ``owner``."""
+    """A link ended, and with it its requests."""
 
     owner: int
     reason: str
@@ -108,7 +107,7 @@ class GatewayLink:
         finished: tuple[Finished, ...] = (),
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
-        """Add to the next ``Tokens`` message. ``columns``: handle, index, token id."""
+        """Add to the next ``Tokens``. ``columns``: handle, index, token id."""
         if columns is not None and len(columns[0]):
             self._columns.append(columns)
             self._num_held += len(columns[0]) + _TOKENS_WORTH_OF_A_PART
@@ -128,7 +127,7 @@ class GatewayLink:
         return self._num_held > MAX_HELD_TOKENS
 
     def flush(self) -> bytes | None:
-        """Encode everything held; None without content or credit."""
+        """Encode everything held, if there is credit."""
         if not (self._columns or self._admitted or self._finished or self._prompt_logprobs):
             return None
         if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:
@@ -182,7 +181,7 @@ class IngressLinks:
     def receive(
         self, peer: bytes, data: bytes, now: float, announcement: Callable[[], Announcement]
     ) -> list[IngressEvent]:
-        """Handle one frame; only a hello calls ``announcement``."""
+        """Handle a frame; only hellos call ``announcement``."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         try:
             frame = self._reader.decode(data)

@@ -1,12 +1,12 @@
 """Admits peers to the scheduler's sockets, and limits connections without a handshake.
 
-Owns: allow-lists, answers to ZeroMQ's authentication requests (ZAP), the limit on pending handshakes. Must not know:
-what a frame means. It has its own thread, so a flood of handshakes delays no step.
+Owns: allow-lists, answers to ZeroMQ's authentication requests (ZAP), the limit. Must not know: what a frame means.
+A separate thread, so a flood of handshakes delays no step.
 
-libzmq trusts a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender. Strangers can fill that size
-times the number of pending handshakes, so the guard shuts down further connections; it never ends an established one.
-libzmq reports each connection, but only the number of successful handshakes. So a connection older than any handshake
-counts as established, and of the younger ones as many as there were successes.
+libzmq trusts a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender. Strangers can fill that times
+the pending handshakes, so the guard shuts down further connections, never an established one. libzmq reports
+connections, but only the number of successful handshakes. So connections older than any handshake count as established,
+and of the younger ones as many as there were successes.
 """
 
 import contextlib
@@ -46,8 +46,7 @@ _MOST_PROBLEMS = 32
 class AllowList:
     """The public keys in a directory's ``*.key`` files, read again after a change.
 
-    A file without a whole key may be half written: its former key stays valid. Removing a key does not end its
-    connection.
+    A file without a whole key may be half written: its former key stays valid. Removing a key ends no connection.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -107,7 +106,7 @@ class AllowList:
 
 
 class Rejections(msgspec.Struct, frozen=True):
-    """Rejected connections at one socket by reason, since the last report and in all."""
+    """By reason, since the last report and in all."""
 
     link: str
     new: dict[str, int]
@@ -115,7 +114,7 @@ class Rejections(msgspec.Struct, frozen=True):
 
 
 class LinkGuard:
-    """Guards the sockets passed to ``watch``; ``allow_lists`` are by link name."""
+    """Guards the sockets of ``watch``; ``allow_lists`` by link name."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
         self._context = context
@@ -134,7 +133,7 @@ class LinkGuard:
         self._thread = threading.Thread(target=self._run, name="link-guard", daemon=True)
 
     def watch(self, link: str, guarded: "zmq.Socket[bytes]") -> None:
-        """Limit a socket's connections. Call it before ``start``."""
+        """Limit a socket's connections, before ``start``."""
         monitor = guarded.get_monitor_socket(_EVENTS)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.setsockopt(zmq.RCVHWM, _MONITOR_HIGH_WATER_MARK)
@@ -143,7 +142,7 @@ class LinkGuard:
         self._counts[link], self._reported[link] = Counter(), Counter()
 
     def start(self) -> None:
-        """Start the thread, before the sockets are bound."""
+        """Start before sockets are bound."""
         self._thread.start()
 
     def take_rejections(self) -> list[Rejections]:
@@ -166,7 +165,7 @@ class LinkGuard:
         return found
 
     def close(self) -> None:
-        """End the thread, before the sockets are closed."""
+        """End before sockets are closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -235,7 +234,7 @@ class _Door:
         self._refused: set[int] = set()
 
     def take_events(self, now: float) -> Counter[str]:
-        """Read the monitor's events; return the rejections."""
+        """Read the monitor; return the rejections."""
         turned_away: Counter[str] = Counter()
         while True:
             try:
@@ -255,7 +254,7 @@ class _Door:
                 turned_away += self._disconnected(fd, now)
 
     def _num_pending(self, now: float) -> int:
-        """Connections that may have no handshake yet."""
+        """Connections perhaps without a handshake."""
         while self._succeeded_at and now - self._succeeded_at[0] > _WINDOW_S:
             self._succeeded_at.popleft()
         young = sum(1 for at in self._accepted_at.values() if now - at <= _WINDOW_S)
@@ -281,7 +280,7 @@ class _Door:
 
 
 def _shut_down(fd: int) -> None:
-    """Shut down libzmq's TCP connection. If ``fd`` was reused meanwhile, one of our peers connects again."""
+    """Shut down libzmq's connection. If ``fd`` was reused meanwhile, one of our peers reconnects."""
     with contextlib.suppress(OSError):
         duplicate = socket.socket(fileno=os.dup(fd))
         with duplicate:

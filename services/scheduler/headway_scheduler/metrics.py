@@ -1,4 +1,4 @@
-"""The scheduler's figures for Prometheus, with vLLM's names and units where it has them.
+"""The scheduler's figures for Prometheus, with vLLM's names and units.
 
 Owns: the names. Must not know: the figures' sources, HTTP.
 """

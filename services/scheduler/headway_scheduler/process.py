@@ -46,7 +46,7 @@ _COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 def run(config: SchedulerConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    The first signal gives running requests ``grace_s``; the second ends the process at once.
+    The first signal gives running requests ``grace_s``; the second ends at once.
     """
     # Before the sockets: a signal may come as soon as they exist.
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
@@ -111,7 +111,7 @@ def serve(
     pulse: Pulse | None = None,
     snapshots: Snapshots[SchedulerSnapshot] | None = None,
 ) -> None:
-    """Receive, schedule, send, sleep; after a stop request, finish the accepted work within ``grace_s`` seconds."""
+    """Receive, schedule, send, sleep. After a stop request, finish accepted work within ``grace_s`` seconds."""
     stop_by = float("inf")
     report_rejections_at = float("-inf")
     while True:
@@ -151,7 +151,7 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
 
 
 def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
-    """Log rejected connections and unusable key files. Return whether there were any."""
+    """Return whether there was anything."""
     rejections, problems = transport.take_rejections(), transport.take_key_problems()
     for one in rejections:
         log.warning("connections turned away", link=one.link, new=one.new, total=one.total)
@@ -188,7 +188,7 @@ def _send_frames(engine: SchedulerEngine, transport: Transport, now: float) -> N
 
 
 class _StopSignals:
-    """Counts SIGTERM and SIGINT: twice if ``parent`` has ended, since nobody would restart a dead executor."""
+    """A signal counts twice if ``parent`` has ended: nobody would restart a dead executor."""
 
     def __init__(self, parent: int | None) -> None:
         self.count = 0
@@ -203,7 +203,7 @@ class _StopSignals:
 
 
 def relax_collector() -> None:
-    """Run the cycle collector rarely: a pass takes as long as a step."""
+    """Collect cycles rarely: a pass takes as long as a step."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)

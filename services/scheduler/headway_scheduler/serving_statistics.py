@@ -1,9 +1,8 @@
 """Latencies, rates and each tenant's service, as the scheduler sees them.
 
-Owns: these figures. Must not know: readers, the clock.
-
-All rows that decode in a step have the same gap since the previous one, so a decode step costs one observation. Rows
-that start or resume have their own gap. (A row that was held back has a longer gap, but is counted with the others.)
+Owns: these figures. Must not know: readers, the clock. All rows that decode in a step have the same gap since the
+previous one, so a decode step costs one observation. Rows that start or resume have their own. (A row that was held
+back is counted with the others, despite its longer gap.)
 """
 
 from collections import Counter, OrderedDict, deque
@@ -45,14 +44,14 @@ _PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5
 
 
 class TenantTokens(msgspec.Struct):
-    """A tenant's tokens in started prompts and ended outputs."""
+    """Tokens of started prompts and ended outputs."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
 
 class TenantService(NamedTuple):
-    """A tenant's requests and tokens. ``counter``: its service under the order ``fair``."""
+    """``counter``: service under the order ``fair``."""
 
     tenant: str
     num_running: int
@@ -174,7 +173,7 @@ class ServingStatistics:
         self.executor_since = None
 
     def keep_time(self, now: float, view: SchedulerView | None) -> None:
-        """Move the recent window; call it before reading."""
+        """Move the recent window, before reading."""
         if self.started_at is None:
             self.started_at = now
         if now < self.next_mark_at:
@@ -221,7 +220,7 @@ class ServingStatistics:
         ]
 
     def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
-        """Observe the first gap of started rows; return the number of other rows."""
+        """Observe first gaps; return the number of other rows."""
         for since, count in self._starters:
             num_of_these = min(count, num_decoded)
             self.gap_s.observe(now - since, num_of_these)
@@ -237,7 +236,7 @@ class ServingStatistics:
         self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
 
     def _forget_starter(self, since: float | None) -> None:
-        """Forget a row that started at ``since`` and ended before it decoded."""
+        """Forget a row that ended before it decoded."""
         for place, (time, count) in enumerate(self._starters):
             if time == since:
                 self._starters[place] = time, count - 1

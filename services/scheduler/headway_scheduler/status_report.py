@@ -36,7 +36,7 @@ _TOTALS = tuple(
 
 
 class Reported(Protocol):
-    """The parts of a scheduler in a status. ``view`` and ``info`` are None before an executor joins."""
+    """A scheduler's parts for a status. ``view`` and ``info`` are None before an executor joins."""
 
     limits: SchedulerLimits
     executor_link: ExecutorLink
@@ -54,7 +54,7 @@ class Reported(Protocol):
 
 
 def status_of(scheduler: Reported, now: float) -> Status:
-    """Return the current figures; the core's are defaults without an executor."""
+    """Return the current figures; without an executor, the core's are defaults."""
     view, limits, statistics = scheduler.view, scheduler.limits, scheduler.statistics
     statistics.keep_time(now, view)
     counters = SchedulerCounters() if view is None else view.counters

@@ -1,6 +1,6 @@
 """Submissions before they reach the core.
 
-Owns: their checks, and their queue before an executor joins. Must not know: links, the core's rules.
+Owns: their checks and early queue. Must not know: links, the core's rules.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class EarlySubmissions:
         return origin in self._submits
 
     def is_full_for(self, submit: Submit) -> bool:
-        """Whether this one finds no room; an empty queue always has room."""
+        """Whether this one finds no room; an empty queue has room."""
         if not self._submits:
             return False
         if len(self._submits) >= self._limits.max_num_waiting:
@@ -85,7 +85,7 @@ class EarlySubmissions:
 
 
 def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
-    """Check a submission. ``vocab_size`` is None before an executor joins."""
+    """``vocab_size`` is None before an executor joins."""
     num_bytes = len(submit.token_ids)
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")

@@ -38,8 +38,8 @@ class Transport:
         """Bind both sockets.
 
         Raises:
-            ValueError: an address cannot be bound, or the key files cannot be used.
-            OSError: the key files cannot be read.
+            ValueError: an unusable address or key file.
+            OSError: key files cannot be read.
         """
         self._context = zmq.Context()
         self._guard: LinkGuard | None = None
@@ -168,7 +168,7 @@ def _bind(socket: "zmq.Socket[bytes]", field: str, address: str) -> None:
 
 
 def _remove(path: str, inode: int) -> None:
-    """Remove the socket file that libzmq leaves, unless another scheduler replaced it."""
+    """Remove libzmq's socket file, unless another scheduler replaced it."""
     with contextlib.suppress(OSError):
         if Path(path).stat().st_ino == inode:
             Path(path).unlink()

@@ -1,9 +1,8 @@
 """Encodes the state of a core as bytes, and restores it.
 
-Owns: the encoding, the allowed classes, the process that writes a checkpoint. Must not know: what an attribute means.
-
-A shared object is encoded once and shared again after the restore. Functions are not encoded: the state goes into a new
-core with the same limits. Nothing is pickled: a checkpoint names classes of a fixed list, and only msgspec's code runs.
+Owns: the encoding, the allowed classes, the writing process. Must not know: what an attribute means. Shared objects are
+encoded once and shared again. Functions are not encoded: the state goes into a new core with the same limits. Nothing
+is pickled: only classes of a fixed list are made, and only msgspec's code runs.
 """
 
 import gc
@@ -65,7 +64,7 @@ def encode_core(core: Scheduler) -> bytes:
     """Encode a core's state.
 
     Raises:
-        CheckpointError: it holds an object of another kind.
+        CheckpointError: it holds an unknown object.
     """
     encoder = _Encoder()
     encoder.value(core)
@@ -73,10 +72,10 @@ def encode_core(core: Scheduler) -> bytes:
 
 
 def restore_core(payload: bytes, limits: SchedulerLimits) -> Scheduler:
-    """Return a core in the encoded state, with the same ``limits``.
+    """Return a core in the encoded state.
 
     Raises:
-        CheckpointError: the payload is no checkpoint of such a core.
+        CheckpointError: not a checkpoint of a core with these ``limits``.
     """
     try:
         checkpoint = msgspec.msgpack.decode(payload, type=_Checkpoint)
@@ -146,7 +145,7 @@ class _Decoder:
         self._classes = _classes()
 
     def value(self, encoded: Any, present: Any = None) -> Any:
-        """Decode; ``present`` is the new core's value in this place."""
+        """``present`` is the new core's value in this place."""
         if type(encoded) is not list:
             return encoded
         match encoded:
@@ -189,8 +188,7 @@ class _Decoder:
                 raise ValueError(f"node {number} is none")
 
     def _object(self, name: str, present: Any) -> Any:
-        """Take the new core's object of this class, since functions are bound to it; else make one without
-        ``__init__``.
+        """Take the new core's object, since functions are bound to it; else make one without ``__init__``.
 
         A compiled class allows that only with ``mypyc_attr``.
         """
@@ -233,7 +231,7 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
-    """Yield offset and bytes of each page that is not zero."""
+    """Yield (offset, bytes) of nonzero pages."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = len(flat) // _PAGE_BYTES
     whole = flat[: num_whole * _PAGE_BYTES].reshape(num_whole, _PAGE_BYTES)
@@ -244,7 +242,7 @@ def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
 
 
 def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], present: Any) -> NDArray[Any]:
-    """Fill the present array if it is alike, since there may be views of it."""
+    """Reuse a similar ``present`` array: there may be views of it."""
     if dtype.hasobject:
         raise ValueError("an array of objects")
     array: NDArray[Any] = np.zeros(shape, dtype=dtype)
@@ -261,7 +259,7 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], prese
 class ForkingCheckpointer:
     """Begins a segment with a checkpoint that a forked child writes.
 
-    The scheduler waits only for ``fork``. While a child still writes, a segment begins without a checkpoint.
+    The scheduler waits only for ``fork``. While a child writes, segments begin without a checkpoint.
     """
 
     def __init__(self, log: FlightLogWriter, fork: Callable[[], int] = os.fork) -> None:
@@ -294,7 +292,7 @@ class ForkingCheckpointer:
 
 
 def _write_and_exit(core: Scheduler, path: Path) -> None:
-    """Write in the child, without the parent's resources."""
+    """The child must not touch the parent's resources."""
     exit_code = 1
     try:
         gc.disable()

@@ -3,8 +3,8 @@
 Owns: files, size limits, damage. Must not know: what a record means.
 
 A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames. A frame is ``length u32 | crc32 of the length u32 |
-crc32 of the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. After
-a crash the last frame may be torn: readers drop it with a notice; other damage is an error. Each segment after a life's
+crc32 of the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. A
+crash may tear the last frame: readers drop it with a notice; other damage is an error. Each segment after a life's
 first has a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the core's state at its start.
 
 Files contain prompts and answers, so only their owner may read them (mode 0600).
@@ -62,7 +62,7 @@ class SegmentPaths(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The written part of a log, up to the end of a frame."""
+    """The written part, up to the end of a frame."""
 
     num_items: int
     """Batches and rotations."""
@@ -85,7 +85,7 @@ def framed(payload: bytes) -> bytes:
 
 
 class FlightLogWriter:
-    """Writes one life of a scheduler, on its own thread.
+    """Writes one life of a scheduler, on a separate thread.
 
     The directory keeps at most ``max_bytes``, earlier lives included. An error ends the recording; ``failure`` names
     it.
@@ -130,7 +130,7 @@ class FlightLogWriter:
         self._put(batch)
 
     def rotate(self) -> SegmentPaths:
-        """Begin the next segment without waiting; return its files."""
+        """Begin the next segment without waiting."""
         self.segment += 1
         self._segment_size = 0
         paths = paths_of(self.directory, self.life, self.segment)
@@ -191,7 +191,7 @@ class FlightLogWriter:
         self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
 
     def _keep_within_bound(self) -> None:
-        """Delete the oldest segments while a replay can begin with a later one."""
+        """Delete the oldest segments while a replay can begin later."""
         keys = segments_in(self.directory)
         paths = [paths_of(self.directory, *key) for key in keys]
         sizes = [files.num_bytes for files in paths]
@@ -211,7 +211,7 @@ class FlightLogWriter:
 
 
 def write_checkpoint(path: Path, payload: bytes) -> None:
-    """Write a checkpoint; it appears whole or not at all.
+    """Write a checkpoint whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -235,7 +235,7 @@ def segments_in(directory: Path) -> list[tuple[int, int]]:
 
 
 def is_start(directory: Path, life: int, segment: int) -> bool:
-    """Whether a replay can begin with this segment."""
+    """Whether a replay can begin here."""
     return segment == 0 or paths_of(directory, life, segment).checkpoint.exists()
 
 
@@ -249,10 +249,10 @@ def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
 
 
 class FlightLog:
-    """One life of a log, for reading. ``notice`` is set if the tail was torn."""
+    """One life of a log. ``notice`` reports a torn tail."""
 
     def __init__(self, path: Path) -> None:
-        """Open a directory's newest life, or a segment's life.
+        """Open a directory's newest life, or a segment's.
 
         Raises:
             FlightLogError: no segment that a replay can begin with.
@@ -282,7 +282,7 @@ class FlightLog:
         """Return the core's state before the records; None if they begin with its creation.
 
         Raises:
-            FlightLogError: it is damaged.
+            FlightLogError: damaged.
         """
         path = self._paths[0].checkpoint
         if self.header.segment == 0:
@@ -352,7 +352,7 @@ def _read(path: Path, magic: bytes) -> memoryview:
 
 
 def _end_of_whole_frames(data: memoryview) -> int:
-    """Find the torn tail: an incomplete frame, or zeros."""
+    """The tail may be an incomplete frame, or zeros."""
     offset = len(SEGMENT_MAGIC)
     while offset + _HEADER.size <= len(data):
         length, check, _ = _HEADER.unpack_from(data, offset)
@@ -365,7 +365,7 @@ def _end_of_whole_frames(data: memoryview) -> int:
 
 
 def _frames(path: Path, data: memoryview) -> Iterator[tuple[int, int, bytes]]:
-    """Yield offset, size and payload of each frame."""
+    """Yield (offset, size, payload)."""
     offset = len(SEGMENT_MAGIC)
     while offset < len(data):
         try:

@@ -1,7 +1,7 @@
 """Reads the current life's log in pieces, for readers without access to the disk.
 
-Owns: which files a replay needs, and small reads of them. Must not know: their content, who asks.
-The scheduler answers between two steps, so no call waits for the log's thread or reads more than one piece.
+Owns: which files a replay needs. Must not know: their content, who asks.
+The scheduler answers between two steps: no call waits for the log's thread or reads more than one piece.
 """
 
 import os
@@ -22,9 +22,9 @@ class LogPieces:
         return self._log.life
 
     def contents(self, mark: int = 0) -> FlightLogPart:
-        """List the files once ``mark`` items are written; 0: all that are queued now.
+        """List the files once ``mark`` items are written; 0: all queued now.
 
-        The last file's size ends with a frame, so a copy of that size is whole.
+        The last file's size ends with a frame, so a copy of it is whole.
         """
         log = self._log
         mark = mark or log.num_queued
@@ -36,7 +36,7 @@ class LogPieces:
         return FlightLogPart(life=log.life, mark=mark, files=files)
 
     def piece(self, place: FlightLogPlace) -> FlightLogPart:
-        """Read at most ``MAX_FLIGHT_LOG_PIECE_BYTES``. Beyond the size from ``contents``, a frame may be torn."""
+        """Beyond the size from ``contents``, a frame may be torn."""
         log = self._log
         gone = FlightLogPart(life=log.life, is_gone=True)
         if place.life != log.life or not 0 <= place.segment <= log.written.segment:

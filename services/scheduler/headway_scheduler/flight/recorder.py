@@ -1,8 +1,7 @@
 """Records every call of the core.
 
-Owns: unwritten records. Must not know: sockets, files, decisions.
-During a step it only appends references. The process calls ``flush`` before it sleeps, which encodes them; the log
-compresses and writes on its own thread.
+Owns: unwritten records. Must not know: sockets, files, decisions. During a step it only keeps references. ``flush``,
+before the process sleeps, encodes them; the log's thread compresses and writes.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +79,7 @@ class NullRecorder:
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
     ) -> None:
-        """The core was made, or began an epoch."""
+        """The core is new, or began an epoch."""
 
     def arrived(self, now: float, new: NewRequestEvent) -> None:
         """The core took a request."""
@@ -107,7 +106,7 @@ class NullRecorder:
         """Only this request may run; None: all may."""
 
     def started_slowly(self, origins: tuple[Origin, ...]) -> None:
-        """These start again a few at a time."""
+        """These start a few at a time."""
 
     def paused(self, *, is_paused: bool) -> None:
         """Admission was paused or resumed."""
@@ -125,7 +124,7 @@ class NullRecorder:
         """No executor until the next epoch."""
 
     def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Encode the records, if they are many or old enough."""
+        """Encode records that are many or old."""
 
     def take_failure(self) -> str:
         """Return once why recording ended; else ""."""

@@ -1,9 +1,8 @@
 """The records of the flight log: one per call of the core, in order.
 
-Owns: the records, and the comparison of decisions. Must not know: files, threads, what a call does.
-
-The core is deterministic, so a log holds every call whole, but of a decision only enough to detect another. Times are
-the scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
+Owns: the records. Must not know: files, threads, what a call does.
+The core is deterministic, so a log holds whole calls, but of a decision only enough to detect another. Times are the
+scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
 """
 
 import zlib
@@ -23,7 +22,7 @@ WHOLE_DECISION_BYTES = 64
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first record of a segment. ``life`` counts the processes that wrote into a directory."""
+    """A segment's first record. ``life`` counts the processes that wrote into a directory."""
 
     version: int
     headway_version: str
@@ -33,7 +32,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The core was made, or began an epoch with an executor without state."""
+    """The core is new, or began an epoch with an executor without state."""
 
     now: float
     epoch: int
@@ -44,7 +43,7 @@ class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True):
-    """The core took a request. ``token_ids`` is an int32 column; stop tokens ascend."""
+    """``token_ids``: int32 column; stop tokens ascend."""
 
     now: float
     origin: Origin
@@ -64,7 +63,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A request was refused; the core did not change."""
+    """The core did not change."""
 
     now: float
     request_id: str
@@ -76,7 +75,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A request was aborted; with an ``error``, it was guilty."""
+    """With an ``error``, the request was guilty."""
 
     now: float
     origin: Origin
@@ -85,7 +84,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Size and checksum of a sent step, and a short message itself."""
+    """A sent step; ``message`` if it is short."""
 
     num_bytes: int
     checksum: int
@@ -93,7 +92,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The core scheduled these steps and had no more; ``num_shed`` late requests ended."""
+    """The core scheduled these steps; ``num_shed`` late requests ended."""
 
     now: float
     decisions: tuple[Decision, ...] = ()
@@ -109,7 +108,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """An answer, and the requests that it ended. ``mismatch`` says why the core refused it."""
+    """An answer and the requests that it ended. ``mismatch``: why the core refused it."""
 
     now: float
     output: ExecutorOutput
@@ -152,13 +151,13 @@ class ExecutorGone(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class StartedSlowly(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Requests of lost steps start again a few at a time."""
+    """Requests of lost steps start a few at a time."""
 
     origins: tuple[Origin, ...]
 
 
 class CacheDropped(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Cached blocks that no request held were dropped."""
+    """Unused cached blocks were dropped."""
 
 
 Record: TypeAlias = (

@@ -1,7 +1,7 @@
 """Replays a flight log in a new core and compares the decisions.
 
-Owns: the call for each record, the comparison. Must not know: files, readers.
-A reader gets each event after the core has handled it, and may read the core then.
+Owns: the call for each record. Must not know: files, readers.
+A reader gets each event after the core handled it, and may then read the core.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,10 +36,9 @@ _NOTHING = StepEvents()
 
 
 class Event(NamedTuple):
-    """An event of a replay.
+    """A turn has an event per step, with ``output``, and one for its end, with ``shed``.
 
-    A turn has an event per step, with ``output``, and one for its end, with ``shed``. ``events`` is the result of an
-    answer, an abort or an epoch.
+    ``events``: the result of an answer, an abort or an epoch.
     """
 
     record: Record
@@ -57,7 +56,7 @@ class Replay:
     """Repeats the recorded calls in one core."""
 
     def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
-        """``core`` comes from a checkpoint, unless the records begin with its creation."""
+        """``core``: from a checkpoint, unless the records begin with its creation."""
         self.core = core
         self.limits = limits
         self.now = now
@@ -69,7 +68,7 @@ class Replay:
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
     def run(self, records: Iterable[Record]) -> Iterator[Event]:
-        """Repeat all calls, and yield the events.
+        """Repeat all calls.
 
         Raises:
             Divergence: the core decides otherwise.
