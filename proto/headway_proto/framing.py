@@ -36,7 +36,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameWriter:
-    """Numbers and encodes a sender's frames. ``kinds``: the kind byte of each message type."""
+    """Numbers and encodes a sender's frames. ``kinds``: each type's kind byte."""
 
     def __init__(self, kinds: Mapping[type, int], epoch: int = 0) -> None:
         self._kinds = dict(kinds)
@@ -61,7 +61,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Checks and decodes frames in any order. ``bodies``: the message type of each kind byte."""
+    """Checks and decodes frames in any order. ``bodies``: each kind byte's type."""
 
     def __init__(self, bodies: Mapping[int, type[msgspec.Struct]], max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoders: dict[int, msgspec.msgpack.Decoder[msgspec.Struct]] = {

@@ -61,8 +61,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ``token_ids`` (int32 column): prompt, then received output; ``num_prompt_tokens`` divides them. ``max_tokens``
     counts all output. ``sampling.stop_token_ids``, and the model's unless ``ignore_eos``, end the sequence. ``index``
     numbers the continuations of ``request_id``. ``traceparent``: W3C or empty. ``has_run``: it started on an earlier
-    link, so it must get an end, and its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens, from the
-    second on, whose log probabilities have arrived.
+    link, so its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens from the second on whose log
+    probabilities have arrived.
     """
 
     handle: int
@@ -194,7 +194,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One step's news for one gateway, in order: admissions, tokens, ends.
+    """One step's news for one gateway: admissions, tokens, ends, in this order.
 
     ``columns``: a group (handle, index, token id), indices of a handle ascending. ``prompt_logprobs`` come by position,
     once per link, at the latest with the first token.
@@ -234,20 +234,20 @@ _TO_GATEWAY: dict[type[msgspec.Struct], int] = {
 
 
 def gateway_frame_writer() -> FrameWriter:
-    """For gateways to send."""
+    """Make a writer."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def gateway_frame_reader() -> FrameReader:
-    """For gateways to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_GATEWAY.items()})
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """For schedulers to send."""
+    """Make a writer."""
     return FrameWriter(_TO_GATEWAY)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """For schedulers to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})

@@ -12,7 +12,7 @@ token ids, block table, ``num_computed_tokens`` and sampling state.
    that reaches ``num_tokens``, the row samples one token, and ``num_tokens += 1``.
 4. ``sampled_token_ids`` holds one id per sampling row, rows ascending.
 5. ``swap_out`` reads before any write of its step and before every ``swap_in``, so another row may take the block at
-   once. A step writes a host block at most once, and swaps into a device block at most once.
+   once. A step writes a host block, and swaps into a device block, at most once.
 6. A host block keeps its contents until the next write or the epoch's end. ``swap_in`` reads only what this epoch's
    ``swap_out`` wrote.
 7. Positions below a new row's ``num_computed_tokens`` are in its blocks when it runs: from earlier steps, its block
@@ -24,8 +24,8 @@ token ids, block table, ``num_computed_tokens`` and sampling state.
    more. ``state_digest`` leaves a out, and the next step waits for the answer.
 
 So a decode step without changes has constant size. ``NewEpoch`` opens an epoch for a new executor process or after an
-error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays; a
-new field goes to the end, with a default for other versions.
+error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays; new
+fields go to the end, with defaults for other versions.
 """
 
 import zlib
@@ -89,7 +89,7 @@ _MAX_EOS_TOKEN_IDS = 4096
 
 
 def info_problem(info: BackendInfo) -> str | None:
-    """Return why this executor cannot be used, in one line, or None."""
+    """Return in one line why this executor cannot be used."""
     for field, least, most in _RANGES:
         value = getattr(info, field)
         if not least <= value <= most:
@@ -123,8 +123,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     Column groups: ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order; ``num_scheduled_tokens``
     (row, n), exceptions only; ``swap_out`` (device block, host block); ``swap_in`` (host block, device block);
-    ``num_speculative_tokens`` (row, k), rows ascending. ``total_num_scheduled_tokens`` is a check, without speculative
-    tokens.
+    ``num_speculative_tokens`` (row, k), rows ascending, not counted in ``total_num_scheduled_tokens``, which is a
+    check.
 
     ``block_copies`` (source, destination): never sent today, kept because recorded flight logs must replay to the byte.
     A backend must still copy each source block, all layers, after the step's swaps and before it runs; no block is both
@@ -145,7 +145,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of one sampled token and the most likely ones, best first."""
+    """One sampled token and the most likely ones, best first."""
 
     row: int
     logprob: float
@@ -239,22 +239,22 @@ _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """For schedulers to send."""
+    """Make a writer."""
     return FrameWriter(_TO_EXECUTOR)
 
 
 def executor_frame_writer() -> FrameWriter:
-    """For executors to send."""
+    """Make a writer."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """For schedulers to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})
 
 
 def executor_frame_reader() -> FrameReader:
-    """For executors to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_EXECUTOR.items()})
 
 
