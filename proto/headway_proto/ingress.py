@@ -58,11 +58,11 @@ class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate.
 
-    ``token_ids`` (int32 column): prompt, then received output; ``num_prompt_tokens`` divides them. ``max_tokens``
-    counts all output. ``sampling.stop_token_ids``, and the model's unless ``ignore_eos``, end the sequence. ``index``
-    numbers the continuations of ``request_id``. ``traceparent``: W3C or empty. ``has_run``: it started on an earlier
-    link, so its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens from the second on whose log
-    probabilities have arrived.
+    ``token_ids`` (int32 column): prompt, then received output; ``num_prompt_tokens`` divides them. ``max_tokens`` counts
+    all output. ``sampling.stop_token_ids``, and the model's unless ``ignore_eos``, end the sequence. ``index`` numbers
+    the continuations of ``request_id``. ``traceparent``: W3C or empty. ``has_run``: it started on an earlier link, so it
+    must get an end, and its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens from the second on whose
+    log probabilities have arrived.
     """
 
     handle: int
