@@ -52,7 +52,7 @@ class Histogram:
         self._total += value * count
 
     def mark(self) -> None:
-        """Keep the counts as a mark."""
+        """Keep the counts."""
         self._marks.append(self._counts.copy())
 
     def snapshot(self) -> HistogramSnapshot:

@@ -71,8 +71,6 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Disconnects readers over the limit."""
-
     daemon_threads = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

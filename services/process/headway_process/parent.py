@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> bool:
     """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended.
 
-    The kernel means the parent's *thread*: do not use it for children of short-lived threads.
+    The kernel means the parent's *thread*, so no short-lived thread may start such a child.
     """
     if sys.platform != "linux":
         return True

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 
 class Bounded(Protocol):
-    """A configuration with each field's least and most, both included."""
+    """The least and most of each field, both allowed."""
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]]
 
@@ -18,7 +18,7 @@ def check_ranges(config: Bounded) -> None:
     """Refuse a number out of its range.
 
     Raises:
-        ValueError: one line with the field, its value and what is allowed.
+        ValueError: one line with field, value and what is allowed.
     """
     for field, (least, most) in config.RANGES.items():
         value = getattr(config, field)
