@@ -86,7 +86,7 @@ class StepCollector:
         """Of the whole recording, so far."""
         self.steps: list[TimelineStep] = []
 
-    def process(self, event: Event, core: Scheduler | None) -> None:
+    def note(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         match event.record:
             case Turn() if event.output is not None and core is not None:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _explain(flight: Flight, request_id: str) -> int:
     follower = Follower(request_id)
     for event in flight.events(request_id):
-        follower.process(event, flight.replay.core)
+        follower.note(event, flight.replay.core)
     flight.tell_notice()
     if not follower.lives:
         older = ", or it arrived before the oldest segment that is left" if flight.log.header.segment else ""
@@ -65,7 +65,7 @@ def _explain(flight: Flight, request_id: str) -> int:
 def _list(flight: Flight) -> int:
     notables = Notables()
     for event in flight.events("all requests"):
-        notables.process(event)
+        notables.note(event)
     flight.tell_notice()
     sys.stdout.write(notables.text())
     return 0

@@ -119,7 +119,7 @@ class _Followed:
             waits[-1].end_s = now
         waits.append(Wait(reason, text, now, num_ahead))
 
-    def add_step(self, step: FlightStep) -> None:
+    def note_step(self, step: FlightStep) -> None:
         self.life.steps.append(step)
         self.open_steps.append(step)
 
@@ -140,7 +140,7 @@ class Follower:
         self.lives: list[Life] = []
         """By arrival; an id that was used again has several."""
 
-    def process(self, event: Event, core: Scheduler | None) -> None:
+    def note(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if core is None:
@@ -186,7 +186,7 @@ class Follower:
         )
         followed = _Followed(life, request)
         for step in self._under_way.values():
-            followed.add_step(msgspec.structs.replace(step))
+            followed.note_step(msgspec.structs.replace(step))
         if not self._has_executor:
             followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
         elif view.num_in_flight >= view.limits.max_steps_in_flight:
@@ -240,7 +240,7 @@ class Follower:
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
         step = self._under_way[output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
-        followed.add_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
+        followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 
     def _on_waiting(self, followed: _Followed, now: float, view: SchedulerView, core: Scheduler) -> None:
         request = followed.request

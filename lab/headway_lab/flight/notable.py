@@ -31,7 +31,7 @@ class Notables:
         self._names: dict[Origin, str] = {}
         self._ended: list[_Ended] = []
 
-    def process(self, event: Event) -> None:
+    def note(self, event: Event) -> None:
         """Process one event."""
         if isinstance(event.record, Arrived):
             self._names[event.record.origin] = event.record.request_id

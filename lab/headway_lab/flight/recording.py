@@ -118,7 +118,7 @@ class Recording:
         """The share of proposed tokens that were right; 0 if none were proposed."""
         return self._num_accepted / max(self._num_proposed, 1)
 
-    def process(self, event: Event, core: Scheduler | None) -> None:
+    def note(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if self._first_s is None and event.now:

@@ -109,7 +109,7 @@ def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult
     try:
         for event in flight.events("replay"):
             if recording is not None:
-                recording.process(event, flight.replay.core)
+                recording.note(event, flight.replay.core)
     except Divergence as found:
         difference = str(found)
     replay = flight.replay
