@@ -14,7 +14,7 @@ _EXTRA = re.compile(r"""extra == ['"]([^'"]+)['"]""")
 
 
 def install_advice(extra: str = "") -> str:
-    """Return the command for an extra, or for the basics."""
+    """Return the command for an extra, or the basics."""
     what = f"install the extra {extra}: " if extra else "install: "
     requirements = _requirements(extra)
     if not requirements:

@@ -80,7 +80,7 @@ class LogSink(io.TextIOBase):
                 time.sleep(_PAUSE_AFTER_FAILURE_S)
 
     def _put(self, data: bytes) -> bool:
-        """Return whether all ``data`` was written."""
+        """Return whether all was written."""
         view = memoryview(data)
         while view:
             try:

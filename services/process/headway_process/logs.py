@@ -19,7 +19,7 @@ REPLICA_VARIABLE = "_HEADWAY_REPLICA"
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
-    """Make a logger to pass on."""
+    """Make a logger."""
     logger: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=_processors(log_format),

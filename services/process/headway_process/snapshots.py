@@ -1,4 +1,4 @@
-"""Hands figures from a busy loop to another thread on request.
+"""Hands figures from a busy loop to another thread.
 
 Owns: the hand-over. Must not know: the figures.
 """
