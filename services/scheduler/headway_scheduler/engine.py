@@ -1,9 +1,7 @@
-"""The scheduler process without its sockets and clock: frames and the time in, frames out.
+"""The scheduler without sockets and clock: frames and the time in, frames out.
 
-Owns: how the core, the executor's link and the gateways' links work together. Must not know: ZeroMQ, signals, wall clocks.
-Production, simulation and fault tests run this same object.
-
-An answer is taken in, the next step decided and sent, and only then gateways are written to: the executor never waits.
+Owns: how core and links work together. Must not know: ZeroMQ, signals, wall clocks.
+Production, simulation and fault tests run it. The next step is sent before gateways are, so the executor never waits.
 """
 
 from headway_proto import ingress
@@ -43,10 +41,9 @@ LEAST_STEP_TOKENS = 8
 
 
 class SchedulerEngine:
-    """The whole scheduler as one object.
+    """Feed it frames, call ``run`` after each batch and by ``next_deadline``, then send both links' ``outgoing``.
 
-    Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
-    latest, then take ``executor_link.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
+    Times are in seconds, monotonic.
     """
 
     def __init__(self, limits: SchedulerLimits, incarnation: int, recorder: NullRecorder | None = None) -> None:
@@ -62,28 +59,27 @@ class SchedulerEngine:
         self.administration = Administration(self)
         self.early = EarlySubmissions(limits)
         self.num_answers = 0
-        """The measure of progress."""
         self.draining = False
         self.core: Scheduler | None = None
         self.info: BackendInfo | None = None
         self._queue_pace = QueuePace()
         self._paused_until = float("-inf")
-        """After steps that failed, the executor gets none until then."""
+        """No steps before this time, because steps failed."""
 
     @property
     def view(self) -> SchedulerView | None:
-        """What may be read from the core; None before an executor joins."""
+        """None before an executor joins."""
         return None if self.core is None else SchedulerView(self.core)
 
     @property
     def next_deadline(self) -> float:
-        """The time of the next call of ``run``, even if nothing arrives."""
+        """When to call ``run``."""
         links = min(self.executor_link.next_deadline, self.gateways.next_deadline)
         return min(links, self._paused_until) if self._paused_until > float("-inf") else links
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences waiting or running."""
+        """Waiting and running sequences."""
         return len(self.early) if self.core is None else self.core.num_unfinished
 
     @property
@@ -96,27 +92,27 @@ class SchedulerEngine:
         return ingress.STATE_PAUSED if self.core is not None and self.core.paused else ingress.STATE_SERVING
 
     def executor_frame(self, peer: bytes, data: bytes, now: float) -> None:
-        """Take in one frame of the step protocol."""
+        """Handle one frame."""
         self._on_step_events(self.executor_link.receive(peer, data, now), now)
 
     def gateway_frame(self, peer: bytes, data: bytes, now: float) -> None:
-        """Take in one frame of the ingress protocol."""
+        """Handle one frame."""
         for event in self.gateways.receive(peer, data, now, self._announcement):
             self._on_gateway_event(event, now)
 
     def executor_unreachable(self, peer: bytes, now: float) -> None:
-        """The transport could not reach this executor."""
+        """Handle a failed send."""
         self._on_step_events(self.executor_link.unreachable(peer), now)
 
     def gateway_unreachable(self, peer: bytes, now: float) -> None:
-        """The transport could not reach this gateway."""
+        """Handle a failed send."""
         for event in self.gateways.unreachable(peer):
             self._on_gateway_event(event, now)
 
     def run(self, now: float) -> None:
-        """Do what is due: heartbeats, time-outs, steps, messages to gateways."""
+        """Do what is due."""
         if now >= self._paused_until:
-            # With or without an executor: a time in the past would ask for ``run`` again and again.
+            # Even without an executor: a deadline in the past would make the loop spin.
             self._paused_until = float("-inf")
         if now >= self.statistics.next_mark_at:
             self.statistics.keep_time(now, self.view)
@@ -127,7 +123,7 @@ class SchedulerEngine:
         self.gateways.flush()
 
     def schedule_steps(self, now: float) -> None:
-        """Schedule and send as many steps as may be in flight."""
+        """Send all steps that may be in flight."""
         core, link = self.core, self.executor_link
         if core is None or not link.is_open or now < self._paused_until:
             return
@@ -144,7 +140,7 @@ class SchedulerEngine:
         if frames:
             self.recorder.sent(now, frames, len(shed))
         elif core.num_in_flight < self.limits.max_steps_in_flight and not core.awaits_answer:
-            # Otherwise the core did not look for a step at all.
+            # Only if the core looked for a step.
             self.recorder.sent_nothing(now, len(shed), is_idle=not core.num_unfinished)
         for end in shed:
             self.statistics.count_end(end, now)
@@ -215,7 +211,7 @@ class SchedulerEngine:
         self.announce()
 
     def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
-        """A step failed: try smaller ones, or blame a request. Return whether one was too large."""
+        """Try smaller steps, or blame a request. Return whether one alone was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # the size of the step explains it
         is_found = self._end_guilty(core, reason, failure.step, now)
@@ -223,7 +219,7 @@ class SchedulerEngine:
         return is_found and failure.max_num_batched_tokens > 0
 
     def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
-        """Steps were lost: end the guilty request, if it is known, and return whether it was."""
+        """After lost steps, end the guilty request. Return whether one was found."""
         verdict = self._blame.judge(core, reason, step)
         if verdict is None:
             return False
@@ -272,7 +268,6 @@ class SchedulerEngine:
                 self._abort_silently(origin, "its client no longer wants it", now)
 
     def _abort_silently(self, origin: Origin, why: str, now: float) -> None:
-        """Abort a sequence without a message to a gateway."""
         end = None if self.core is None else self._abort(self.core, origin, why, now)
         if end is not None:
             self.statistics.count_end(end, now)
@@ -320,7 +315,6 @@ class SchedulerEngine:
         return None
 
     def _on_shed(self, core: Scheduler, end: FinishedEvent) -> None:
-        """Refuse a request that can no longer meet its objective; nothing of it has run."""
         self._forget(end.origin)
         message = "the first token can no longer come within its objective (ttft_slo_ms)"
         retry_s = max(UNKNOWN_S, core.expected_prefill_s)
@@ -358,16 +352,16 @@ class SchedulerEngine:
     # ------------------------------------------------------------------------------------------ an operator's commands
 
     def announce(self) -> None:
-        """Send every gateway the state now."""
+        """Send the state to every gateway."""
         self.gateways.announce(self._announcement())
 
     def drain(self) -> None:
-        """Refuse new sequences from now on."""
+        """Refuse new sequences."""
         self.draining = True
         self.announce()
 
     def end(self, origin: Origin, now: float) -> None:
-        """Abort a sequence and tell its gateway."""
+        """Abort a sequence and report it."""
         assert self.core is not None
         finished = self._abort(self.core, origin, "an operator cancelled it", now)
         if finished is not None:

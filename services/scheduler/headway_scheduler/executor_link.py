@@ -1,10 +1,10 @@
-"""The scheduler's side of the step protocol, as a state machine without sockets or clock.
+"""The scheduler's side of the step protocol, without sockets or clock.
 
-Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, or what carries frames.
+Owns: the current executor, its epochs, frame order. Must not know: decisions, transport.
 
-An executor that says hello gets a new epoch, unless another is alive: heard from within ``TAKEOVER_SILENCE_S``. A peer is
-one connection; after a reconnection an executor is another peer. A damaged frame, a gap or an impossible answer ends the
-epoch and opens another; answers of the old one are ignored. The other side is ``headway_executor.step_link``.
+An executor that says hello gets a new epoch, unless another sent a frame within ``TAKEOVER_SILENCE_S``. A peer is one
+connection: a reconnected executor is a new peer. A damaged frame, a gap or an impossible answer starts a new epoch, and
+answers of the old one are ignored. The other side: ``headway_executor.step_link``.
 """
 
 import msgspec
@@ -33,14 +33,14 @@ MAX_EPOCH = (1 << 32) - 1
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """The executor could not run ``step``. ``max_num_batched_tokens`` limits later steps, 0 if size was not the reason."""
+    """``max_num_batched_tokens`` limits later steps; 0 if the size was not the reason."""
 
     step: int
     max_num_batched_tokens: int
 
 
 class EpochOpened(msgspec.Struct, frozen=True):
-    """An executor that knows nothing waits for step 0 of ``epoch``."""
+    """The executor has no state and waits for step 0."""
 
     epoch: int
     info: BackendInfo
@@ -49,19 +49,19 @@ class EpochOpened(msgspec.Struct, frozen=True):
 
 
 class StepAnswered(msgspec.Struct, frozen=True):
-    """The answer to a step of the current epoch."""
+    """An answer of the current epoch."""
 
     output: ExecutorOutput
 
 
 class ExecutorLost(msgspec.Struct, frozen=True):
-    """There is no executor until the next ``EpochOpened``."""
+    """No executor until ``EpochOpened``."""
 
     reason: str
 
 
 class ExecutorRefused(msgspec.Struct, frozen=True):
-    """An executor announced something impossible; reported once for each of its lives."""
+    """Reported once per incarnation."""
 
     reason: str
 
@@ -76,7 +76,7 @@ class ExecutorLink:
         self.incarnation = incarnation
         self.outgoing: list[tuple[bytes, bytes]] = []
         self.num_damaged_frames = 0
-        # Epochs of two scheduler lives must not be mistaken for one another.
+        # The epochs of two incarnations must differ.
         self.epoch = incarnation % (1 << 30)
         self._reader = scheduler_frame_reader()
         self._writer = scheduler_frame_writer()
@@ -103,7 +103,7 @@ class ExecutorLink:
 
     @property
     def next_deadline(self) -> float:
-        """The time of the next call of ``tick``."""
+        """When to call ``tick``."""
         return self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def send_step(self, output: SchedulerOutput) -> None:
@@ -112,7 +112,7 @@ class ExecutorLink:
         self.outgoing.append((self._peer, self._writer.encode(output)))
 
     def receive(self, peer: bytes, data: bytes, now: float) -> list[StepEvent]:
-        """Take one frame in."""
+        """Handle one frame."""
         try:
             frame = self._reader.decode(data)
         except FramingError as error:
@@ -122,8 +122,7 @@ class ExecutorLink:
         if isinstance(body, ExecutorHello):
             return self._on_hello(peer, body, now)
         if self._peer is None:
-            # An executor of an earlier scheduler life, or one that was given up: our name, or our epoch, makes it say
-            # hello.
+            # The executor of an earlier incarnation, or a lost one: our incarnation or epoch makes it say hello.
             self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
         if peer != self._peer:
             return []
@@ -133,7 +132,7 @@ class ExecutorLink:
         return self._on_numbered(frame, now)
 
     def tick(self, now: float) -> list[StepEvent]:
-        """Send a heartbeat if one is due; detect silence."""
+        """Send a due heartbeat; detect silence."""
         if self._peer is None:
             self._last_heartbeat = now
             return []
@@ -145,11 +144,11 @@ class ExecutorLink:
         return []
 
     def unreachable(self, peer: bytes) -> list[StepEvent]:
-        """The transport could not reach ``peer``."""
+        """Handle a failed send."""
         return self._lose("unreachable") if peer == self._peer else []
 
     def reopen(self, reason: str, now: float) -> list[StepEvent]:
-        """Open a new epoch with the current executor."""
+        """Open a new epoch."""
         assert self._peer is not None
         assert self._info is not None
         return self._open(self._peer, self._executor, self._info, reason, now)
@@ -162,7 +161,7 @@ class ExecutorLink:
             return [ExecutorRefused(problem)] if is_news else []
         info = hello.info
         if self._info is not None and hello.incarnation == self._executor:
-            # What it cannot hold it cannot hold over another connection either.
+            # Its limit holds for every connection.
             info = msgspec.structs.replace(info, max_num_batched_tokens=self._info.max_num_batched_tokens)
             if peer == self._peer:
                 self._heard_at = now
@@ -170,14 +169,14 @@ class ExecutorLink:
                     return []  # sent before our answer arrived
                 return self._open(peer, hello.incarnation, info, "the executor said hello again", now)
         if self._peer is not None and now - self._heard_at < TAKEOVER_SILENCE_S:
-            return []  # it will say hello again, should the present executor be gone
+            return []  # it says hello again later
         is_taken_over = self._peer is not None and hello.incarnation != self._executor
         events = self._lose("another executor took over") if is_taken_over else []
         self._announced_limit = hello.info.max_num_batched_tokens
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
-        """Allow steps as large as at first: the request that was too large is gone."""
+        """Allow the first size again: the too large request has ended."""
         assert self._info is not None
         self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
         return self.reopen("steps may be large again", now)
@@ -186,11 +185,11 @@ class ExecutorLink:
         if request.incarnation != self._executor:
             return []
         if frame.epoch not in {self.epoch, 0}:
-            self._respect(request.max_num_batched_tokens)  # late, and true of this executor all the same: for the next
+            self._lower_limit(request.max_num_batched_tokens)  # late, but still true for the next epoch
             return []
         if request.is_leaving:
             return self._lose(f"it left: {request.reason}")
-        self._respect(request.max_num_batched_tokens)
+        self._lower_limit(request.max_num_batched_tokens)
         assert self._peer is not None
         assert self._info is not None
         failure = None
@@ -199,8 +198,7 @@ class ExecutorLink:
         reason = f"the executor asked for it: {request.reason}"
         return self._open(self._peer, self._executor, self._info, reason, now, failure)
 
-    def _respect(self, max_num_batched_tokens: int) -> None:
-        """Remember the executor's size limit, 0 for no change."""
+    def _lower_limit(self, max_num_batched_tokens: int) -> None:
         assert self._info is not None
         if max_num_batched_tokens > 0:
             self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=max_num_batched_tokens)
@@ -237,7 +235,7 @@ class ExecutorLink:
 
     def _lose(self, reason: str) -> list[StepEvent]:
         self._peer = None
-        # It may still live in this epoch, cut off for a moment only. A frame of a later one makes it say hello.
+        # It may only be cut off and still be in this epoch. A frame of a later epoch makes it say hello.
         self._leave_epoch()
         return [ExecutorLost(reason)]
 

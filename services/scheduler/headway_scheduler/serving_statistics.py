@@ -1,9 +1,8 @@
-"""Latencies, rates and the service of each tenant, as the scheduler sees them.
+"""Latencies, rates and each tenant's service, as the scheduler sees them.
 
-Owns: these figures. Must not know: who reads them, or the clock.
-
-All rows that decoded in a step had the same gap since the step before, so a step of decodes costs one observation. A
-request that starts or resumes brings its own gap. (The longer gap of a row that was held back counts like the others.)
+Owns: these figures. Must not know: readers, the clock. All rows that decode in a step have the same gap since the
+previous one, so a decode step costs one observation. Rows that start or resume have their own. (A row that was held
+back is counted with the others, despite its longer gap.)
 """
 
 from collections import Counter, OrderedDict, deque
@@ -18,15 +17,15 @@ from headway_scheduler.core.view import SchedulerView
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12
-"""Percentiles cover about the last minute."""
+"""Percentiles cover the last minute."""
 RATE_MARKS = 2
 """Rates cover the last five to ten seconds."""
 MAX_TENANTS = 64
-"""The longest unused tenant makes room for a new one."""
+"""A new tenant replaces the one unused for the longest time."""
 
 _MAX_STARTERS = 256
 
-# Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
+# They include vLLM's bounds for the same histogram, for its dashboards.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -45,14 +44,14 @@ _PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5
 
 
 class TenantTokens(msgspec.Struct):
-    """Tokens of started prompts and ended outputs of a tenant."""
+    """Tokens of started prompts and ended outputs."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
 
 class TenantService(NamedTuple):
-    """A tenant's requests and tokens. ``counter``: its service under the order ``fair``."""
+    """``counter``: service under the order ``fair``."""
 
     tenant: str
     num_running: int
@@ -85,7 +84,7 @@ class _Totals(NamedTuple):
 
 
 class ServingStatistics:
-    """Call ``count_*`` as things happen; times in seconds, monotonic."""
+    """Times in seconds, monotonic."""
 
     def __init__(self) -> None:
         fine = fine_durations()
@@ -99,7 +98,7 @@ class ServingStatistics:
         self.prompt_tokens = Histogram(_REQUEST_TOKENS)
         self.output_tokens = Histogram(_REQUEST_TOKENS)
         self.step_tokens = Histogram(_STEP_TOKENS)
-        """The caller observes each step that is sent."""
+        """The caller observes each sent step."""
         self.prediction_ratio = Histogram(_PREDICTION_RATIO)
         self._with_recent = (self.first_token_s, self.gap_s, self.queue_s, self.request_s)
         self.ends: Counter[FinishReason] = Counter()
@@ -114,17 +113,17 @@ class ServingStatistics:
         """By name, the most recent one last."""
         self._decoded_at = 0.0
         self._starters: deque[tuple[float, int]] = deque(maxlen=_MAX_STARTERS)
-        """(time, count) of rows that got a token without decoding, since rows last decoded."""
+        """(time, count) of rows with a token but no decode yet, since the last decode."""
         self.next_mark_at = 0.0
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
     def count_arrival(self, tenant: str) -> None:
-        """A request was accepted."""
+        """Count an accepted request."""
         if tenant:
             self._tokens_of(tenant)
 
     def count_answer(self, events: StepEvents, device_time_us: int, now: float) -> None:
-        """A step returned with ``events``."""
+        """Count an answered step."""
         num_starters = len(events.first_tokens) + len(events.resumed_gaps_s)
         num_decoded = len(events.token_ids) - num_starters
         if num_decoded > 0:
@@ -140,7 +139,7 @@ class ServingStatistics:
         self.last_device_time_us = device_time_us
 
     def count_end(self, end: FinishedEvent, now: float) -> None:
-        """A request ended, for whatever reason."""
+        """Count an ended request."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
         if num_new_tokens == 1 and self._starters:
@@ -162,19 +161,19 @@ class ServingStatistics:
             self._observe_prediction(end.num_predicted_tokens, end.num_output_tokens)
 
     def count_epoch(self, now: float) -> None:
-        """An epoch began."""
+        """Count an epoch."""
         self.num_epochs += 1
         if self.executor_since is None:
             self.executor_since = now
         self._starters.clear()
 
     def count_executor_loss(self) -> None:
-        """The executor was lost."""
+        """Count a lost executor."""
         self.num_executor_losses += 1
         self.executor_since = None
 
     def keep_time(self, now: float, view: SchedulerView | None) -> None:
-        """Move the recent window on; call it before reading."""
+        """Move the recent window, before reading."""
         if self.started_at is None:
             self.started_at = now
         if now < self.next_mark_at:
@@ -187,7 +186,7 @@ class ServingStatistics:
         self._totals.append(_Totals(now, 0, 0) if view is None else _totals(view, now))
 
     def rates(self, view: SchedulerView, now: float) -> Rates:
-        """The rates of the last seconds."""
+        """Return the recent rates."""
         if not self._totals or now <= self._totals[0].time:
             return Rates(0.0, 0.0)
         before, after = self._totals[0], _totals(view, now)
@@ -221,7 +220,7 @@ class ServingStatistics:
         ]
 
     def _observe_first_gaps(self, num_decoded: int, now: float) -> int:
-        """Observe the first gap of started rows; return how many other rows decode."""
+        """Observe first gaps; return the number of other rows."""
         for since, count in self._starters:
             num_of_these = min(count, num_decoded)
             self.gap_s.observe(now - since, num_of_these)
@@ -237,7 +236,7 @@ class ServingStatistics:
         self._starters.append((now, len(events.first_tokens) + len(events.resumed_gaps_s)))
 
     def _forget_starter(self, since: float | None) -> None:
-        """A row that started then has ended; it will not decode."""
+        """Forget a row that ended before it decoded."""
         for place, (time, count) in enumerate(self._starters):
             if time == since:
                 self._starters[place] = time, count - 1
