@@ -48,12 +48,12 @@ while True:
 """
 
 
-class NotedBench(Bench):
-    """A bench whose steps are recorded while ``noted`` is there, and whose metrics can be read."""
+class CountingBench(Bench):
+    """A bench whose steps are recorded while ``counted`` is there, and whose metrics can be read."""
 
     def __init__(self, num_running: int, seed: int) -> None:
         super().__init__(num_running, 2, seed)
-        self.noted: ServingStatistics | None = None
+        self.counted: ServingStatistics | None = None
         self.engine = SchedulerEngine(self.core.limits, incarnation=1)
         self.engine.fleet.cells[0].core = self.core
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
@@ -61,8 +61,8 @@ class NotedBench(Bench):
     def update(self, frame: bytes) -> StepEvents:
         """Process one answer, and record it."""
         events = super().update(frame)
-        if self.noted is not None:
-            note(self.noted, self, events, self.now)
+        if self.counted is not None:
+            count_step(self.counted, self, events, self.now)
             if self.snapshots.wanted:
                 self.snapshots.give(take_snapshot(self.engine, self.now))
         return events
@@ -89,7 +89,7 @@ class Reader:
         self._process.wait()
 
 
-def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) -> None:
+def count_step(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) -> None:
     """Record a step as the engine does."""
     kept.step_tokens.observe(bench.num_running)
     kept.count_answer(events, 0, now)
@@ -99,12 +99,12 @@ def note(kept: ServingStatistics, bench: Bench, events: StepEvents, now: float) 
 
 def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool) -> dict[str, Any]:
     """Measure steps without and with records by turns, then recorded steps with pauses, read and not."""
-    bench = NotedBench(num_running, arguments.seed)
+    bench = CountingBench(num_running, arguments.seed)
     bench.settle()
     relax_collector()
     bench.engine.statistics.count_epoch(bench.now)
     load = Load(bench, arguments.steps, has_churn=has_churn)
-    noting = by_turns(load, None, ("without", "noted"), arguments.turns, 0.0)
+    counting = by_turns(load, None, ("without", "counted"), arguments.turns, 0.0)
     endpoint = MetricsEndpoint("127.0.0.1:0", "", lambda: families_of(bench.snapshots.ask()))
     reader = Reader(endpoint.port)
     try:
@@ -113,10 +113,10 @@ def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool
         reader.close()
         endpoint.close()
     return {
-        **noting,
+        **counting,
         **reading,
-        "ratio": round(noting["noted"]["median_us"] / noting["without"]["median_us"], 4),
-        "note_us": round(note_us(num_running), 3),
+        "ratio": round(counting["counted"]["median_us"] / counting["without"]["median_us"], 4),
+        "count_us": round(count_us(num_running), 3),
     }
 
 
@@ -129,7 +129,7 @@ def by_turns(
         kind = kinds[turn % len(kinds)]
         if reader is not None and kind == "read":
             reader.go_on()
-        times[kind].append(load.turn(is_noted=kind != "without", pace_ms=pace_ms))
+        times[kind].append(load.turn(is_counted=kind != "without", pace_ms=pace_ms))
         if reader is not None:
             reader.hold()
     return {kind: _figures(times[kind]) for kind in kinds}
@@ -138,15 +138,15 @@ def by_turns(
 class Load:
     """Turns of ``steps`` steps; with churn the oldest rows end before each and as many requests arrive."""
 
-    def __init__(self, bench: NotedBench, steps: int, *, has_churn: bool) -> None:
+    def __init__(self, bench: CountingBench, steps: int, *, has_churn: bool) -> None:
         self._bench = bench
         self._steps = steps
         self._num_leaving = num_leaving(bench.num_running) if has_churn else 0
         self._origins = deque(request.new.origin for request in bench.core.requests())
 
-    def turn(self, *, is_noted: bool, pace_ms: float) -> list[float]:
+    def turn(self, *, is_counted: bool, pace_ms: float) -> list[float]:
         """Return microseconds for each step, with a pause before it."""
-        self._bench.noted = self._bench.engine.statistics if is_noted else None
+        self._bench.counted = self._bench.engine.statistics if is_counted else None
         times = []
         for _ in range(self._steps):
             if pace_ms:
@@ -160,10 +160,10 @@ class Load:
         self._origins.extend(Origin(1, bench.num_arrived + place) for place in range(self._num_leaving))
         arrivals = [bench.new_request(max_tokens=2000) for _ in range(self._num_leaving)]
         start = time.perf_counter_ns()
-        if bench.noted is not None:
+        if bench.counted is not None:
             for end in ending:
                 assert end is not None
-                bench.noted.count_end(end, bench.now)
+                bench.counted.count_end(end, bench.now)
         return (time.perf_counter_ns() - start) / 1e3 + bench.timed_step(arrivals)
 
 
@@ -176,7 +176,7 @@ def _figures(turns: list[list[float]]) -> dict[str, float]:
     }
 
 
-def note_us(num_running: int) -> float:
+def count_us(num_running: int) -> float:
     """Return microseconds to record one step of N decodes: the quickest block of calls."""
     bench = Bench(num_running, 2, 0)
     bench.settle()
@@ -190,12 +190,12 @@ def note_us(num_running: int) -> float:
         start = time.perf_counter_ns()
         for _ in range(CALLS_PER_BLOCK):
             now += STEP_S
-            note(kept, bench, events, now)
+            count_step(kept, bench, events, now)
         blocks.append((time.perf_counter_ns() - start) / 1e3 / CALLS_PER_BLOCK)
     return min(blocks)
 
 
-def gateway_note_us() -> float:
+def gateway_count_us() -> float:
     """Return a gateway's microseconds to record one delta: the quickest block of calls."""
     kept = GatewayStatistics()
     blocks = []
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     print(
-        f"{'load':<8}{'running':>8}{'step us':>9}{'noted':>9}{'ratio':>8}{'notes':>8}{'unread p99':>12}{'read p99':>10}"
+        f"{'load':<8}{'running':>8}{'step us':>9}{'counted':>9}{'ratio':>8}{'counts':>8}{'unread p99':>12}{'read p99':>10}"
     )
     rows = []
     for has_churn in (False, True):
@@ -226,17 +226,17 @@ def main() -> None:
             load = "churn" if has_churn else "decode"
             rows.append({"load": load, "running": size, **row})
             print(
-                f"{load:<8}{size:>8}{row['without']['median_us']:>9}{row['noted']['median_us']:>9}{row['ratio']:>8}"
-                f"{row['note_us']:>8}{row['unread']['p99_us']:>12}{row['read']['p99_us']:>10}"
+                f"{load:<8}{size:>8}{row['without']['median_us']:>9}{row['counted']['median_us']:>9}{row['ratio']:>8}"
+                f"{row['count_us']:>8}{row['unread']['p99_us']:>12}{row['read']['p99_us']:>10}"
             )
-    gateway_us = round(gateway_note_us(), 3)
+    gateway_us = round(gateway_count_us(), 3)
     print(f"gateway: {gateway_us} us a delta")
     record = {
         **provenance(arguments.seed),
         "steps": arguments.steps,
         "turns": arguments.turns,
         "rows": rows,
-        "gateway_note_us": gateway_us,
+        "gateway_count_us": gateway_us,
     }
     write_result(arguments.output, record)
 

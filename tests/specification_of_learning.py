@@ -327,7 +327,7 @@ class SpecifiedSpeculation:
                 record.search = 4
         return True
 
-    def note_step(self, step: Step, duration_s: float, num_proposed: int) -> None:
+    def record_step(self, step: Step, duration_s: float, num_proposed: int) -> None:
         """What proposals have cost beside the step: a running mean, and never more than two steps each."""
         alone_s = self.step_times.predict_s(step)
         if num_proposed and alone_s is not None and 1e-6 <= duration_s <= 3600:

@@ -107,21 +107,21 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why is this request where it is?
+        """Explains why a request waits or runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """NOT_FOUND for an id that was never seen; OK for one that ended already.
+        """NOT_FOUND for an unknown id; OK for an ended request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops admitting waiting requests; running ones go on.
+        """Stops starting requests; running ones continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,23 +134,23 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests from now on; accepted ones finish.
+        """Refuses new requests; accepted ones finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps the beginning of prompts in the cache: its blocks are evicted only when nothing else is left. Replaces a pin of
-        the same name. FAILED_PRECONDITION if it fills no block, or if more than a quarter of the KV pool would be pinned.
-        Pins outlive executors but not the scheduler, nor a change of model.
+        """Keeps a prefix in the cache: its blocks are evicted last. Replaces a pin of the same name. FAILED_PRECONDITION if it
+        fills no block, or if more than a quarter of the KV pool would be pinned. Pins survive a restart of the executor, but
+        not of the scheduler, nor a change of model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """NOT_FOUND if nothing is pinned under this name.
+        """NOT_FOUND for an unknown name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,9 +163,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadFlightLog(self, request, context):
-        """The flight log of the scheduler's present life as it is on disk, up to now, with the token ids of prompts and answers:
-        the files that a replay needs, one after the other, in pieces. FAILED_PRECONDITION if the scheduler records nothing;
-        ABORTED if a file went away before it was sent (the oldest does when the log is full): try again.
+        """Streams the flight log of this scheduler process up to now, with the token ids of prompts and answers: the files that a
+        replay needs, in pieces. FAILED_PRECONDITION if the scheduler records nothing; ABORTED if a file was deleted before it
+        was sent (a full log deletes its oldest file): try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

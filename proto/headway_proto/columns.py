@@ -1,8 +1,7 @@
-"""Columns: how a numpy array of 32-bit numbers travels inside a message.
+"""Columns: arrays of 32-bit numbers inside a message.
 
 Owns: the bytes of a column (little-endian int32 or float32) and of a column group. Must not know: what columns mean.
-
-A group of k columns with n entries is ``4 * k * n`` bytes, column after column, so each is a view without a copy.
+A group of k columns with n entries has ``4 * k * n`` bytes, column after column, so each is a view without a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,12 +19,12 @@ EMPTY_COLUMN = np.empty(0, dtype=INT32)
 
 
 def encode_column(values: NDArray[np.integer] | Sequence[int]) -> bytes:
-    """Encode integers, shape ``[n]``, as ``4 * n`` bytes."""
+    """Encode integers, shape ``[n]``."""
     return np.asarray(values, dtype=INT32).tobytes()
 
 
 def decode_column(data: bytes) -> Int32Array:
-    """View ``data`` as a read-only int32 column, shape ``[n]``.
+    """View as read-only int32, shape ``[n]``.
 
     Raises:
         ValueError: the length is not a multiple of 4.
@@ -34,12 +33,12 @@ def decode_column(data: bytes) -> Int32Array:
 
 
 def encode_columns(columns: Iterable[NDArray[np.integer]]) -> bytes:
-    """Encode equally long integer columns as one group."""
+    """Encode equally long columns as one group."""
     return b"".join([column.astype(INT32, copy=False).tobytes() for column in columns])
 
 
 def decode_columns(data: bytes, num_columns: int) -> Int32Array:
-    """View ``data`` as a read-only group, shape ``[num_columns, n]``.
+    """View a group as read-only int32, shape ``[num_columns, n]``.
 
     Raises:
         ValueError: the length is not a multiple of ``4 * num_columns``.
@@ -48,12 +47,12 @@ def decode_columns(data: bytes, num_columns: int) -> Int32Array:
 
 
 def encode_floats(values: NDArray[np.floating] | Sequence[float]) -> bytes:
-    """Encode numbers, shape ``[n]``, as ``4 * n`` bytes."""
+    """Encode numbers, shape ``[n]``."""
     return np.asarray(values, dtype=FLOAT32).tobytes()
 
 
 def decode_floats(data: bytes) -> Float32Array:
-    """View ``data`` as a read-only float32 column, shape ``[n]``.
+    """View as read-only float32, shape ``[n]``.
 
     Raises:
         ValueError: the length is not a multiple of 4.

@@ -1,12 +1,10 @@
 """The envelope of every ZeroMQ message.
 
-Owns: the 24-byte header, the msgspec encoding of the body, and the refusal of malformed frames.
-Must not know: what a kind means, or which socket carries it.
+Owns: the 24-byte header, the body's encoding, refusing malformed frames. Must not know: what a kind means, sockets.
 
 Layout, little-endian: ``magic 2s | version u8 | kind u8 | epoch u32 | sequence u64 | length u32 | crc32 u32``, then
-``length`` bytes of MessagePack. The CRC covers the first 20 bytes and the body: more than a quarter of randomly
-damaged MessagePack frames still decode. ``epoch`` numbers one life of a link; ``sequence`` counts a sender's frames
-within it from 0, without gaps.
+``length`` bytes of MessagePack. The CRC covers the first 20 bytes and the body: over a quarter of randomly damaged
+MessagePack still decodes. ``epoch`` numbers a link's lives; ``sequence`` counts a sender's frames in one, from 0.
 """
 
 import struct
@@ -25,7 +23,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
 class FramingError(ValueError):
-    """A frame that must not be used; one line."""
+    """An unusable frame; one line."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -38,7 +36,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameWriter:
-    """Numbers and encodes one sender's frames. ``kinds`` gives each message type its kind byte."""
+    """Numbers and encodes a sender's frames. ``kinds``: each type's kind byte."""
 
     def __init__(self, kinds: Mapping[type, int], epoch: int = 0) -> None:
         self._kinds = dict(kinds)
@@ -47,12 +45,12 @@ class FrameWriter:
         self.next_sequence = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start numbering again from 0 under ``epoch``."""
+        """Number frames from 0 under ``epoch``."""
         self.epoch = epoch
         self.next_sequence = 0
 
     def encode(self, body: msgspec.Struct) -> bytes:
-        """Return the next frame, carrying ``body``."""
+        """Return the next frame."""
         payload = self._encoder.encode(body)
         fields = _HEADER_FIELDS.pack(
             MAGIC, PROTOCOL_VERSION, self._kinds[type(body)], self.epoch, self.next_sequence, len(payload)
@@ -63,7 +61,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Checks and decodes frames in any order. ``bodies`` gives each kind byte its message type."""
+    """Checks and decodes frames in any order. ``bodies``: each kind byte's type."""
 
     def __init__(self, bodies: Mapping[int, type[msgspec.Struct]], max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoders: dict[int, msgspec.msgpack.Decoder[msgspec.Struct]] = {

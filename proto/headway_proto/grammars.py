@@ -1,11 +1,11 @@
-"""What a constraint means: its grammar, and which tokens may continue an output.
+"""Constraints: which tokens may continue an output.
 
-Owns: the library behind it (llguidance), the accepted dialects, the limits of cost.
-Must not know: which numbers the library rounds (``schema_numbers``), requests, rows.
+Owns: the library llguidance, the dialects, cost limits. Must not know: requests, rows, which numbers the library rounds
+(``schema_numbers``).
 
-Gateway and executor both compile here, so what one accepts the other can run. Costs are bounded by counted work, not
-by time, so every machine gives the same verdict. (The library does not count the automaton of ``multipleOf``; here it
-is counted.) JSON has at most one space between tokens: a model could emit white space for ever.
+Gateway and executor both compile here, so both accept the same. Limits count work, not time, so every machine decides
+alike; the automaton of ``multipleOf``, which the library does not count, is counted here. JSON has at most one space
+between tokens, or a model could emit white space forever.
 """
 
 import json
@@ -36,17 +36,17 @@ _MOST_COMMON_MULTIPLE = 10_000
 
 _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 _JSON_OVERRIDES: Any = {"lenient": False}
-"""An unknown keyword is an error, whatever the schema asks for."""
+"""An unknown keyword is always an error."""
 
 _SCHEMA_WITHIN = re.compile(r"%json\s*")
 _DEAD_END = "NoExtension"
-"""Begins the library's error when no token is left."""
+"""The library's error begins with this if no token is left."""
 
 Mask = NDArray[np.int32]
 
 
 class ConstraintError(ValueError):
-    """A constraint that cannot be compiled, or an output that violates it; one line."""
+    """A constraint cannot be compiled, or an output violates it; one line."""
 
 
 class TokenizerUnusableError(ValueError):
@@ -54,12 +54,12 @@ class TokenizerUnusableError(ValueError):
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """How many int32 words hold one bit per token."""
+    """Return the int32 words for one bit per token."""
     return -(-vocab_size // _WORD_BITS)
 
 
 class Matcher:
-    """The position of one output in its grammar. Not thread-safe; releases the interpreter lock."""
+    """An output's position in its grammar. Not thread-safe; releases the interpreter lock."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -68,18 +68,18 @@ class Matcher:
         """Advance by ``token_ids``.
 
         Raises:
-            ConstraintError: they violate the grammar, or it has become too complex; the matcher is unusable then.
+            ConstraintError: they violate the grammar, or it became too complex; do not use the matcher again.
         """
         matcher = self._matcher
         if matcher.is_stopped() and not matcher.is_error():
-            return  # The end was drawn; tokens behind it, from a step in flight, do not count.
+            return  # The output ended; later tokens come from a step in flight.
         if not (
             matcher.consume_token(token_ids[0]) if len(token_ids) == 1 else matcher.consume_tokens(list(token_ids))
         ):
             raise ConstraintError(f"the output does not follow its constraint: {_reason(matcher.get_error())}")
 
     def fill_mask(self, words: Mask) -> int:
-        """Set the bit of every token that may come next, and clear the others; return that token if it is the only one, else -1.
+        """Set the bits of exactly the tokens that may come next; return the token if there is only one, else -1.
 
         ``words``: int32, contiguous, ``num_mask_words(vocab_size)``; bit ``i % 32`` of word ``i // 32`` is token i.
 
@@ -106,7 +106,7 @@ class Grammar:
         self._beginning = beginning
 
     def matcher(self) -> Matcher:
-        """A matcher of an output without any tokens."""
+        """Start an output."""
         return Matcher(self._beginning.deep_copy())
 
 
@@ -114,7 +114,7 @@ class GrammarCompiler:
     """Compiles constraints for one tokenizer."""
 
     def __init__(self, tokenizer: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``tokenizer`` is the text of tokenizer.json; ``vocab_size`` the width of the logits.
+        """``tokenizer``: the text of tokenizer.json; ``vocab_size``: width of the logits.
 
         Raises:
             TokenizerUnusableError: the library cannot use it, or no token ends an output.
@@ -124,7 +124,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         try:
             self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except Exception as error:  # Defects of the tokenizer make the library raise many kinds of errors.
+        except Exception as error:  # A defective tokenizer makes the library raise many types.
             raise TokenizerUnusableError(_reason(str(error))) from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=_FUEL_TO_BUILD,
@@ -153,12 +153,11 @@ class GrammarCompiler:
         return Grammar(matcher)
 
     def new_mask(self) -> Mask:
-        """Memory for one mask."""
+        """Return an empty mask."""
         return np.zeros(num_mask_words(self.vocab_size), dtype=np.int32)
 
 
 def _grammar_of(constraint: Constraint) -> str:
-    """The constraint in the library's own words."""
     if constraint.kind == JSON_SCHEMA:
         schema = _parsed(constraint.text, "a JSON schema", (dict, bool))
         _check_numbers(constraint.text, schema)
@@ -195,12 +194,11 @@ def _json_grammar(schema: Any) -> str:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether a panic of the library, which is no ``Exception``."""
+    """Whether the library panicked, which is no ``Exception``."""
     return type(error).__name__ == "PanicException"
 
 
 def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
-    """The JSON schemas in a Lark grammar, as text and as objects."""
     for found in _SCHEMA_WITHIN.finditer(grammar):
         begin = found.end()
         with suppress(ValueError, RecursionError):  # The library reports it.
@@ -209,7 +207,6 @@ def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_numbers(text: str, schema: Any) -> None:
-    """Refuse numbers that the library would round, or that cost too much."""
     problem = number_problem(text)
     if problem:
         raise ConstraintError(problem)
@@ -217,7 +214,7 @@ def _check_numbers(text: str, schema: Any) -> None:
 
 
 def _check_multiples(schema: Any) -> None:
-    """Refuse if the least common multiple of all ``multipleOf``, in their finest unit, needs too many states."""
+    """Limit the least common multiple of all ``multipleOf``: it is the number of states."""
     found = {Fraction(str(value)) for value in _values_of(schema, "multipleOf") if _is_divisor(value)}
     unit = math.lcm(*(value.denominator for value in found))
     common = math.lcm(*(int(value * unit) for value in found))
@@ -228,12 +225,10 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _is_divisor(value: Any) -> bool:
-    """Whether the library would divide by ``value``; it refuses other values itself."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _values_of(schema: Any, keyword: str) -> Iterator[Any]:
-    """Every value under ``keyword``, at any depth."""
     rest = [schema]
     while rest:
         part = rest.pop()
@@ -260,6 +255,5 @@ def _no_number(text: str) -> Any:
 
 
 def _reason(message: str) -> str:
-    """The library's words, on one line, cut."""
     words = " ".join(message.replace("<non-verbose/>", "").split())
     return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

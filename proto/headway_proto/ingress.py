@@ -2,19 +2,19 @@
 
 Owns: its messages and their order. Must not know: text, blocks, rows, state.
 
-A gateway names each live sequence by a **handle**, never used twice in one life. A request is ``n`` sequences.
+A gateway names each live sequence by a **handle**, used once. A request is ``n`` sequences.
 
 1. A gateway sends ``GatewayHello`` (epoch 0) until ``SchedulerHello`` answers. That frame's epoch, drawn by the
-   scheduler, is the link's; both sides number their frames from 0 in it. Frames of other epochs are ignored.
-2. A damaged frame or a gap ends the link: the gateway says hello with ``link`` + 1 and gets a new epoch. It submits
-   again all sequences that it still wants, as prompt + tokens received; the scheduler forgets the old link's
-   sequences. So nothing is lost or repeated, and a restarted scheduler needs no case of its own.
+   scheduler, is the link's; both sides number their frames from 0 in it and ignore other epochs.
+2. A damaged frame or a gap ends the link: the gateway says hello with ``link`` + 1, gets a new epoch, and submits its
+   live sequences again as prompt + received tokens. The scheduler forgets the old link's sequences. So nothing is lost
+   or repeated, and a restarted scheduler needs no special case.
 3. Each ``Submit`` is answered with tokens or one ``Rejected``. A sequence ends with one ``Finished``. After ``Abort``
    the gateway ignores what still arrives.
 4. ``GatewayHeartbeat.received`` acknowledges frames. With ``MAX_UNACKNOWLEDGED_FRAMES`` outstanding, the scheduler
-   holds tokens back. More than ``SchedulerHello.submit_credits`` unfinished sequences are ``Rejected``.
+   holds tokens back. It rejects more than ``SchedulerHello.submit_credits`` unfinished sequences.
 
-Operators' messages (``operations``) travel in the same frames.
+``operations`` travel in the same frames.
 """
 
 import msgspec
@@ -49,7 +49,7 @@ REJECT_UNSUPPORTED = "unsupported"
 
 
 class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
-    """Opens a link. ``incarnation`` is random, one per gateway life; ``link`` counts its links."""
+    """Opens a link. ``incarnation``: random per process; ``link`` counts its links."""
 
     incarnation: int
     link: int
@@ -58,11 +58,11 @@ class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate.
 
-    ``token_ids`` (int32 column): prompt, then output already received; ``num_prompt_tokens`` divides them. ``max_tokens``
-    counts all output. ``sampling.stop_token_ids``, and the model's own unless ``ignore_eos``, end the sequence as its last
-    token. ``index`` numbers the continuations of ``request_id``. ``traceparent`` (W3C) may be empty. ``has_run``: it
-    started on an earlier link, so it must get an end, and a late first token no longer ends it. ``num_prompt_logprobs``:
-    prompt tokens, from the second on, whose log probabilities have arrived.
+    ``token_ids`` (int32 column): prompt, then received output; ``num_prompt_tokens`` divides them. ``max_tokens`` counts
+    all output. ``sampling.stop_token_ids``, and the model's unless ``ignore_eos``, end the sequence. ``index`` numbers
+    the continuations of ``request_id``. ``traceparent``: W3C or empty. ``has_run``: it started on an earlier link, so it
+    must get an end, and its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens from the second on whose
+    log probabilities have arrived.
     """
 
     handle: int
@@ -83,19 +83,19 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """Sequences to end. ``handles`` is an int32 column; unknown ones are ignored."""
+    """``handles``: int32 column; unknown ones are ignored."""
 
     handles: bytes
 
 
 class GatewayHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life, after ``received`` frames of this link."""
+    """``received`` counts this link's frames."""
 
     received: int
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the executor serves."""
+    """The executor's model."""
 
     name: str
     fingerprint: str
@@ -123,7 +123,7 @@ class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The scheduler's load. ``kv_cache_usage``: share of blocks in use, 0 to 1; ``max_running``: rows."""
+    """``kv_cache_usage``: share of blocks in use, 0 to 1; ``max_running``: rows."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -132,9 +132,8 @@ class SchedulerLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Heartbeat and news. ``model`` is None before the first executor.
-
-    ``state`` is one of ``STATE_*``; ``num_steps`` shows progress; ``num_unfinished`` sequences wait or run.
+    """Heartbeat and news. ``model``: None before the first executor. ``state``: one of ``STATE_*``. ``num_steps`` shows
+    progress.
     """
 
     model: ModelInfo | None
@@ -151,14 +150,14 @@ STATE_DRAINING = "draining"
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence first runs, with ``num_cached_tokens`` from the prefix cache."""
+    """A sequence starts; ``num_cached_tokens`` come from the prefix cache."""
 
     handle: int
     num_cached_tokens: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of output token ``index`` and of the best alternatives."""
+    """Of output token ``index``, with the best alternatives."""
 
     handle: int
     index: int
@@ -168,17 +167,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of prompt tokens."""
+    """Of prompt tokens."""
 
     handle: int
     values: PromptLogprobColumns
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sequence ended. Times in milliseconds since its arrival at the scheduler.
+    """A sequence ended. Times in milliseconds since it reached the scheduler.
 
-    ``stop_token_id`` ended it, or -1. ``num_output_tokens`` counts all output. ``ttft_ms`` is 0 without a token.
-    ``*_device_ms``: device time of all steps until its first token, and from there to its end.
+    ``stop_token_id`` ended it, or -1. ``num_output_tokens`` counts all output. ``ttft_ms``: 0 without a token.
+    ``*_device_ms``: device time of the steps up to its first token, and after it.
     """
 
     handle: int
@@ -195,10 +194,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """All that one step brought one gateway, in order: admissions, tokens, ends.
+    """One step's news for one gateway: admissions, tokens, ends, in this order.
 
-    ``columns`` is a column group (handle, index, token id), indices of a handle ascending. ``prompt_logprobs`` come in
-    order of position, each once per link, at the latest with the first token.
+    ``columns``: a group (handle, index, token id), indices of a handle ascending. ``prompt_logprobs`` come by position,
+    once per link, at the latest with the first token.
     """
 
     admitted: tuple[Admitted, ...] = ()
@@ -209,7 +208,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sequence that was refused. ``retry_after_ms`` is 0 if another attempt is useless."""
+    """``retry_after_ms`` is 0 if a retry is useless."""
 
     handle: int
     reason: str
@@ -235,20 +234,20 @@ _TO_GATEWAY: dict[type[msgspec.Struct], int] = {
 
 
 def gateway_frame_writer() -> FrameWriter:
-    """For a gateway to send."""
+    """Make a writer."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def gateway_frame_reader() -> FrameReader:
-    """For a gateway to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_GATEWAY.items()})
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """For a scheduler to send."""
+    """Make a writer."""
     return FrameWriter(_TO_GATEWAY)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """For a scheduler to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})

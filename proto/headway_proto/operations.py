@@ -1,16 +1,16 @@
-"""Operators' calls to the scheduler and its answers: status, requests, cache, pins, flight log.
+"""Operators' calls to the scheduler and its answers.
 
-Owns: these messages, which travel through a gateway in ``ingress`` frames. Must not know: how answers are made.
+Owns: these messages, passed on by gateways. Must not know: how answers are made.
 """
 
 import msgspec
 
 MAX_FLIGHT_LOG_PIECE_BYTES = 1 << 17
-"""Limits what the scheduler reads between two steps."""
+"""Limits reads between two steps."""
 
 
 class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A prefix to keep cached: ``token_ids`` (int32 column), for ``tenant`` if tenants are separate."""
+    """``token_ids``: int32 column. ``tenant``: if tenants are separate."""
 
     name: str
     tenant: str = ""
@@ -18,7 +18,7 @@ class PrefixToPin(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class CachePosition(msgspec.Struct, frozen=True, array_like=True):
-    """A reader's position: entry ``index`` of the log of one cache's ``life``."""
+    """Entry ``index`` in the log of a cache's ``life``."""
 
     life: int
     index: int
@@ -27,8 +27,8 @@ class CachePosition(msgspec.Struct, frozen=True, array_like=True):
 class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What to read of the flight log.
 
-    ``life`` 0: write everything so far, and return how much. ``mark`` above 0: list the files once so much is written.
-    Otherwise: a piece of a file from byte ``offset``.
+    ``life`` 0: write everything so far, and return its ``mark``. ``mark`` above 0: list the files once so much is
+    written. Otherwise: a piece of a file from byte ``offset``.
     """
 
     life: int = 0
@@ -39,10 +39,9 @@ class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """An operator's call.
+    """``method``: status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log.
 
-    ``method``: status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log. ``prefix``
-    is for pins, ``position`` for cache, ``place`` for flight_log.
+    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log.
     """
 
     call_id: int
@@ -54,7 +53,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Over the ``count`` values of the last minute."""
+    """Of the last minute's ``count`` values."""
 
     count: int = 0
     p50_ms: float = 0.0
@@ -63,7 +62,7 @@ class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Preemptions by ``mode`` (recompute or swap) and ``reason``."""
+    """``mode``: recompute or swap."""
 
     mode: str
     reason: str
@@ -71,21 +70,21 @@ class PreemptionCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class WastedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Tokens computed in vain, by reason: recompute, new_epoch, surplus."""
+    """``reason``: recompute, new_epoch, surplus."""
 
     reason: str
     count: int
 
 
 class EndCount(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Ended requests by ``reason``."""
+    """Ended requests."""
 
     reason: str
     count: int
 
 
 class StepTimeModelState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The learned step times, in seconds per unit; ``relative_error`` is the recent mean."""
+    """Learned step times, in seconds per unit; ``relative_error``: recent mean."""
 
     num_observed: int
     num_shifts: int
@@ -109,7 +108,7 @@ class PredictionErrorState(msgspec.Struct, frozen=True, array_like=True, kw_only
 
 
 class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The connected executor. ``last_step_age_s`` is -1 before its first answer."""
+    """``last_step_age_s`` is -1 before the first answer."""
 
     backend: str
     model_name: str
@@ -121,7 +120,7 @@ class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The policies in use."""
+    """Policies in use."""
 
     order: str
     batching: str
@@ -130,7 +129,7 @@ class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A tenant's requests now and its tokens so far. ``counter``: with the order ``fair``."""
+    """Requests now, tokens so far. ``counter``: only with order ``fair``."""
 
     tenant: str
     num_running: int
@@ -202,7 +201,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A tenant's prompt tokens, and how many were cached."""
+    """Prompt tokens, and how many were cached."""
 
     tenant: str
     num_query_tokens: int
@@ -210,10 +209,7 @@ class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A pin: ``num_blocks`` in all, ``num_resident_blocks`` cached now.
-
-    ``num_blocks`` is 0 while the executor is too small.
-    """
+    """``num_blocks`` in all (0 while the executor is too small), ``num_resident_blocks`` cached now."""
 
     name: str
     tenant: str
@@ -223,7 +219,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One live sequence. ``state``: waiting, running or preempted."""
+    """``state``: waiting, running or preempted."""
 
     request_id: str
     index: int
@@ -239,10 +235,10 @@ class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):
-    """``num_blocks`` blocks, numbered from ``first``, were stored or removed; 0 means that all are gone.
+    """``num_blocks`` blocks, numbered from ``first``, were stored or removed; 0: all were removed.
 
-    Stored blocks hold ``token_ids`` (int32 column) behind block ``parent`` (0: prompts of ``scope`` begin with them);
-    removed ones have none. One life of the cache uses a number once.
+    Stored blocks hold ``token_ids`` (int32 column) behind block ``parent`` (0: at the start of prompts of ``scope``);
+    removed ones have none. Numbers are unique in a cache's life.
     """
 
     first: int
@@ -253,7 +249,7 @@ class CacheChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Changes in order; continue at ``position``, at once if there are ``more``."""
+    """Changes in order; continue at ``position``, at once if ``more``."""
 
     position: CachePosition
     block_size: int
@@ -270,10 +266,7 @@ class FlightLogFile(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The answer to a ``FlightLogPlace``.
-
-    ``files`` is empty until ``mark`` is written. ``is_gone``: the file or the life no longer exists.
-    """
+    """``files`` is empty until ``mark`` is written. ``is_gone``: the file or the life no longer exists."""
 
     life: int
     mark: int = 0
@@ -283,7 +276,7 @@ class FlightLogPart(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The answer to an ``AdminCall``, or ``error`` ("not found")."""
+    """The answer, or ``error``."""
 
     call_id: int
     status: Status | None = None

@@ -1,8 +1,7 @@
-"""Log probabilities of a prompt's tokens as columns, for both ZeroMQ protocols.
+"""A prompt's log probabilities as columns.
 
 Owns: their layout. Must not know: how they are computed.
-
-The first token has none. A position takes 4 bytes, and 8 more for each alternative.
+The first token has none. A position takes 4 bytes, and 8 more per alternative.
 """
 
 from typing import Self
@@ -13,10 +12,10 @@ from headway_proto.columns import FLOAT32, INT32, Float32Array, Int32Array, deco
 
 
 class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
-    """For the tokens from ``first_position`` on.
+    """``logprobs``: a float32 column, one per position from ``first_position`` on.
 
-    ``logprobs`` is a float32 column with one value per position. ``top_token_ids`` (int32) and ``top_logprobs`` (float32)
-    hold the same number of most likely tokens for each position, best first.
+    ``top_token_ids`` (int32) and ``top_logprobs`` (float32): the most likely tokens, best first, equally many per
+    position.
     """
 
     first_position: int
@@ -26,21 +25,21 @@ class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_positions(self) -> int:
-        """Of how many tokens these are."""
+        """Number of tokens."""
         return len(self.logprobs) // FLOAT32.itemsize
 
     @property
     def num_alternatives(self) -> int:
-        """The most likely tokens of each position."""
+        """Most likely tokens per position."""
         return len(self.top_token_ids) // len(self.logprobs) if self.logprobs else 0
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last."""
         return self.first_position + self.num_positions
 
     def problem(self) -> str | None:
-        """The fault in the columns' lengths, in one line; None if there is none."""
+        """Return the fault in the lengths, in one line, or None."""
         if len(self.logprobs) % FLOAT32.itemsize or len(self.top_token_ids) != len(self.top_logprobs):
             return f"{len(self.logprobs)}, {len(self.top_token_ids)} and {len(self.top_logprobs)} bytes are not the columns of the same positions"
         if len(self.top_token_ids) != self.num_alternatives * len(self.logprobs):
@@ -54,7 +53,7 @@ class PromptLogprobColumns(msgspec.Struct, frozen=True, array_like=True):
         return decode_floats(self.logprobs), ids.reshape(shape), tops.reshape(shape)
 
     def behind(self, position: int) -> Self:
-        """The part from ``position`` on."""
+        """Return the part from ``position`` on."""
         num_known = min(max(position - self.first_position, 0), self.num_positions)
         if not num_known:
             return self

@@ -1,6 +1,6 @@
-"""The sampling parameters that travel on both ZeroMQ protocols.
+"""Sampling parameters of both ZeroMQ protocols.
 
-Owns: their neutral values and allowed ranges. Must not know: how sampling is computed.
+Owns: neutral values and allowed ranges. Must not know: how sampling is computed.
 """
 
 import math
@@ -23,10 +23,10 @@ MAX_CONSTRAINT_BYTES = 1 << 16
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What the whole output must match.
+    """The whole output must match it.
 
-    ``text`` is a JSON schema, nothing (``JSON_OBJECT``: any object), a regular expression, a grammar, or a JSON list of
-    texts. See ``headway_proto.grammars``.
+    ``text``: a JSON schema, nothing (``JSON_OBJECT``: any object), a regular expression, a grammar, or a JSON list of
+    texts.
     """
 
     kind: str
@@ -34,14 +34,14 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Sampling parameters of one request; every default is neutral.
+    """Every default is neutral.
 
-    Temperature 0 is greedy. ``top_k`` 0 keeps every token. ``logprobs``: alternatives reported per sampled token (0: only
-    its own); log probabilities are of the raw distribution. ``prompt_logprobs``: the same for the prompt from its second
-    token on. ``min_tokens`` counts output tokens; before, ``stop_token_ids`` cannot be drawn. Penalties: repetition over
-    prompt and output (divide positive logits, multiply negative ones), presence and frequency over output (subtract). The
-    generator is keyed by ``seed`` (unsigned 64-bit) and the token's position. A ``constraint``'s mask comes after
-    penalties and bias; once it is fulfilled, only end-of-sequence tokens are drawn.
+    Temperature 0 is greedy. ``top_k`` 0 keeps every token. ``logprobs``: alternatives per sampled token (0: only its
+    own), of the raw distribution; ``prompt_logprobs``: the same from the prompt's second token on. ``min_tokens``:
+    output tokens before ``stop_token_ids`` can be drawn. Penalties: repetition over prompt and output (divide positive
+    logits, multiply negative ones), presence and frequency over output (subtract). ``seed`` (unsigned 64-bit) and
+    position key the generator. A ``constraint``'s mask comes after penalties and bias; once fulfilled, only
+    end-of-sequence tokens are drawn.
     """
 
     temperature: float = 1.0
@@ -61,10 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str]]:
-    """List every field outside its range as ``(field, what is wrong and what is allowed)``.
-
-    ``vocab_size`` is the width of the logits. Gateway and scheduler both call this.
-    """
+    """Return each (field, what is wrong and what is allowed). ``vocab_size``: width of the logits."""
     checks = (*_checks_of_numbers(sampling), *_checks_of_tokens(sampling, vocab_size))
     found = [
         (field, f"{value!r:.64} is not allowed; allowed: {allowed}") for ok, field, value, allowed in checks if not ok
@@ -109,13 +106,13 @@ def _checks_of_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[_Ch
 
 
 def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:
-    """Faults that show without library and tokenizer."""
+    """Check what needs neither library nor tokenizer."""
     if constraint.kind not in CONSTRAINT_KINDS:
         return [("constraint", f"{constraint.kind!r:.64} is not allowed; allowed: {', '.join(CONSTRAINT_KINDS)}")]
     num_bytes = len(constraint.text.encode())
     if num_bytes > MAX_CONSTRAINT_BYTES:
         return [(constraint.kind, f"{num_bytes} bytes are not allowed; allowed: at most {MAX_CONSTRAINT_BYTES}")]
     if min_tokens:
-        # A fulfilled constraint leaves only tokens that end the output, which min_tokens would forbid.
+        # min_tokens would forbid the end that a fulfilled constraint demands.
         return [("min_tokens", f"{min_tokens} is not allowed together with a constraint; allowed: 0")]
     return []

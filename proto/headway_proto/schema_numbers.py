@@ -1,9 +1,8 @@
 """Numbers in a JSON schema that the grammar library would change.
 
-Owns: which numbers those are. Must not know: how a schema is compiled.
-
-The library stores numbers as doubles, then integers in 64 bits; a rounded limit allows wrong outputs. The walk ignores
-the schema's structure: every number behind a known keyword counts.
+Owns: which numbers those are. Must not know: how a schema is compiled. The library stores doubles, then 64-bit
+integers; a rounded limit allows wrong outputs. The schema's structure is ignored: every number of a known keyword
+counts.
 """
 
 import json
@@ -48,7 +47,7 @@ _ALLOWED = "allowed: integers from -2^53 to 2^53, and decimals of at most 15 dig
 
 
 def number_problem(text: str) -> str:
-    """The first such number in the JSON ``text``, with its keyword; empty if there is none."""
+    """Return the first such number in the JSON ``text``, with its keyword, or ""."""
     schema = json.loads(text, parse_float=_decimal)
     parts = list(map(_with_numbers_for_ends, _parts(schema)))
     for part in parts:
@@ -69,7 +68,6 @@ def _decimal(text: str) -> Decimal:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object in it, at any depth, in order."""
     return (value for value in _values(schema) if isinstance(value, dict))
 
 
@@ -106,9 +104,9 @@ def _problem(keyword: str, value: Any, *, is_integer: bool) -> str:
     if keyword not in (*_LOWER, *_UPPER) or not _is_number(value):
         return ""
     if is_integer and keyword == "maximum" and value == _MOST_INT64:
-        return ""  # Rounded up by one, and cut to 64 bits.
+        return ""  # The library rounds it up and cuts it back to 64 bits.
     if keyword in _EXCLUSIVE and abs(value) >= _MOST_EXACT:
-        return _inexact(keyword, value)  # The next integer is looked for by adding 1.
+        return _inexact(keyword, value)  # The library adds 1 to find the next integer.
     return "" if _is_kept(value, is_integer=is_integer) else _inexact(keyword, value)
 
 
@@ -125,7 +123,7 @@ def _inexact(keyword: str, value: object) -> str:
 
 
 def _problem_of_divisors(group: list[dict[str, Any]]) -> str:
-    """The fault if one number must be divisible by all of these. The library counts in 32 bits and powers of ten."""
+    """Check divisors of one number: the library computes in 32 bits and powers of ten."""
     values = [value for part in group if _is_number(value := part.get("multipleOf")) and value]
     found: list[tuple[int, int]] = []
     for value in values:
@@ -145,7 +143,7 @@ def _problem_of_divisors(group: list[dict[str, Any]]) -> str:
 
 
 def _as_the_library_reads(value: _Number) -> tuple[int, int] | None:
-    """A number and its decimal places; None if the library finds none."""
+    """Return a number and its decimal places, or None."""
     double, places = abs(float(value)), 0
     if not math.isfinite(double):
         return None
@@ -156,7 +154,7 @@ def _as_the_library_reads(value: _Number) -> tuple[int, int] | None:
 
 
 def _problem_of_open_ends(group: list[dict[str, Any]]) -> str:
-    """The fault if no integer lies between an excluded integer and the other bound.
+    """Refuse bounds without an integer between an excluded integer and the other bound.
 
     The library then allows the excluded number: 5 with ``exclusiveMinimum`` 5 and ``maximum`` 5.5, or -0 with 0.
     """
@@ -173,7 +171,6 @@ def _problem_of_open_ends(group: list[dict[str, Any]]) -> str:
 
 
 def _bounds(group: list[dict[str, Any]], keywords: tuple[str, ...]) -> list[tuple[str, _Number]]:
-    """Those of numbers that may have a fraction."""
     return [
         (keyword, part[keyword])
         for part in group
@@ -183,7 +180,7 @@ def _bounds(group: list[dict[str, Any]], keywords: tuple[str, ...]) -> list[tupl
 
 
 def _combines(part: dict[str, Any]) -> bool:
-    """Whether bounds of different parts may combine here."""
+    """Whether bounds of different parts may combine."""
     if "patternProperties" in part and "properties" in part:
         return True
     if isinstance(all_of := part.get("allOf"), list) and len(all_of) > 1:

@@ -3,7 +3,7 @@
 Owns: the messages, and the rules that derive what they leave out. Must not know: how either side keeps its state.
 
 A running request owns a **row**, a small dense integer, until ``finished_rows`` lists it. Per row the executor keeps
-token ids, block table, ``num_computed_tokens`` and sampling state. The rules:
+token ids, block table, ``num_computed_tokens`` and sampling state.
 
 1. A step forgets ``finished_rows``, adds ``scheduled_new_reqs``, appends ``new_blocks``, moves blocks (``swap_out``,
    ``swap_in``, ``block_copies``), then runs.
@@ -11,22 +11,21 @@ token ids, block table, ``num_computed_tokens`` and sampling state. The rules:
 3. Its tokens are positions ``[num_computed_tokens, num_computed_tokens + n)``; then ``num_computed_tokens += n``. If
    that reaches ``num_tokens``, the row samples one token, and ``num_tokens += 1``.
 4. ``sampled_token_ids`` holds one id per sampling row, rows ascending.
-5. ``swap_out`` reads before any write of its step, and comes before every ``swap_in``; so a swapped-out block may go
-   to another row at once. A step writes no host block twice, and swaps into no device block twice.
-6. A host block keeps its contents until it is written again or the epoch ends. It may be written again unread. ``swap_in``
-   reads only what this epoch's ``swap_out`` has written.
-7. Positions below a new row's ``num_computed_tokens`` are in its blocks when it runs: from earlier steps, from other
-   rows of its first step (a shared prefix), or from its block moves. With ``prompt_logprobs``, not from rows of the
-   same step.
+5. ``swap_out`` reads before any write of its step and before every ``swap_in``, so another row may take the block at
+   once. A step writes a host block, and swaps into a device block, at most once.
+6. A host block keeps its contents until the next write or the epoch's end. ``swap_in`` reads only what this epoch's
+   ``swap_out`` wrote.
+7. Positions below a new row's ``num_computed_tokens`` are in its blocks when it runs: from earlier steps, its block
+   moves, or (without ``prompt_logprobs``) other rows of the same step that share its prefix.
 8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the prompt's positions ``a + 1`` to ``b``.
 9. A row in ``num_speculative_tokens`` runs one token and samples, then may run up to k tokens that the executor
-   proposes. A token behind a proposal counts only if that proposal, and each before it, is the token drawn for its
-   place. With a accepted proposals the row brings 1 + a ids, and ``num_computed_tokens`` and ``num_tokens`` grow by a
+   proposes. The token after a proposal counts only if this proposal and all before it equal the tokens drawn for their
+   places. With a accepted proposals the row brings 1 + a ids, and ``num_computed_tokens`` and ``num_tokens`` grow by a
    more. ``state_digest`` leaves a out, and the next step waits for the answer.
 
-So a decode step without changes has constant size. ``NewEpoch`` opens an epoch, for each life of an executor or after
-an error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays;
-a new field goes to the end, with a default for peers of another age.
+So a decode step without changes has constant size. ``NewEpoch`` opens an epoch for a new executor process or after an
+error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays; new
+fields go to the end, with defaults for other versions.
 """
 
 import zlib
@@ -50,10 +49,9 @@ ERRORED_ROW = -1
 class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What an executor can hold and run.
 
-    ``num_blocks`` blocks of ``block_size`` tokens; ``max_model_len`` tokens per request; ``vocab_size``: width of the
-    logits. ``num_host_blocks`` can hold swapped blocks (0: no swapping); one move takes about ``swap_us_per_block``
-    microseconds (0.0: unknown). ``max_num_batched_tokens`` per step (0: no limit). ``max_speculative_tokens`` per row and
-    step (rule 9).
+    ``max_model_len`` per request; ``vocab_size``: width of the logits; ``num_host_blocks`` for swapping (0: none), at
+    about ``swap_us_per_block`` microseconds each (0.0: unknown); ``max_num_batched_tokens`` per step (0: no limit);
+    ``max_speculative_tokens`` per row and step.
     """
 
     backend: str
@@ -91,7 +89,7 @@ _MAX_EOS_TOKEN_IDS = 4096
 
 
 def info_problem(info: BackendInfo) -> str | None:
-    """Why this executor cannot be used, in one line; None if it can."""
+    """Return in one line why this executor cannot be used."""
     for field, least, most in _RANGES:
         value = getattr(info, field)
         if not least <= value <= most:
@@ -106,10 +104,10 @@ def info_problem(info: BackendInfo) -> str | None:
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request that takes a row; its payload travels once.
+    """A request that takes a row.
 
     ``token_ids`` (int32 column): prompt, then earlier output; ``num_prompt_tokens`` divides them. ``block_ids`` (int32
-    column) covers this step's tokens and those before (rule 7).
+    column) covers this step's tokens and those before.
     """
 
     row: int
@@ -123,14 +121,14 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step, as a change of the executor's state.
 
-    Column groups (see ``columns``): ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order;
-    ``num_scheduled_tokens`` (row, n), exceptions only; ``swap_out`` (device block, host block); ``swap_in`` (host
-    block, device block), see rules 5 and 6. ``total_num_scheduled_tokens`` is a check. ``num_speculative_tokens``
-    (row, k), rows ascending, see rule 9; the total leaves them out.
+    Column groups: ``finished_rows`` (row); ``new_blocks`` (row, block id), appended in order; ``num_scheduled_tokens``
+    (row, n), exceptions only; ``swap_out`` (device block, host block); ``swap_in`` (host block, device block);
+    ``num_speculative_tokens`` (row, k), rows ascending, not counted in ``total_num_scheduled_tokens``, which is a
+    check.
 
-    ``block_copies`` (source, destination): the scheduler sends none today. The field stays because recorded flight logs
-    must replay to the byte. A backend must still copy each source block to its destination, all layers, after the step's
-    swaps and before it runs; no block is both a source and a destination in one step.
+    ``block_copies`` (source, destination): never sent today, kept because recorded flight logs must replay to the byte.
+    A backend must still copy each source block, all layers, after the step's swaps and before it runs; no block is both
+    source and destination in a step.
     """
 
     epoch: int
@@ -147,7 +145,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one sampled token and of the most likely ones, best first; an entry per token."""
+    """One sampled token and the most likely ones, best first."""
 
     row: int
     logprob: float
@@ -156,14 +154,14 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of a row's prompt (rule 8)."""
+    """See rule 8."""
 
     row: int
     values: PromptLogprobColumns
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
-    """A row that failed; other rows are unaffected."""
+    """Other rows are unaffected."""
 
     row: int
     message: str
@@ -172,8 +170,8 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The results of one step.
 
-    ``device_time_us``: forward pass and sampling; ``move_time_us``: the block moves before them, perhaps during the
-    previous step. ``accepted_tokens`` is a column group (row, proposed, accepted), an entry per row in
+    ``device_time_us``: forward pass and sampling; ``move_time_us``: block moves before them, perhaps during the
+    previous step. ``accepted_tokens``: a column group (row, proposed, accepted) for the rows in
     ``num_speculative_tokens``, ascending; a row in ``errors`` accepts none.
     """
 
@@ -190,7 +188,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
-    """Sent until an epoch opens for ``incarnation``, random per process life."""
+    """Sent until an epoch opens for ``incarnation``, random per process."""
 
     incarnation: int
     info: BackendInfo
@@ -199,8 +197,8 @@ class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
 class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
     """An executor needs a new epoch: gap, damaged frame, impossible diff, failed step.
 
-    ``max_num_batched_tokens``: a new limit after a step that exceeded its memory (0: unchanged). ``failed_step``: the
-    step that failed, or -1. ``is_leaving``: the process ends, and its next life says hello.
+    ``max_num_batched_tokens``: a new limit after a step that exceeded its memory (0: unchanged). ``failed_step``: or
+    -1. ``is_leaving``: the process ends.
     """
 
     incarnation: int
@@ -211,7 +209,7 @@ class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life; ``next_step`` is expected next."""
+    """``next_step`` is expected next."""
 
     incarnation: int
     next_step: int
@@ -226,7 +224,7 @@ class NewEpoch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerHeartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """Sign of life. After a change of incarnation, executors say hello again."""
+    """After a change of incarnation, executors say hello again."""
 
     scheduler_incarnation: int
 
@@ -241,22 +239,22 @@ _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
 
 
 def scheduler_frame_writer() -> FrameWriter:
-    """For a scheduler to send."""
+    """Make a writer."""
     return FrameWriter(_TO_EXECUTOR)
 
 
 def executor_frame_writer() -> FrameWriter:
-    """For an executor to send."""
+    """Make a writer."""
     return FrameWriter(_TO_SCHEDULER)
 
 
 def scheduler_frame_reader() -> FrameReader:
-    """For a scheduler to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_SCHEDULER.items()})
 
 
 def executor_frame_reader() -> FrameReader:
-    """For an executor to receive."""
+    """Make a reader."""
     return FrameReader({kind: body for body, kind in _TO_EXECUTOR.items()})
 
 
@@ -268,8 +266,8 @@ def state_digest(
 ) -> int:
     """CRC32 of the mirrored state after a step, equal on both sides.
 
-    ``rows`` ascending, ``num_computed_tokens`` and ``num_blocks`` of those rows, shape ``[n]``; ``block_table`` whole,
-    shape ``[max rows, max blocks per row]``.
+    ``rows`` ascending; ``num_computed_tokens`` and ``num_blocks`` of them, shape ``[n]``; ``block_table`` whole, shape
+    ``[max rows, max blocks per row]``.
     """
     digest = zlib.crc32(rows.astype(INT32, copy=False).tobytes())
     digest = zlib.crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)

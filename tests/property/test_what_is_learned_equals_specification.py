@@ -148,5 +148,5 @@ def test_speculation(seed: int, most: int) -> None:
                 core.learn(records[place][0], at, num_allowed=allowed, num_proposed=proposed, num_accepted=accepted)
                 specified.learn(records[place][1], at, allowed=allowed, proposed=proposed, accepted=accepted)
         duration_s = true_s(decoding[1], rng) * (1.0 + 0.02 * num_proposed)
-        core.note_step(decoding[0], duration_s, num_proposed)
-        specified.note_step(decoding[1], duration_s, num_proposed)
+        core.record_step(decoding[0], duration_s, num_proposed)
+        specified.record_step(decoding[1], duration_s, num_proposed)

@@ -413,7 +413,7 @@ def takeover_of_the_living(original):
     return on_hello
 
 
-@_mutant("the most tokens that an executor takes are forgotten", (ExecutorLink, "_respect"))
+@_mutant("the most tokens that an executor takes are forgotten", (ExecutorLink, "_lower_limit"))
 def smaller_steps_forgotten(original):
     return lambda self, max_num_batched_tokens: None
 

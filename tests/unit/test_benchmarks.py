@@ -393,8 +393,8 @@ def test_metrics_overhead(tmp_path):
     assert record.keys() >= PROVENANCE
     assert [(row["load"], row["running"]) for row in record["rows"]] == [("decode", 4), ("churn", 4)]
     for row in record["rows"]:
-        assert min(row[kind]["median_us"] for kind in ("without", "noted", "unread", "read")) > 0
-        assert min(row["note_us"], record["gateway_note_us"]) > 0
+        assert min(row[kind]["median_us"] for kind in ("without", "counted", "unread", "read")) > 0
+        assert min(row["count_us"], record["gateway_count_us"]) > 0
 
 
 def test_fleet(tmp_path):

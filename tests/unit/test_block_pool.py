@@ -136,7 +136,7 @@ def find_again(pool: BlockPool, cache: PrefixCache, *tokens: int) -> None:
     blocks, _ = cache.find(column(*tokens).tobytes(), len(tokens))
     assert len(blocks) == len(tokens)
     pool.share(blocks)
-    cache.note_reuse(blocks)
+    cache.record_reuse(blocks)
     pool.release(blocks, None)
 
 

@@ -136,7 +136,7 @@ def test_a_log_that_nobody_reads_keeps_little_and_is_given_up() -> None:
     assert log.read(0, 100) == ((CLEARING, CacheEntry(1, 2, 0, b"12345678")), 2)
     for number in range(10):
         if log.is_on:
-            log.note(CacheEntry(number, 1))
+            log.record(CacheEntry(number, 1))
     assert not log.is_on
     assert not log.covers(2)
     index = log.restart([])

@@ -108,7 +108,7 @@ def test_a_pin_is_for_one_scope() -> None:
 def test_a_block_of_two_pins_stays_pinned_until_both_are_gone() -> None:
     cache = PrefixCache(10, block_size=1)
     cache.register(ROOT_NODE, column([1, 2, 3]).tobytes(), indices([0, 1, 2]))
-    cache.note_reuse(indices([0]))
+    cache.record_reuse(indices([0]))
     assert cache.pin("short", "", column([1]).tobytes()).tolist() == [0]
     assert cache.pin("long", "", column([1, 2, 9]).tobytes()).tolist() == [1]
     assert cache.unpin("short").tolist() == []

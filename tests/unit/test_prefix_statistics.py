@@ -88,9 +88,9 @@ def test_requests_that_name_no_tenant_are_no_tenant() -> None:
 def test_the_tenant_not_heard_of_for_longest_is_forgotten_first() -> None:
     statistics = PrefixStatistics(SchedulerCounters())
     for number in range(MAX_TENANTS):
-        statistics.note_tenant(str(number), 10, 5)
-    statistics.note_tenant("0", 10, 5)
-    statistics.note_tenant("new", 10, 5)
+        statistics.count_tenant(str(number), 10, 5)
+    statistics.count_tenant("0", 10, 5)
+    statistics.count_tenant("new", 10, 5)
     assert len(statistics.tenants) == MAX_TENANTS
     assert "1" not in statistics.tenants
     assert statistics.tenants["0"].num_hit_tokens == 10

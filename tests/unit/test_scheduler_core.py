@@ -52,7 +52,7 @@ def reporting(handle: int, **changes: object) -> NewRequestEvent:
     return msgspec.structs.replace(request(handle), sampling=SamplingParams(prompt_logprobs=1), **changes)
 
 
-def told(first: int, count: int, row: int = 0, alternatives: int = 1) -> RowPromptLogprobs:
+def reported(first: int, count: int, row: int = 0, alternatives: int = 1) -> RowPromptLogprobs:
     ids = encode_column([5] * (count * alternatives))
     tops = encode_floats([-1.0] * (count * alternatives))
     return RowPromptLogprobs(row, PromptLogprobColumns(first, encode_floats([-1.0] * count), ids, tops))
@@ -66,11 +66,11 @@ def answer(core: Scheduler, *prompts: RowPromptLogprobs) -> ExecutorOutput:
     )
 
 
-def test_each_position_of_a_prompt_is_told_once_over_preemption_and_epochs() -> None:
+def test_each_position_of_a_prompt_is_reported_once_over_preemption_and_epochs() -> None:
     core = Scheduler(SchedulerLimits(max_num_batched_tokens=8, preemption="recompute"), ROOMY)
     core.add_request(reporting(0), now=0.0)
     core.schedule(now=0.0)
-    events = core.update(answer(core, told(1, 8)), now=0.0)
+    events = core.update(answer(core, reported(1, 8)), now=0.0)
     assert [(event.values.first_position, event.values.end) for event in events.prompt_logprobs] == [(1, 9)]
     core.run_alone(Origin(0, 1))  # nobody: everybody may run
     core.add_request(reporting(1), now=0.0)
@@ -80,27 +80,27 @@ def test_each_position_of_a_prompt_is_told_once_over_preemption_and_epochs() -> 
     core.abort(Origin(0, 1))
     core.update(answer(core), now=0.0)
     output = core.schedule(now=0.0)
-    # 8 positions have been told: token 8 is the first that has to run, and its block begins there.
+    # 8 positions have been reported: token 8 is the first that has to run, and its block begins there.
     assert output.scheduled_new_reqs[0].num_computed_tokens == 8
     core.begin_epoch(ROOMY, 1)
     output = core.schedule(now=0.0)
     assert output.scheduled_new_reqs[0].num_computed_tokens == 0
-    assert core.update(answer(core, told(1, 8)), now=0.0).prompt_logprobs == ()
+    assert core.update(answer(core, reported(1, 8)), now=0.0).prompt_logprobs == ()
     core.schedule(now=0.0)
-    events = core.update(answer(core, told(9, 8)), now=0.0)
+    events = core.update(answer(core, reported(9, 8)), now=0.0)
     assert [(event.values.first_position, event.values.end) for event in events.prompt_logprobs] == [(9, 17)]
     core.schedule(now=0.0)
-    events = core.update(answer(core, told(17, 3)), now=0.0)
+    events = core.update(answer(core, reported(17, 3)), now=0.0)
     assert [event.values.num_positions for event in events.prompt_logprobs] == [3]
 
 
-def test_what_a_gateway_holds_is_not_told_again_and_nothing_more_is_asked_for() -> None:
+def test_what_a_gateway_holds_is_not_reported_again_and_nothing_more_is_asked_for() -> None:
     core = Scheduler(SchedulerLimits(), ROOMY)
     core.add_request(reporting(0, num_prompt_logprobs=12), now=0.0)
     core.add_request(reporting(1, num_prompt_logprobs=19), now=0.0)
     output = core.schedule(now=0.0)
     assert [new.sampling.prompt_logprobs for new in output.scheduled_new_reqs] == [1, -1]
-    events = core.update(answer(core, told(1, 19)), now=0.0)
+    events = core.update(answer(core, reported(1, 19)), now=0.0)
     assert [(event.values.first_position, event.values.end) for event in events.prompt_logprobs] == [(13, 20)]
 
 
@@ -115,9 +115,9 @@ def test_a_replay_without_the_values_is_as_far() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (told(2, 18), "positions 2 to 19 follow from no tokens of it"),
-        (told(1, 20), "positions 1 to 20 follow from no tokens of it"),
-        (told(1, 19, row=3), "row 3's prompt in step 0, which ran none of it"),
+        (reported(2, 18), "positions 2 to 19 follow from no tokens of it"),
+        (reported(1, 20), "positions 1 to 20 follow from no tokens of it"),
+        (reported(1, 19, row=3), "row 3's prompt in step 0, which ran none of it"),
         (RowPromptLogprobs(0, PromptLogprobColumns(1, b"123")), "bytes are not the columns"),
     ],
 )

@@ -242,7 +242,9 @@ def test_explain_tells_of_the_inter_token_objective_that_one_more_would_break() 
     second = submit(world, msgspec.structs.replace(GOOD, handle=2, request_id="b"))
     world.run_until(lambda: world.engine.num_unfinished == 2, 5)
     explanation = call(world, "explain", "b").explanation
-    assert "waits behind 0 others: with one more, those that run would miss their inter-token objective" in explanation
+    assert (
+        "waits behind 0 others: with one more, running requests would miss their inter-token objective" in explanation
+    )
     world.run_until(lambda: second.end is not None, 20)
     assert isinstance(second.end, Finished)
 

@@ -154,11 +154,11 @@ def test_what_proposals_cost_is_learned_apart_from_prompts() -> None:
     policy = SpeculationPolicy(4, learned(10e-3, 0.01e-3))
     assert all(policy.choose([(proven(1.0, 4.0), 100)], ONE_ROW, 1, None))
     for _ in range(20):
-        policy.note_step(ONE_ROW, 30e-3, 4)
+        policy.record_step(ONE_ROW, 30e-3, 4)
     assert not any(policy.choose([(proven(1.0, 4.0), 100)], ONE_ROW, 1, None))
     assert all(policy.choose([(proven(4.0, 4.0), 100)], ONE_ROW, 1, None))
     for _ in range(20):
-        policy.note_step(ONE_ROW, 11e-3, 4)
-        policy.note_step(ONE_ROW, 0.0, 4)
-        policy.note_step(ONE_ROW, 11e-3, 0)
+        policy.record_step(ONE_ROW, 11e-3, 4)
+        policy.record_step(ONE_ROW, 0.0, 4)
+        policy.record_step(ONE_ROW, 11e-3, 0)
     assert all(policy.choose([(proven(1.0, 4.0), 100)], ONE_ROW, 1, None))

@@ -24,7 +24,7 @@ from headway_executor.metrics import ExecutorSnapshot, families_of, take_snapsho
 from headway_executor.registry import create_backend
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
-from headway_process.last_words import tell_last
+from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
 from headway_process.parent import end_with_parent
@@ -179,7 +179,7 @@ def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _refuse(error: Exception, code: int) -> int:
-    tell_last(f"headway executor: {' '.join(str(error).split())}")
+    write_last_line(f"headway executor: {' '.join(str(error).split())}")
     return code
 
 

@@ -19,7 +19,7 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
-from headway_process.last_words import tell_last
+from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import configure
 from headway_process.parent import end_with_parent
@@ -127,4 +127,4 @@ def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Ev
 
 
 def _print_error(error: Exception) -> None:
-    tell_last(f"headway gateway: {error}")
+    write_last_line(f"headway gateway: {error}")

@@ -14,7 +14,7 @@ import msgspec
 from headway.configuration import OneLineParser, suggestion
 from headway.settings import ConfigurationError, shown
 from headway_process.installation import install_advice
-from headway_process.last_words import tell_last
+from headway_process.last_words import write_last_line
 
 USAGE_EXIT_CODE = 2
 
@@ -98,7 +98,7 @@ def parser_of(name: str) -> OneLineParser:
 
 
 def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int:
-    tell_last(f"{program}: {message}")
+    write_last_line(f"{program}: {message}")
     return exit_code
 
 

@@ -1,7 +1,7 @@
-"""The addresses of ZeroMQ links and of metrics.
+"""Addresses of links and metrics.
 
-Owns: their forms, and two rules: a link beyond this machine needs keys; a Unix socket lies in a private directory.
-Must not know: sockets, or which service asks.
+Owns: their forms, and two rules: links beyond this machine need keys; Unix sockets need a private directory. Must not
+know: sockets, services.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 MAX_IPC_PATH_BYTES = 107
-"""``sockaddr_un.sun_path`` holds 108 bytes with the terminating zero."""
+"""``sockaddr_un.sun_path`` has 108 bytes with the zero."""
 
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 
@@ -18,14 +18,14 @@ _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 def check_link_address(field: str, address: str, *, has_keys: bool, least_port: int = 1) -> None:
     """Refuse an unusable address, or one that strangers could reach without a key.
 
-    ``least_port`` 0 lets the system choose a port to bind.
+    ``least_port`` 0 lets the system choose.
 
     Raises:
         ValueError: one line with ``field``, the value (cut at 64 characters) and what is allowed.
     """
     scheme, _, rest = address.partition("://")
     allowed = "ipc://PATH or tcp://HOST:PORT"
-    if scheme == "ipc" and rest and not rest.startswith(("@", "*")):  # Those have no directory that guards them.
+    if scheme == "ipc" and rest and not rest.startswith(("@", "*")):  # no directory guards those
         num_bytes = len(rest.encode("utf-8", "surrogatepass"))
         if num_bytes <= MAX_IPC_PATH_BYTES:
             return
@@ -40,10 +40,10 @@ def check_link_address(field: str, address: str, *, has_keys: bool, least_port: 
 
 
 def check_ipc_directory(field: str, address: str) -> None:
-    """Refuse a Unix socket in a directory where others could connect to it or replace it.
+    """Refuse a Unix socket that others could use or replace.
 
     Raises:
-        ValueError: the directory is missing, another user's, or open to others.
+        ValueError: its directory is missing, another user's, or open to others.
     """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
@@ -63,7 +63,7 @@ def check_ipc_directory(field: str, address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (a name or an address, IPv6 with or without brackets) is only this machine."""
+    """Whether ``host`` (name or address, IPv6 with or without brackets) is this machine."""
     if host in _LOOPBACK_NAMES:
         return True
     try:
@@ -73,12 +73,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> None:
-    """Refuse an unusable address for metrics, or one that strangers could read without a token.
-
-    ``num_ports`` ports are used, beginning with the given one.
+    """Refuse an unusable address, or one that strangers could read without a token.
 
     Raises:
-        ValueError: one line with the field, the value (cut at 64 characters) and what is allowed.
+        ValueError: see ``check_link_address``.
     """
     if token_file and not Path(token_file).is_file():
         raise ValueError(f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file that exists")

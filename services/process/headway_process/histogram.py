@@ -1,8 +1,6 @@
 """Counts values by bucket, since the start and recently.
 
-Owns: buckets, counts and percentiles. Must not know: what is measured, clocks, or monitoring systems.
-
-An observation is one search and one addition. The recent counts are those of now minus those at an earlier mark.
+Owns: buckets, counts, percentiles. Must not know: what is measured, clocks.
 """
 
 from bisect import bisect_left
@@ -15,7 +13,7 @@ _DECADES = 9
 
 
 class HistogramSnapshot(NamedTuple):
-    """``cumulative[i]`` of ``num_values`` values were at most ``bounds[i]``; ``total`` is the sum of all."""
+    """``cumulative[i]`` of ``num_values`` values are at most ``bounds[i]``; ``total``: their sum."""
 
     bounds: tuple[float, ...]
     cumulative: tuple[int, ...]
@@ -24,7 +22,7 @@ class HistogramSnapshot(NamedTuple):
 
 
 class Percentiles(NamedTuple):
-    """Percentiles of ``num_values`` values; 0 if there are none."""
+    """0 without values."""
 
     num_values: int
     p50: float
@@ -33,12 +31,12 @@ class Percentiles(NamedTuple):
 
 
 class Histogram:
-    """Counts by bucket.
+    """Recent counts are those of now minus those at the oldest mark.
 
     Args:
-        exported: the bounds in a snapshot, ascending.
-        finer: further bounds, for sharper percentiles.
-        num_marks: ``recent`` covers so many marks.
+        exported: bounds of a snapshot, ascending.
+        finer: more bounds, for precise percentiles.
+        num_marks: marks to keep.
     """
 
     def __init__(self, exported: tuple[float, ...], finer: tuple[float, ...] = (), num_marks: int = 12) -> None:
@@ -49,16 +47,16 @@ class Histogram:
         self._marks: deque[list[int]] = deque([self._counts.copy()], maxlen=num_marks)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """``value`` occurred ``count`` times."""
+        """Count ``value``."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
     def mark(self) -> None:
-        """Remember the present counts. Values before the oldest mark are no longer recent."""
+        """Keep the counts."""
         self._marks.append(self._counts.copy())
 
     def snapshot(self) -> HistogramSnapshot:
-        """All values since the start."""
+        """Values since the start."""
         cumulative, places = [], []
         num_values = 0
         for count in self._counts:
@@ -68,7 +66,7 @@ class Histogram:
         return HistogramSnapshot(self._exported, tuple(cumulative[place] for place in places), num_values, self._total)
 
     def recent(self) -> Percentiles:
-        """Percentiles of the values since the oldest mark, interpolated within buckets."""
+        """Percentiles since the oldest mark, interpolated."""
         counts = [now - before for now, before in zip(self._counts, self._marks[0], strict=True)]
         count = sum(counts)
         if not count:
@@ -87,5 +85,5 @@ class Histogram:
 
 
 def fine_durations() -> tuple[float, ...]:
-    """Bounds in seconds from 10 us to 10,000 s, 12% apart."""
+    """Bounds from 10 us to 10,000 s, 12% apart."""
     return tuple(_LEAST_S * 10 ** (place / _PER_DECADE) for place in range(_DECADES * _PER_DECADE + 1))

@@ -1,8 +1,7 @@
-"""How to install what a host lacks.
+"""How to install missing packages.
 
-Owns: the command for an extra. Must not know: what an extra is for.
-
-Headway is on no package index, so the command names the packages of the extra, from the metadata of the running Headway.
+Owns: the command. Must not know: extras' purposes.
+No package index has Headway, so the command lists the extra's packages.
 """
 
 import importlib.metadata
@@ -15,7 +14,7 @@ _EXTRA = re.compile(r"""extra == ['"]([^'"]+)['"]""")
 
 
 def install_advice(extra: str = "") -> str:
-    """The command for a missing extra; without a name, for what every host needs."""
+    """Return the command for an extra, or the basics."""
     what = f"install the extra {extra}: " if extra else "install: "
     requirements = _requirements(extra)
     if not requirements:
@@ -26,7 +25,6 @@ def install_advice(extra: str = "") -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The packages of the extra alone; empty if Headway runs without being installed."""
     try:
         stated = importlib.metadata.requires("headway") or ()
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,7 @@
 """The line in which a process says why it cannot work.
 
-Owns: where that line goes. Must not know: what went wrong.
-
-Processes that share a terminal go on logging for a moment. So the line goes to the file that ``LAST_WORDS_VARIABLE``
-names, and the starter prints it when all have ended; without that variable it goes to standard error.
+Owns: its destination. Must not know: what went wrong. Others still log to the terminal, so the starter prints the file
+``LAST_WORDS_VARIABLE`` when all have ended. Without it: standard error.
 """
 
 import contextlib
@@ -14,8 +12,8 @@ from pathlib import Path
 LAST_WORDS_VARIABLE = "_HEADWAY_LAST_WORDS"
 
 
-def tell_last(line: str) -> None:
-    """Leave one line, without its end, to the starter of this process."""
+def write_last_line(line: str) -> None:
+    """Leave one line for the starter."""
     file = os.environ.get(LAST_WORDS_VARIABLE)
     if file:
         with contextlib.suppress(OSError):

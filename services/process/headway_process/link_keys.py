@@ -1,6 +1,6 @@
-"""Files with the CURVE keys of a link, as ``zmq.auth.create_certificates`` writes them.
+"""Files of CURVE keys, as ``zmq.auth.create_certificates`` writes them.
 
-Owns: reading them, and the error messages. Must not know: whose keys they are.
+Owns: reading them. Must not know: whose keys they are.
 """
 
 import struct
@@ -13,7 +13,7 @@ _KEY_BYTES = 32
 
 
 def load_public_key(directory: Path, name: str) -> bytes:
-    """The public key in a file of the directory ``curve_keys``, Z85-encoded.
+    """Return a Z85 key.
 
     Raises:
         ValueError: the file cannot be used.
@@ -22,10 +22,10 @@ def load_public_key(directory: Path, name: str) -> bytes:
 
 
 def load_own_keys(directory: Path, name: str) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file of the directory ``curve_keys``, Z85-encoded.
+    """Return public and secret key in Z85.
 
     Raises:
-        ValueError: the file cannot be used or holds no secret key.
+        ValueError: the file is unusable or has no secret key.
     """
     public, secret = _load(directory, name)
     if secret is None:
@@ -43,17 +43,17 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
 
 
 def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
-    """The public key and, if there is one, the secret key in ``path``, Z85-encoded.
+    """Return public key and, if present, secret key in Z85.
 
     Raises:
-        ValueError: the file cannot be read or holds no whole key; the message says why.
+        ValueError: no readable file with a whole key.
     """
     try:
         public, secret = zmq.auth.load_certificate(path)
         are_whole = all(len(z85.decode(key)) == _KEY_BYTES for key in (public, secret) if key is not None)
     except OSError as error:
         raise ValueError(error.strerror or "no such file") from None
-    except (ValueError, LookupError, struct.error):  # zmq raises the last two for half a line or for no Z85
+    except (ValueError, LookupError, struct.error):  # zmq raises the last two for half a line or bad Z85
         are_whole = False
     if not are_whole:
         raise ValueError("no whole CURVE key in it")

@@ -1,9 +1,8 @@
-"""Writes log lines to a file descriptor on a thread of its own, so that no log delays serving.
+"""Writes log lines on a separate thread, so that logging never delays serving.
 
-Owns: the waiting lines, and the count of dropped ones. Must not know: how a line is made.
-
-A write to a full disk, an unread pipe or a stopped terminal may fail or hang; here only this thread hangs. It writes to
-the descriptor, because a text stream has a lock that would also block other writers and the interpreter's exit.
+Owns: waiting lines, the count of dropped ones. Must not know: how a line is made.
+A write to a full disk, an unread pipe or a stopped terminal may hang, and a text stream's lock would block the
+interpreter's exit. So the thread writes to the descriptor.
 """
 
 import collections
@@ -19,12 +18,12 @@ _PAUSE_AFTER_FAILURE_S = 0.1
 
 
 class LogSink(io.TextIOBase):
-    """A text stream onto descriptor ``fd`` whose ``write`` takes microseconds and never fails.
+    """A text stream whose ``write`` takes microseconds and never fails.
 
     Args:
-        fd: where the lines go.
-        notice: the line that reports a number of dropped lines.
-        max_lines: how many may wait.
+        fd: the lines' destination.
+        notice: reports dropped lines.
+        max_lines: waiting lines.
     """
 
     def __init__(self, fd: int, *, notice: str = "{} log lines were dropped\n", max_lines: int = MAX_LINES) -> None:
@@ -34,14 +33,14 @@ class LogSink(io.TextIOBase):
         self._max_lines = max_lines
         self._lines: collections.deque[str] = collections.deque()
         self._num_characters = 0
-        self._num_untold = 0
+        self._num_unreported = 0
         self._is_writing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Queue a line, or count it as dropped."""
+        """Queue or drop a line."""
         with self._changed:
             is_full = len(self._lines) >= self._max_lines or self._num_characters + len(text) > MAX_CHARACTERS
             if is_full:
@@ -53,13 +52,13 @@ class LogSink(io.TextIOBase):
         return len(text)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` until all lines are written; return whether they are."""
+        """Return whether all lines are written within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout_s)
 
     def _drop(self, num_lines: int) -> None:
         self.num_dropped += num_lines
-        self._num_untold += num_lines
+        self._num_unreported += num_lines
 
     def _work(self) -> None:
         while True:
@@ -67,21 +66,21 @@ class LogSink(io.TextIOBase):
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._lines)
-                num_untold, self._num_untold = self._num_untold, 0
+                num_unreported, self._num_unreported = self._num_unreported, 0
                 lines = list(self._lines)
                 self._lines.clear()
                 self._num_characters = 0
                 self._is_writing = True
-            if num_untold:
-                lines.insert(0, self._notice.format(num_untold))
+            if num_unreported:
+                lines.insert(0, self._notice.format(num_unreported))
             if not self._put("".join(lines).encode(errors="replace")):
                 with self._changed:
-                    self._drop(len(lines) - bool(num_untold))
-                    self._num_untold += num_untold
+                    self._drop(len(lines) - bool(num_unreported))
+                    self._num_unreported += num_unreported
                 time.sleep(_PAUSE_AFTER_FAILURE_S)
 
     def _put(self, data: bytes) -> bool:
-        """Write all of ``data``; return False if that fails."""
+        """Return whether all was written."""
         view = memoryview(data)
         while view:
             try:
@@ -94,7 +93,7 @@ class LogSink(io.TextIOBase):
 
 
 def notice_of(log_format: str) -> str:
-    """The notice of dropped lines in a log format, "json" or any other."""
+    """Return the notice in a log format."""
     return (
         '{{"event": "log lines were dropped", "lines": {}}}\n'
         if log_format == "json"

@@ -1,9 +1,7 @@
-"""The log format of every process: readable lines, or one JSON object per line.
+"""The log format: readable lines, or one JSON object per line.
 
-Owns: the processors of a line. Must not know: what is logged, or where lines go (``log_sink``).
-
-A JSON line has ``event``, ``level``, ``timestamp`` (UTC) and ``process``; beside other replicas ``replica``; about a
-request ``request_id``, and ``trace_id`` if it is traced.
+Owns: how a line is made. Must not know: what is logged, ``log_sink``.
+JSON has ``event``, ``level``, ``timestamp`` (UTC), ``process``; perhaps ``replica``, ``request_id``, ``trace_id``.
 """
 
 import logging
@@ -17,11 +15,11 @@ from structlog.typing import FilteringBoundLogger, Processor
 from headway_process.log_sink import LogSink
 
 REPLICA_VARIABLE = "_HEADWAY_REPLICA"
-"""The number of this process's replica, if several were started."""
+"""This process's replica, if there are several."""
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
-    """A logger to hand on."""
+    """Make a logger."""
     logger: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=_processors(log_format),
@@ -31,13 +29,13 @@ def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> 
 
 
 def replica_field(environment: Mapping[str, str]) -> dict[str, int]:
-    """The field ``replica`` if there are several; nothing otherwise."""
+    """Return ``replica``, if there are several."""
     replica = environment.get(REPLICA_VARIABLE, "")
     return {"replica": int(replica)} if replica.isascii() and replica.isdigit() else {}
 
 
 def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:
-    """Set up ``structlog.get_logger`` for a process with one logger per module."""
+    """Set up ``structlog.get_logger``."""
     replica = replica_field(os.environ)
 
     def name_process(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:

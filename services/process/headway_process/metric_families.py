@@ -1,6 +1,6 @@
-"""Turns figures into Prometheus families of gauges, counters and histograms for one scrape.
+"""Turns figures into Prometheus families for one scrape.
 
-Owns: that conversion. Must not know: where figures come from, or HTTP. Nothing is kept between scrapes.
+Owns: that conversion. Must not know: the figures' sources, HTTP.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from headway_process.histogram import HistogramSnapshot
 Values: TypeAlias = (
     float | Mapping[tuple[str], float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float]
 )
-"""One value, or several by the values of their labels."""
+"""One value, or several by label values."""
 
 
 class MetricFamilies:
-    """The families of one scrape. Every sample carries ``labels``."""
+    """Every sample carries ``labels``."""
 
     def __init__(self, **labels: str) -> None:
         self.families: list[Metric] = []
@@ -27,21 +27,21 @@ class MetricFamilies:
         self._values = tuple(labels.values())
 
     def gauge(self, name: str, description: str, values: Values, *labels: str) -> None:
-        """Add a value that goes up and down."""
+        """Add a value that may fall."""
         family = GaugeMetricFamily(name, description, labels=(*self._names, *labels))
         for own, value in _by_label(values):
             family.add_metric((*self._values, *own), value)
         self.families.append(family)
 
     def counter(self, name: str, description: str, values: Values, *labels: str) -> None:
-        """Add a value that only grows; ``_total`` is appended to ``name``."""
+        """Add a growing value; ``name`` gets ``_total``."""
         family = CounterMetricFamily(name, description, labels=(*self._names, *labels))
         for own, value in _by_label(values):
             family.add_metric((*self._values, *own), value)
         self.families.append(family)
 
     def histogram(self, name: str, description: str, values: HistogramSnapshot) -> None:
-        """Add the counts of values."""
+        """Add counts of values."""
         family = HistogramMetricFamily(name, description, labels=self._names)
         bounds = [floatToGoString(bound) for bound in values.bounds]  # type: ignore[no-untyped-call]
         buckets = [*zip(bounds, values.cumulative, strict=True), ("+Inf", values.num_values)]

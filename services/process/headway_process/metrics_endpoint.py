@@ -1,10 +1,8 @@
-"""Serves a process's metrics to Prometheus: GET /metrics over HTTP, on a thread of its own.
+"""Serves metrics to Prometheus: GET /metrics over HTTP, on a separate thread.
 
-Owns: the HTTP server, its access and its limits. Must not know: the figures, or how a process runs.
-
-A scrape costs the process's loop only a copy of its figures (``snapshots``); a slow reader costs it nothing. Loopback
-needs no token. Other addresses require one as ``authorization: Bearer TOKEN``, compared in constant time. It travels in
-clear: use TLS in front of it beyond a trusted network.
+Owns: the HTTP server, access, limits. Must not know: the figures. A scrape costs the main loop one copy of its figures.
+Beyond loopback it needs ``authorization: Bearer TOKEN``, compared in constant time and sent in clear: put TLS in front
+beyond a trusted network.
 """
 
 import hashlib
@@ -39,9 +37,9 @@ class MetricsEndpoint:
     """Listens from construction to ``close``.
 
     Args:
-        address: HOST:PORT, port 0 for a free one. It has passed ``check_metrics_address``.
-        token_file: a file with one bearer token a line; empty if none is needed.
-        collect: called for every scrape, in the endpoint's thread; ``TimeoutError`` becomes status 503.
+        address: checked HOST:PORT; port 0 for a free one.
+        token_file: one bearer token a line; empty if none is needed.
+        collect: called for each scrape, in this thread; ``TimeoutError`` becomes status 503.
 
     Raises:
         ValueError: the address is taken, the file cannot be used, or prometheus-client is not installed.
@@ -73,8 +71,6 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """One thread for each reader, up to a limit; further readers are disconnected."""
-
     daemon_threads = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -82,27 +78,25 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments, **options)
 
     def server_bind(self) -> None:
-        """Bind without a name lookup, which ``HTTPServer`` would do."""
+        """Bind without ``HTTPServer``'s name lookup."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a reader, if there are not too many."""
         if self._readers.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one reader."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._readers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore readers that hang up or never ask."""
+        """Ignore readers that disconnect."""
 
 
 class _ServerOverIpv6(_Server):
@@ -129,7 +123,7 @@ def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WS
             return collect()
 
         def describe(self) -> "Iterable[Metric]":
-            return ()  # or registering would already ask for figures
+            return ()  # else registering asks for figures
 
     registry = CollectorRegistry()
     registry.register(Collector())
@@ -149,7 +143,6 @@ def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WS
 
 
 def _with_token(application: "WSGIApplication", digests: tuple[bytes, ...] | None) -> "WSGIApplication":
-    """Let pass only requests with one of the tokens; all, if there are none."""
     if digests is None:
         return application
 
@@ -171,7 +164,7 @@ def _refuse(start_response: "StartResponse", status: str, text: str, challenge: 
 
 
 def _digests(token_file: str) -> tuple[bytes, ...]:
-    """SHA-256 of each token, so that no token stays in memory."""
+    """No token stays in memory."""
     try:
         text = text_of_token_file(Path(token_file), _MAX_TOKEN_FILE_BYTES)
     except ValueError as error:

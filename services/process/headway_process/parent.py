@@ -1,6 +1,6 @@
-"""A process and the parent that it ends with.
+"""Ends a child process with its parent.
 
-Owns: how a child learns that its parent has ended. Must not know: what it does then.
+Owns: how a child learns that its parent ended. Must not know: what it does then.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> bool:
-    """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended already.
+    """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended.
 
-    The kernel means the parent's *thread*: a parent that starts processes from short-lived threads must not use this.
+    The kernel means the parent's *thread*, so no short-lived thread may start such a child.
     """
     if sys.platform != "linux":
         return True
@@ -26,9 +26,6 @@ def end_with_parent() -> bool:
 
 
 def launcher_is_gone(environment: Mapping[str, str]) -> bool:
-    """Whether the launcher that started this process has ended already.
-
-    It may end before ``end_with_parent`` is called, while Python starts and loads modules.
-    """
+    """Whether the launcher ended while Python started."""
     launcher = environment.get(LAUNCHER_VARIABLE)
     return launcher is not None and launcher != str(os.getppid())

@@ -1,6 +1,6 @@
-"""The allowed ranges of numeric settings, checked as documented.
+"""Ranges of numeric settings.
 
-Owns: the check, and its words. Must not know: any setting.
+Owns: the check, its words. Must not know: any setting.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 
 class Bounded(Protocol):
-    """A configuration with bounded numbers: the least and the most of each field, both included."""
+    """The least and most of each field, both allowed."""
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]]
 
@@ -18,7 +18,7 @@ def check_ranges(config: Bounded) -> None:
     """Refuse a number out of its range.
 
     Raises:
-        ValueError: one line with the field, its value and what is allowed.
+        ValueError: one line with field, value and what is allowed.
     """
     for field, (least, most) in config.RANGES.items():
         value = getattr(config, field)
@@ -34,5 +34,5 @@ def range_text(bounds: tuple[float, float]) -> str:
 
 
 def number_text(bound: float) -> str:
-    """A whole number with all digits, for copying."""
+    """Write whole numbers with all digits."""
     return f"{int(bound)}" if bound == int(bound) else f"{bound:g}"

@@ -1,6 +1,6 @@
-"""The settings that every service has, each declared once: metrics, logs, and the parent to end with.
+"""The settings that every service has.
 
-Owns: their types and what the help says of them. Must not know: the settings of any one service.
+Owns: their types and help. Must not know: other settings.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -8,18 +8,14 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 MetricsAddress: TypeAlias = Annotated[
-    str, Meta(description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; empty: none")
+    str, Meta(description="HOST:PORT for Prometheus metrics, with port 0 for a free port; empty: none")
 ]
 MetricsTokenFile: TypeAlias = Annotated[
     str,
-    Meta(
-        description="file with the bearer tokens, one a line, that readers of the metrics carry; required beyond loopback"
-    ),
+    Meta(description="file with the bearer tokens of metrics readers, one a line; required beyond loopback"),
 ]
-LogLevel: TypeAlias = Annotated[
-    Literal["debug", "info", "warning", "error"], Meta(description="least severe level that is logged")
-]
+LogLevel: TypeAlias = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level to log")]
 LogFormat: TypeAlias = Annotated[
     Literal["console", "json"], Meta(description="console: readable lines; json: one object per line")
 ]
-ExitWithParent: TypeAlias = Annotated[bool, Meta(description="end when the process that started this one ends")]
+ExitWithParent: TypeAlias = Annotated[bool, Meta(description="end when the parent process ends")]

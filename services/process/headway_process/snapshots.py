@@ -1,4 +1,4 @@
-"""Hands figures from a busy loop to another thread: the thread asks, and the loop answers when it comes by.
+"""Hands figures from a busy loop to another thread.
 
 Owns: the hand-over. Must not know: the figures.
 """
@@ -13,19 +13,19 @@ Snapshot = TypeVar("Snapshot")
 
 
 class Snapshots(Generic[Snapshot]):
-    """One thread asks; the process's loop answers."""
+    """One thread asks; the loop answers."""
 
     def __init__(self) -> None:
         self.wanted = False
-        """Whether a thread waits; the loop looks at it."""
+        """Whether a thread waits, for the loop."""
         self.wake: Callable[[], None] = lambda: None
-        """Wakes the loop; called from the thread that asks."""
+        """Called by the asking thread."""
         self._asking = threading.Lock()
         self._answered = threading.Event()
         self._answer: Snapshot | None = None
 
     def ask(self) -> Snapshot:
-        """A snapshot of now.
+        """Get a new snapshot.
 
         Raises:
             TimeoutError: the loop does not answer.
@@ -41,7 +41,7 @@ class Snapshots(Generic[Snapshot]):
             return self._answer
 
     def give(self, snapshot: Snapshot) -> None:
-        """Answer the waiting thread; called by the loop."""
+        """Answer, in the loop."""
         self.wanted = False
         self._answer = snapshot
         self._answered.set()

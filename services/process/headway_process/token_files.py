@@ -1,9 +1,8 @@
-"""Reads a file with tokens whole, or not at all.
+"""Reads a token file whole, or not at all.
 
 Owns: when such a file is complete. Must not know: what is in a line.
-
-A writer may be stopped at any byte, and half a line reads like a whole one: the beginning of a token like a token, a
-token without its tenant like one for all tenants. So a file is refused if its last line has no newline.
+A writer may stop at any byte, and a token without its tenant looks like one for all tenants. So the last line must end
+with a newline.
 """
 
 import os
@@ -12,13 +11,13 @@ from pathlib import Path
 
 
 def text_of_token_file(path: Path, most_bytes: int) -> str:
-    """The text of a complete file.
+    """Return a complete file's text.
 
     Raises:
-        ValueError: it cannot be read or is incomplete; the message says why, without any of its contents.
+        ValueError: unreadable or incomplete; the message has none of the contents.
     """
     try:
-        # Without O_NONBLOCK a named pipe without a writer would stop the process here.
+        # O_NONBLOCK: a named pipe without a writer would block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(most_bytes + 1) if stat.S_ISREG(mode) else b""

@@ -1,1 +1,1 @@
-"""The scheduler process: knows tokens and blocks; no torch, no text, no GPU."""
+"""The scheduler process: tokens and blocks; no torch, text or GPU."""

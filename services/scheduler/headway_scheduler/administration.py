@@ -1,6 +1,6 @@
-"""What operators can ask and order.
+"""Answers to operators.
 
-Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, or who asked.
+Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, who asked.
 """
 
 from collections import OrderedDict
@@ -37,13 +37,13 @@ from headway_scheduler.wait_sentences import sentence_for
 
 MAX_PIN_NAME_BYTES = 128
 MOST_TOKENS_IN_A_REPLY = 1 << 18
-"""The most tokens of cache changes in a reply. If there are more, the reply says so."""
+"""In cache changes; if there are more, the reply says so."""
 
 NO_EXECUTOR = "no executor has joined yet"
 NO_FLIGHT_LOG = "flight_log: the scheduler records nothing; allowed: a directory (--flight-log DIRECTORY)"
 
 MAX_REMEMBERED_ENDS = 16384
-"""How many ended request ids are kept, so that cancelling one twice is no error."""
+"""Cancelling an ended request is no error while its id is kept."""
 
 
 _NEED_EXECUTOR = {"pause", "resume", "flush", "cache", "pins", "pin", "unpin"}
@@ -51,7 +51,7 @@ _reply = partial(AdminReply, call_id=0)
 
 
 class Administered(Reported, Protocol):
-    """The scheduler as operators see it: what they read, and the commands that they give."""
+    """The scheduler as operators see it."""
 
     live: LiveSequences
     recorder: NullRecorder
@@ -63,7 +63,7 @@ class Administered(Reported, Protocol):
         """Abort a sequence."""
 
     def announce(self) -> None:
-        """Send every gateway the state."""
+        """Send the state to every gateway."""
 
 
 class Administration:
@@ -74,19 +74,18 @@ class Administration:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def remember_ended(self, request_id: str) -> None:
-        """A request ended; remember its id for a while."""
+        """Keep an ended request's id."""
         self._ended[request_id] = None
         self._ended.move_to_end(request_id)
         if len(self._ended) > MAX_REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 
     def answer(self, call: AdminCall, now: float) -> AdminReply:
-        """Do what ``call`` asks for."""
+        """Execute ``call``."""
         reply = self._reply(call, now)
         return msgspec.structs.replace(reply, call_id=call.call_id)
 
     def _reply(self, call: AdminCall, now: float) -> AdminReply:
-        """The reply, still without the number of its call."""
         match call.method:
             case "status":
                 return _reply(status=status_of(self._scheduler, now), tenants=self._tenants())
@@ -181,7 +180,7 @@ class Administration:
         if pieces is None:
             return _refusal(NO_FLIGHT_LOG)
         if not place.life:
-            recorder.flush(now, None, is_final=True)  # without the core, so that no segment begins amid a beat
+            recorder.flush(now, None, is_final=True)  # without the core, so no segment begins now
             return _reply(flight_log=pieces.contents())
         if place.mark and place.life == pieces.life:
             return _reply(flight_log=pieces.contents(place.mark))

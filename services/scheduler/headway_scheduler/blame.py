@@ -1,7 +1,6 @@
-"""Finds out which requests were in lost steps, which one is guilty, and which one has to run alone.
+"""Decides which request is guilty of lost steps, and which one runs alone.
 
-Owns: the way from the core's requests to the brake's names and back. Must not know: frames, the clock. It only reads from
-the core; the engine gives the orders.
+Owns: the core's requests by the brake's names. Must not know: frames, the clock. It only reads the core.
 """
 
 from typing import NamedTuple
@@ -14,14 +13,14 @@ from headway_scheduler.notices import Notices
 
 
 class Trial(NamedTuple):
-    """The sequence that runs alone until it has ``num_tokens`` tokens; None: all may run."""
+    """This sequence runs alone until it has ``num_tokens`` tokens; None: all run."""
 
     origin: Origin | None
     num_tokens: int
 
 
 class Verdict(NamedTuple):
-    """The sequences of the lost steps, and the one to end with ``error``, if it is guilty."""
+    """The sequences of lost steps; the guilty one ends with ``error``."""
 
     in_flight: tuple[Origin, ...]
     guilty: Origin | None
@@ -29,7 +28,7 @@ class Verdict(NamedTuple):
 
 
 class Blame:
-    """Asks the brake about the sequences of the core."""
+    """Asks the brake about the core's sequences."""
 
     def __init__(self, brake: Brake, live: LiveSequences, notices: Notices) -> None:
         self._brake = brake
@@ -38,7 +37,7 @@ class Blame:
         self._judged_epoch = -1
 
     def next_trial(self, core: Scheduler) -> Trial:
-        """The first suspect that is here and not acquitted."""
+        """Return the first suspect that is submitted and not acquitted."""
         for name in self._brake.suspects:
             live = self._live.named(name)
             request = None if live is None else core.find(live.origin)
@@ -53,7 +52,7 @@ class Blame:
         return Trial(None, 0)
 
     def judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
-        """Count the loss of ``step``, or of all steps in flight. None if this epoch was judged before."""
+        """Count the loss of ``step``, or of all in flight. None if this epoch was judged."""
         if self._judged_epoch == core.epoch:
             return None
         self._judged_epoch = core.epoch

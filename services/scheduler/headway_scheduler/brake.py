@@ -1,12 +1,11 @@
-"""Finds the request that brings the executor down, without failing the requests that ran beside it.
+"""Finds the request that brings the executor down, without failing the requests beside it.
 
-Owns: suspects, guilt, and the pause after a failed step. Must not know: rows, frames, the clock, or why steps were lost.
+Owns: suspects, guilt, the pause after a failed step. Must not know: rows, frames, the clock.
 
-When steps are lost, any of their requests may be to blame, or none. So everything is tried again. A request that is lost
-``LOSSES_BEFORE_TRIAL`` times without progress in between is a *suspect* and runs alone, the newest suspect first. If it
-gets the tokens that the lost steps would have brought, it is acquitted. A request that is lost for the ``MAX_LOSSES``th
-time, and alone, is guilty. So one bad request costs at most ``MAX_LOSSES`` executors. A request that makes progress
-before each loss is never found guilty.
+Any request of a lost step may be the cause, or none, so all run again. A request lost ``LOSSES_BEFORE_TRIAL`` times
+without progress is a *suspect*: it runs alone, the newest first. The tokens that the lost steps would have brought
+acquit it; the ``MAX_LOSSES``th loss, alone, makes it guilty. So a bad request costs at most ``MAX_LOSSES`` executors. A
+request that makes progress before each loss is never guilty.
 """
 
 from typing import NamedTuple
@@ -22,8 +21,6 @@ _MAX_DOUBLINGS = 16
 
 
 class _Suspicion(NamedTuple):
-    """``num_losses`` in a row, the last with ``num_tokens`` tokens known."""
-
     num_losses: int
     num_tokens: int
 
@@ -38,21 +35,21 @@ class Brake:
 
     @property
     def suspects(self) -> list[Name]:
-        """The sequences that have to run alone, in this order."""
+        """In the order in which they run."""
         return list(reversed(self._suspects))
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a sequence has to run alone."""
+        """Whether a sequence must run alone."""
         return bool(self._suspects)
 
     def num_losses_of(self, name: Name) -> int:
-        """How often in a row it was lost."""
+        """Return the losses in a row."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_losses
 
     def count_loss(self, in_flight: list[tuple[Name, int]]) -> Name | None:
-        """The sequences of lost steps, each with its known tokens. Return the guilty one."""
+        """Count the loss of these (sequence, known tokens). Return the guilty one."""
         for name, num_tokens in in_flight:
             before = self._suspicions.pop(name, None)
             has_come_further = before is not None and num_tokens - before.num_tokens >= self._num_trial_tokens
@@ -70,19 +67,19 @@ class Brake:
         return None
 
     def num_tokens_wanted(self, name: Name) -> int:
-        """The number of tokens, prompt and output, that acquits a suspect."""
+        """Return the tokens, prompt and output, that acquit."""
         suspicion = self._suspicions.get(name)
         return 0 if suspicion is None else suspicion.num_tokens + self._num_trial_tokens
 
     def is_acquitted(self, name: Name, num_tokens: int) -> bool:
-        """Whether ``num_tokens`` tokens acquit a suspect; if so, forget it."""
+        """Whether ``num_tokens`` tokens acquit; then forget it."""
         if num_tokens < self.num_tokens_wanted(name):
             return False
         self.forget(name)
         return True
 
     def forget(self, name: Name) -> None:
-        """Remove a sequence that ended or is acquitted."""
+        """Remove a sequence."""
         self._suspicions.pop(name, None)
         self._suspects.pop(name, None)
 
@@ -94,7 +91,7 @@ class FailurePause:
         self._num_failures = 0
 
     def count_answer(self) -> None:
-        """A step was answered."""
+        """End the row of failures."""
         self._num_failures = 0
 
     def count_failure(self) -> float:

@@ -1,6 +1,6 @@
-"""The commands of operators that change the core. Each is recorded, since decisions depend on it.
+"""Operators' commands that change the core, recorded since later decisions depend on them.
 
-Owns: which call of the core a command is. Must not know: who gives it, or what is answered.
+Owns: the core's call for each command. Must not know: who gives it.
 """
 
 from headway_proto.columns import decode_column
@@ -10,13 +10,13 @@ from headway_scheduler.flight.recorder import NullRecorder
 
 
 def pause(core: Scheduler, recorder: NullRecorder, *, is_paused: bool) -> None:
-    """Stop or resume the start of requests."""
+    """Stop or resume starting requests."""
     core.paused = is_paused
     recorder.paused(is_paused=is_paused)
 
 
 def drop_cached(core: Scheduler, recorder: NullRecorder) -> None:
-    """Drop the cached blocks that no request holds."""
+    """Drop cached blocks that no request holds."""
     core.pool.drop_cached()
     recorder.cache_dropped()
 
@@ -33,6 +33,6 @@ def pin(core: Scheduler, recorder: NullRecorder, name: str, tenant: str, token_i
 
 
 def unpin(core: Scheduler, recorder: NullRecorder, name: str) -> bool:
-    """Undo ``pin``. Return whether there was such a pin."""
+    """Return whether the pin existed."""
     recorder.unpinned(name)
     return core.pinned_prefixes.unpin(name)

@@ -1,9 +1,7 @@
-"""Compiles the modules of the core with mypyc, into a directory beside them.
+"""Compiles the core's modules with mypyc (https://mypyc.readthedocs.io) into a directory beside them.
 
-Owns: how mypyc and the C compiler are called. Must not know: when compiled modules are used (``compiled_core``).
-
-The typed Python sources stay the only source; mypyc (https://mypyc.readthedocs.io) makes extension modules of them. Needs
-mypy, setuptools, a C compiler (the ``ziglang`` wheel has one) and Python's headers:
+Owns: the calls of mypyc and the C compiler. Must not know: who imports compiled modules.
+Needs mypy, setuptools, a C compiler (the ``ziglang`` wheel has one) and Python's headers:
 
     python -m headway_scheduler.compile_core        # or: make core
 """
@@ -22,21 +20,21 @@ from pathlib import Path
 from headway_scheduler.compiled_core import COMPILED, CORE, STAMP, compiled_modules, is_up_to_date, stamp_of
 
 PACKAGE = "headway_scheduler.core"
-# The extension module that holds the code of all of them; theirs only lead there.
+# The extension module with all the code; the others only refer to it.
 _SHARED = f"{PACKAGE}.all"
 _NEEDED = ("mypyc", "setuptools", "numpy", "msgspec")
 
 
 class CoreBuildError(Exception):
-    """The core cannot be compiled. The message is one line."""
+    """The core cannot be compiled; one line."""
 
 
 class ToolMissingError(CoreBuildError):
-    """A tool for compiling is missing."""
+    """A tool is missing."""
 
 
 def require_tools() -> None:
-    """Check that all tools are installed.
+    """Check the tools.
 
     Raises:
         ToolMissingError: names the missing one.
@@ -52,9 +50,7 @@ def require_tools() -> None:
 
 
 def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
-    """Compile the modules of ``core`` into ``compiled``, in a process of its own.
-
-    An import meanwhile finds either no compiled modules or all of the new ones.
+    """Compile ``core`` into ``compiled``, in another process. An import meanwhile finds no compiled module, or all.
 
     Raises:
         CoreBuildError: something is missing, or a compiler failed.
@@ -81,15 +77,13 @@ def compile_core(core: Path = CORE, compiled: Path = COMPILED) -> None:
 
 
 def _environment(core: Path, workplace: str) -> dict[str, str]:
-    """The environment of the compiling process: our packages for mypy, and a C compiler."""
     environment = dict(os.environ)
     packages = core.parents[1]
     contracts = packages.parents[1] / "proto"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environment.get("PYTHONPATH"))))
     environment["MYPYPATH"] = os.pathsep.join((str(contracts), str(packages)))
     if importlib.util.find_spec("ziglang") is not None and sys.platform == "linux":
-        # For any processor of this kind: zig would compile for the very one that it runs on. And without the sanitizer, for
-        # which zig first makes a library, in twenty seconds.
+        # Baseline: zig's default is this machine's processor. The sanitizer's library takes twenty seconds to build.
         compiler = f"{sys.executable} -P -m ziglang cc -mcpu=baseline -fno-sanitize=undefined"
         environment |= {"CC": compiler, "LDSHARED": f"{compiler} -shared"}
     for cache in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
@@ -98,13 +92,12 @@ def _environment(core: Path, workplace: str) -> dict[str, str]:
 
 
 def _compile(core: Path, workplace: Path) -> None:
-    """In the compiling process: generate C in ``workplace``, and extension modules in its folder ``lib``."""
     from mypyc.build import mypycify
     from setuptools import Distribution
 
     sources = [str(path) for path in compiled_modules(core)]
     options = ["--strict", "--explicit-package-bases", "--config-file=", f"--cache-dir={workplace / 'mypy'}"]
-    # Level 3 takes nearly twice as long to compile and is not faster. Assertions are ours, and stay.
+    # Level 3 compiles nearly twice as long and is not faster. Assertions stay.
     extensions = mypycify(
         [*options, *sources], group_name=_SHARED, target_dir=str(workplace / "c"), opt_level="2", debug_level="0"
     )
@@ -117,7 +110,7 @@ def _compile(core: Path, workplace: Path) -> None:
 
 
 def main() -> int:
-    """Compile the core if its sources have changed. Return 1 if that fails, after saying why."""
+    """Compile if sources changed; return the exit code."""
     parser = argparse.ArgumentParser(description="Compile the scheduler's core where its sources have changed.")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("core", nargs="?", type=Path, default=CORE, help=argparse.SUPPRESS)

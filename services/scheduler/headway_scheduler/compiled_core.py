@@ -1,10 +1,8 @@
-"""Chooses between the compiled modules of the core and their sources.
+"""Chooses between the core's compiled modules and their sources.
 
-Owns: which modules are compiled, and whether they match their sources. Must not know: how they are compiled.
-
-Compiled modules lie in a directory of their own. It comes first in the core's search path only if its stamp matches the
-sources, so an edited source runs at once; ``make core`` compiles it again. Only the standard library is imported here,
-because a build runs before anything is installed.
+Owns: which modules are compiled, and whether they match the sources. Must not know: how they are compiled.
+Compiled modules count only if their stamp matches the sources, so an edited source runs at once. Only the standard
+library is imported, because a build runs before anything is installed.
 """
 
 import functools
@@ -19,28 +17,25 @@ COMPILED = CORE / "_compiled"
 STAMP = "made_from.txt"
 
 INTERPRET_VARIABLE = "_HEADWAY_INTERPRET_CORE"
-"""If it is in the environment, the sources run even if they are compiled: for profilers and tests."""
+"""If set, the sources run even if they are compiled: for profilers and tests."""
 
-# Their metaclass is msgspec's, of which mypyc makes nothing: modules with messages and settings stay as they are.
+# mypyc cannot compile msgspec's metaclass, so modules with structs stay uncompiled.
 _STRUCT = re.compile(rb"^class \w+\(msgspec\.Struct\b", re.MULTILINE)
 
 
 def sources_of(core: Path = CORE) -> list[Path]:
-    """The modules of the core and of its rooms, by path."""
+    """Return the core's modules, by path."""
     return sorted((*core.glob("*.py"), *core.glob("[a-z]*/*.py")))
 
 
 def compiled_modules(core: Path = CORE) -> tuple[Path, ...]:
-    """The sources that are compiled, by name."""
+    """Return the sources to compile, by path."""
     sources = [path for path in sources_of(core) if path.name != "__init__.py"]
     return tuple(path for path in sources if not _STRUCT.search(path.read_bytes()))
 
 
 def stamp_of(core: Path = CORE) -> str:
-    """A digest (hex) of this Python, the compiling code and all sources.
-
-    All of them, because compiled modules rely on the types of the others.
-    """
+    """Return a digest (hex) of Python, compiling code and all sources: compiled modules rely on others' types."""
     digest = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')}\n".encode())
     for path in (core.parent / "compile_core.py", *sources_of(core)):
         content = path.read_bytes()
@@ -50,7 +45,7 @@ def stamp_of(core: Path = CORE) -> str:
 
 
 def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
-    """Whether there are compiled modules of exactly these sources for this Python."""
+    """Whether compiled modules of exactly these sources exist."""
     try:
         return (compiled / STAMP).read_text() == stamp_of(core)
     except FileNotFoundError:
@@ -59,10 +54,10 @@ def is_up_to_date(core: Path = CORE, compiled: Path = COMPILED) -> bool:
 
 @functools.cache
 def runs_compiled() -> bool:
-    """Whether this process runs compiled modules; decided once."""
+    """Whether this process runs compiled modules."""
     return INTERPRET_VARIABLE not in os.environ and is_up_to_date()
 
 
 def search_path(room: str = "") -> list[str]:
-    """The directories of the core's modules, or of those of one room."""
+    """Return the directories of the core's or a room's modules."""
     return [str(COMPILED / room), str(CORE / room)] if runs_compiled() else [str(CORE / room)]

@@ -1,6 +1,6 @@
 """The scheduler's configuration.
 
-Owns: the settings, their defaults, help and allowed ranges. Must not know: flags, files, environment variables.
+Owns: the settings, their defaults, help and ranges. Must not know: flags, files, environment variables.
 """
 
 import math
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     BudgetName: TypeAlias = str
     PreemptionName: TypeAlias = str
 else:
-    # The registries are the only lists of names, so that a new policy is one file and one entry.
+    # A new policy is one file and one entry in its registry.
     OrderName = Literal[tuple(ORDERS)]
     BatchingName = Literal[tuple(BATCHING_POLICIES)]
     ReserveName = Literal[("auto", *RESERVATIONS)]
@@ -37,7 +37,7 @@ else:
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of one scheduler process. Durations in seconds."""
+    """Durations in seconds."""
 
     step_address: Annotated[
         str, Meta(description="ZeroMQ address to bind for the executor: ipc://PATH or tcp://HOST:PORT")
@@ -50,7 +50,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
-    max_steps_in_flight: Annotated[int, Meta(description="steps sent to the executor and not yet answered")] = 2
+    max_steps_in_flight: Annotated[int, Meta(description="most steps sent and not yet answered")] = 2
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
     max_waiting_tokens: Annotated[
         int, Meta(description="tokens of all requests that wait; more are RESOURCE_EXHAUSTED; 0: no limit")
@@ -63,7 +63,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     order: Annotated[
         OrderName,
-        Meta(description="who is served first: see docs/policies.md"),
+        Meta(description="which request is served first: see docs/policies.md"),
     ] = "fcfs"
     batching: Annotated[
         BatchingName,
@@ -72,33 +72,34 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserve: Annotated[
         ReserveName,
         Meta(
-            description="what must be free before a request starts: its first chunk, its prompt, all up to max_tokens, or "
-            "what is to be expected of it; auto: what the batching policy was published with"
+            description="memory that must be free before a request starts: for its first chunk (none), its prompt, all of "
+            "max_tokens (full), or its predicted length; auto: the batching policy's own choice"
         ),
     ] = "auto"
     budget: Annotated[
         BudgetName,
-        Meta(description="prompt tokens beside decodes: up to max_num_batched_tokens, or what keeps itl_slo_ms"),
+        Meta(
+            description="prompt tokens in a step with decodes: up to max_num_batched_tokens (fixed), or as many as keep "
+            "itl_slo_ms (slo)"
+        ),
     ] = "fixed"
     preemption: Annotated[
         PreemptionName,
-        Meta(description="a preempted request is computed again, swapped to the host, or whichever costs less"),
+        Meta(description="what a preempted request does: compute again, swap to the host, or what costs less (auto)"),
     ] = "auto"
-    aging_s: Annotated[
-        float, Meta(description="seconds after which a waiting request may be promoted past the order")
-    ] = 30.0
+    aging_s: Annotated[float, Meta(description="seconds after which a waiting request may overtake the order")] = 30.0
     tenant_weights: Annotated[
-        dict[str, float], Meta(description="shares of tenants under order fair, NAME=WEIGHT; others have 1")
+        dict[str, float], Meta(description="shares of tenants with order fair, NAME=WEIGHT; other tenants have 1")
     ] = {}
     default_ttft_slo_ms: Annotated[
-        int, Meta(description="objective on the first token of requests that name none; 0: none")
+        int, Meta(description="ttft_slo_ms of requests without one: time to the first token; 0: no objective")
     ] = 0
     default_itl_slo_ms: Annotated[
-        int, Meta(description="objective on the gaps between tokens of requests that name none; 0: none")
+        int, Meta(description="itl_slo_ms of requests without one: gap between tokens; 0: no objective")
     ] = 0
     shed_late: Annotated[
         bool,
-        Meta(description="end requests before they start that can no longer meet ttft_slo_ms (RESOURCE_EXHAUSTED)"),
+        Meta(description="refuse a waiting request that can no longer meet ttft_slo_ms (RESOURCE_EXHAUSTED)"),
     ] = False
     prefix_aware: Annotated[
         bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
@@ -106,40 +107,38 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_wait_tokens: Annotated[
         int,
         Meta(
-            description="a request waits to start while another computes so many tokens of its prompt's beginning or more, to "
-            "share them; 0: it does not"
+            description="a request waits while another one computes a common prefix of at least so many tokens, to share it; "
+            "0: it does not wait"
         ),
     ] = 128
-    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of common prefixes")] = True
     prefix_cache_scope: Annotated[
         Literal["shared", "tenant"],
         Meta(
-            description="whose blocks a request may find: everybody's, or only its own tenant's, so that no tenant can "
-            "time which prompts others have sent"
+            description="which cached blocks a request may use: all, or only its tenant's. With tenant, no tenant can learn "
+            "from response times what others have sent"
         ),
     ] = "shared"
     max_speculating_seqs: Annotated[
         int,
-        Meta(
-            description="nobody speculates while more requests than this decode; 0: never; needs an executor that does"
-        ),
+        Meta(description="no request speculates while more than this decode; 0: never; the executor must support it"),
     ] = 32
     curve_keys: Annotated[
         str,
         Meta(
-            description="directory with scheduler.key_secret and, in executors/ and gateways/, the public keys of those who "
-            "may connect to the step link and to the ingress"
+            description="directory with scheduler.key_secret and, in executors/ and gateways/, the public keys that may "
+            "connect to the step link and to the ingress"
         ),
     ] = ""
     flight_log: Annotated[
         str,
         Meta(
-            description="directory to record every request and decision in, for headway replay, explain and timeline; it "
-            "holds the token ids of prompts and answers, readable by this user and by callers with the role admin"
+            description="directory for a record of every request and decision, for headway replay, explain and timeline. It "
+            "holds token ids of prompts and answers, which this user and callers with the role admin can read"
         ),
     ] = ""
-    flight_log_mib: Annotated[int, Meta(description="most MiB that are kept in flight_log; the oldest go first")] = 256
-    grace_s: Annotated[float, Meta(description="seconds that running requests get to finish after SIGTERM")] = 10.0
+    flight_log_mib: Annotated[int, Meta(description="most MiB in flight_log; the oldest files are deleted first")] = 256
+    grace_s: Annotated[float, Meta(description="seconds for running requests to finish after SIGTERM")] = 10.0
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"
@@ -183,5 +182,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def limits(self) -> SchedulerLimits:
-        """The settings that concern the core."""
+        """Return the core's settings."""
         return SchedulerLimits(**{name: getattr(self, name) for name in SchedulerLimits.__struct_fields__})

@@ -1,6 +1,6 @@
-"""What gateways are sent: the tokens and ends of a step, and the state of the scheduler.
+"""Messages to gateways: a step's tokens and ends, and the state.
 
-Owns: which event goes to which link, and in what form. Must not know: why things happened, or what carries frames.
+Owns: each event's link and form. Must not know: transport.
 """
 
 from headway_proto import ingress
@@ -19,7 +19,7 @@ from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 
 
 def deliver(links: IngressLinks, events: StepEvents) -> None:
-    """Hold each gateway's part of ``events`` for its next message; the ends go by ``deliver_end``."""
+    """Hold each gateway's part of ``events``, without the ends."""
     for admitted in events.admitted:
         link = links.get(admitted.origin.owner)
         if link is not None:
@@ -37,7 +37,7 @@ def deliver(links: IngressLinks, events: StepEvents) -> None:
 
 
 def deliver_end(links: IngressLinks, end: FinishedEvent, now: float) -> None:
-    """Hold the end of a sequence for the next message to its gateway."""
+    """Hold an end."""
     link = links.get(end.origin.owner)
     if link is not None:
         link.hold(finished=(_finished(end, now),))

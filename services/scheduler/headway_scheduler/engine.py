@@ -1,4 +1,4 @@
-"""The scheduler process without its sockets and clock: frames and the time in, frames out.
+"""The scheduler without sockets and clock: frames and the time in, frames out.
 
 Owns: how cells, placement and the gateways' links work together. Must not know: ZeroMQ, signals, wall clocks.
 Production, simulation and fault tests run this same object.
@@ -30,7 +30,7 @@ from headway_scheduler.submissions import EarlySubmissions, Problem, new_request
 
 
 class SchedulerEngine:
-    """The whole scheduler as one object.
+    """Feed it frames, call ``run`` after each batch and by ``next_deadline``, then send both links' ``outgoing``.
 
     Feed ``executor_frame`` and ``gateway_frame``, call ``run`` after each batch of frames and by ``next_deadline`` at the
     latest, then take ``executors.outgoing`` and ``gateways.outgoing``. Times in seconds, monotonic.
@@ -86,7 +86,7 @@ class SchedulerEngine:
         self.fleet.receive(peer, data, now)
 
     def gateway_frame(self, peer: bytes, data: bytes, now: float) -> None:
-        """Take in one frame of the ingress protocol."""
+        """Handle one frame."""
         for event in self.gateways.receive(peer, data, now, self._announcement):
             self._on_gateway_event(event, now)
 
@@ -95,7 +95,7 @@ class SchedulerEngine:
         self.fleet.unreachable(peer, now)
 
     def gateway_unreachable(self, peer: bytes, now: float) -> None:
-        """The transport could not reach this gateway."""
+        """Handle a failed send."""
         for event in self.gateways.unreachable(peer):
             self._on_gateway_event(event, now)
 
@@ -240,11 +240,11 @@ class SchedulerEngine:
     # ------------------------------------------------------------------------------------------ an operator's commands
 
     def announce(self) -> None:
-        """Send every gateway the state now."""
+        """Send the state to every gateway."""
         self.gateways.announce(self._announcement())
 
     def drain(self) -> None:
-        """Refuse new sequences from now on."""
+        """Refuse new sequences."""
         self.draining = True
         self.announce()
 

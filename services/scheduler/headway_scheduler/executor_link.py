@@ -3,9 +3,9 @@
 Owns: which executor is in use, its epochs, and the order of frames. Must not know: decisions, what carries frames, or
 the other executors.
 
-An executor that says hello gets a new epoch, unless another is alive: heard from within ``TAKEOVER_SILENCE_S``. A peer is
-one connection; after a reconnection an executor is another peer. A damaged frame, a gap or an impossible answer ends the
-epoch and opens another; answers of the old one are ignored. The other side is ``headway_executor.step_link``.
+An executor that says hello gets a new epoch, unless another sent a frame within ``TAKEOVER_SILENCE_S``. A peer is one
+connection: a reconnected executor is a new peer. A damaged frame, a gap or an impossible answer starts a new epoch, and
+answers of the old one are ignored. The other side: ``headway_executor.step_link``.
 """
 
 import msgspec
@@ -36,14 +36,14 @@ EPOCHS_OF_A_CELL = 1 << 24
 
 
 class StepFailed(msgspec.Struct, frozen=True):
-    """The executor could not run ``step``. ``max_num_batched_tokens`` limits later steps, 0 if size was not the reason."""
+    """``max_num_batched_tokens`` limits later steps; 0 if the size was not the reason."""
 
     step: int
     max_num_batched_tokens: int
 
 
 class EpochOpened(msgspec.Struct, frozen=True):
-    """An executor that knows nothing waits for step 0 of ``epoch``."""
+    """The executor has no state and waits for step 0."""
 
     epoch: int
     info: BackendInfo
@@ -52,19 +52,19 @@ class EpochOpened(msgspec.Struct, frozen=True):
 
 
 class StepAnswered(msgspec.Struct, frozen=True):
-    """The answer to a step of the current epoch."""
+    """An answer of the current epoch."""
 
     output: ExecutorOutput
 
 
 class ExecutorLost(msgspec.Struct, frozen=True):
-    """There is no executor until the next ``EpochOpened``."""
+    """No executor until ``EpochOpened``."""
 
     reason: str
 
 
 class ExecutorRefused(msgspec.Struct, frozen=True):
-    """An executor announced something impossible; reported once for each of its lives."""
+    """Reported once per incarnation."""
 
     reason: str
 
@@ -121,7 +121,7 @@ class ExecutorLink:
 
     @property
     def next_deadline(self) -> float:
-        """The time of the next call of ``tick``."""
+        """When to call ``tick``."""
         return self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def send_step(self, output: SchedulerOutput) -> None:
@@ -130,7 +130,7 @@ class ExecutorLink:
         self.outgoing.append((self._peer, self._writer.encode(output)))
 
     def receive(self, peer: bytes, data: bytes, now: float) -> list[StepEvent]:
-        """Take one frame in."""
+        """Handle one frame."""
         try:
             frame = self._reader.decode(data)
         except FramingError as error:
@@ -155,7 +155,7 @@ class ExecutorLink:
         self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self.incarnation))))
 
     def tick(self, now: float) -> list[StepEvent]:
-        """Send a heartbeat if one is due; detect silence."""
+        """Send a due heartbeat; detect silence."""
         if self._peer is None:
             self._last_heartbeat = now
             return []
@@ -167,11 +167,11 @@ class ExecutorLink:
         return []
 
     def unreachable(self, peer: bytes) -> list[StepEvent]:
-        """The transport could not reach ``peer``."""
+        """Handle a failed send."""
         return self._lose("unreachable") if peer == self._peer else []
 
     def reopen(self, reason: str, now: float) -> list[StepEvent]:
-        """Open a new epoch with the current executor."""
+        """Open a new epoch."""
         assert self._peer is not None
         assert self._info is not None
         return self._open(self._peer, self._executor, self._info, reason, now)
@@ -184,7 +184,7 @@ class ExecutorLink:
             return [ExecutorRefused(problem)] if is_news else []
         info = hello.info
         if self._info is not None and hello.incarnation == self._executor:
-            # What it cannot hold it cannot hold over another connection either.
+            # Its limit holds for every connection.
             info = msgspec.structs.replace(info, max_num_batched_tokens=self._info.max_num_batched_tokens)
             if peer == self._peer:
                 self._heard_at = now
@@ -199,7 +199,7 @@ class ExecutorLink:
         return [*events, *self._open(peer, hello.incarnation, info, "an executor joined", now)]
 
     def lift_limit(self, now: float) -> list[StepEvent]:
-        """Allow steps as large as at first: the request that was too large is gone."""
+        """Allow the first size again: the too large request has ended."""
         assert self._info is not None
         self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=self._announced_limit)
         return self.reopen("steps may be large again", now)
@@ -208,11 +208,11 @@ class ExecutorLink:
         if request.incarnation != self._executor:
             return []
         if frame.epoch not in {self.epoch, 0}:
-            self._respect(request.max_num_batched_tokens)  # late, and true of this executor all the same: for the next
+            self._lower_limit(request.max_num_batched_tokens)  # late, but still true for the next epoch
             return []
         if request.is_leaving:
             return self._lose(f"it left: {request.reason}")
-        self._respect(request.max_num_batched_tokens)
+        self._lower_limit(request.max_num_batched_tokens)
         assert self._peer is not None
         assert self._info is not None
         failure = None
@@ -221,8 +221,7 @@ class ExecutorLink:
         reason = f"the executor asked for it: {request.reason}"
         return self._open(self._peer, self._executor, self._info, reason, now, failure)
 
-    def _respect(self, max_num_batched_tokens: int) -> None:
-        """Remember the executor's size limit, 0 for no change."""
+    def _lower_limit(self, max_num_batched_tokens: int) -> None:
         assert self._info is not None
         if max_num_batched_tokens > 0:
             self._info = msgspec.structs.replace(self._info, max_num_batched_tokens=max_num_batched_tokens)
@@ -259,7 +258,7 @@ class ExecutorLink:
 
     def _lose(self, reason: str) -> list[StepEvent]:
         self._peer = None
-        # It may still live in this epoch, cut off for a moment only. A frame of a later one makes it say hello.
+        # It may only be cut off and still be in this epoch. A frame of a later epoch makes it say hello.
         self._leave_epoch()
         return [ExecutorLost(reason)]
 

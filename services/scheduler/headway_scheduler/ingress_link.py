@@ -1,9 +1,8 @@
-"""The scheduler's side of the ingress protocol, as a state machine without sockets or clock.
+"""The scheduler's side of the ingress protocol, without sockets or clock.
 
-Owns: the gateways' links: lives, frame order, flow control, unsent tokens. Must not know: scheduling, transport.
-
-The core knows a link as an *owner*, a number that is never used again. When a gateway opens another link, the requests of
-the old owner end; the gateway submits again what it still wants.
+Owns: gateway links: incarnations, frame order, flow control, unsent tokens. Must not know: scheduling, transport. The
+core knows a link as an *owner*, a number used once. When a gateway opens a new link, the old owner's requests end, and
+the gateway submits again those it wants.
 """
 
 from collections.abc import Callable
@@ -37,11 +36,11 @@ from headway_proto.operations import AdminCall
 SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5
 MAX_HELD_TOKENS = 1 << 22
-"""A link is dropped if it has more unacknowledged tokens."""
+"""A link with more unacknowledged tokens is dropped."""
 
 MAX_LINKS = 1024
 _TOKENS_WORTH_OF_A_PART = 32
-"""The memory of a part beside its tokens, counted in tokens."""
+"""The memory overhead of a part, in tokens."""
 
 
 class GatewayMessage(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ class GatewayMessage(msgspec.Struct, frozen=True):
 
 
 class GatewayGone(msgspec.Struct, frozen=True):
-    """A link ended; the requests of ``owner`` are no longer wanted."""
+    """A link ended, and with it its requests."""
 
     owner: int
     reason: str
@@ -72,7 +71,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class GatewayLink:
-    """One open link and its unsent messages."""
+    """An open link and its unsent messages."""
 
     def __init__(self, peer: bytes, owner: int, hello: GatewayHello, epoch: int, now: float) -> None:
         self.peer = peer
@@ -93,11 +92,11 @@ class GatewayLink:
         self._num_held = 0
 
     def encode(self, body: msgspec.Struct) -> bytes:
-        """The next frame of this link."""
+        """Make the next frame."""
         return self._writer.encode(body)
 
     def acknowledge(self, num_frames: int) -> None:
-        """The gateway has received ``num_frames`` frames."""
+        """The gateway has ``num_frames`` frames."""
         self._acknowledged = max(self._acknowledged, min(num_frames, self._writer.next_sequence))
 
     def hold(
@@ -108,7 +107,7 @@ class GatewayLink:
         finished: tuple[Finished, ...] = (),
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
-        """Add to the next ``Tokens`` message. ``columns``: handle, index, token id."""
+        """Add to the next ``Tokens``. ``columns``: handle, index, token id."""
         if columns is not None and len(columns[0]):
             self._columns.append(columns)
             self._num_held += len(columns[0]) + _TOKENS_WORTH_OF_A_PART
@@ -128,7 +127,7 @@ class GatewayLink:
         return self._num_held > MAX_HELD_TOKENS
 
     def flush(self) -> bytes | None:
-        """One message with everything held; None if there is nothing or no credit."""
+        """Encode everything held, if there is credit."""
         if not (self._columns or self._admitted or self._finished or self._prompt_logprobs):
             return None
         if self._writer.next_sequence - self._acknowledged >= MAX_UNACKNOWLEDGED_FRAMES:
@@ -168,21 +167,21 @@ class IngressLinks:
 
     @property
     def next_deadline(self) -> float:
-        """The time of the next call of ``tick``."""
+        """When to call ``tick``."""
         return self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def get(self, owner: int) -> GatewayLink | None:
-        """The open link of this owner."""
+        """Find an open link."""
         return self._links.get(owner)
 
     def links(self) -> list[GatewayLink]:
-        """All open links, oldest first."""
+        """Open links, oldest first."""
         return list(self._links.values())
 
     def receive(
         self, peer: bytes, data: bytes, now: float, announcement: Callable[[], Announcement]
     ) -> list[IngressEvent]:
-        """Take one frame in; ``announcement`` is called only for a hello."""
+        """Handle a frame; only hellos call ``announcement``."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         try:
             frame = self._reader.decode(data)
@@ -197,7 +196,7 @@ class IngressLinks:
         return self._on_numbered(link, frame, now)
 
     def tick(self, now: float, announcement: Callable[[], Announcement]) -> list[IngressEvent]:
-        """Send heartbeats if they are due; detect silence."""
+        """Send due heartbeats; detect silence."""
         if now - self._last_heartbeat < HEARTBEAT_INTERVAL_S:
             return []
         self._last_heartbeat = now
@@ -211,7 +210,7 @@ class IngressLinks:
         return events
 
     def announce(self, announcement: Announcement) -> None:
-        """Send every gateway the state."""
+        """Send the state to every gateway."""
         status = SchedulerStatus(
             announcement.model,
             announcement.state,
@@ -223,18 +222,18 @@ class IngressLinks:
             self.send(link.owner, status)
 
     def unreachable(self, peer: bytes) -> list[IngressEvent]:
-        """The transport could not reach ``peer``."""
+        """Handle a failed send."""
         link = self._links.get(self._owner_of_peer.get(peer, 0))
         return self._drop(link, "unreachable") if link else []
 
     def send(self, owner: int, body: msgspec.Struct) -> None:
-        """Send one message, if the link is still open."""
+        """Send a message, if the link is open."""
         link = self._links.get(owner)
         if link is not None:
             self.outgoing.append((link.peer, link.encode(body)))
 
     def flush(self) -> None:
-        """Send every gateway its held message."""
+        """Send all held messages."""
         for link in self._links.values():
             frame = link.flush()
             if frame is not None:
@@ -250,7 +249,7 @@ class IngressLinks:
     ) -> list[IngressEvent]:
         events: list[IngressEvent] = []
         if link is None:
-            # After a reconnection the same gateway has another peer address.
+            # A reconnected gateway is another peer.
             link = next((open_ for open_ in self.links() if open_.incarnation == hello.incarnation), None)
         if link is None and len(self._links) >= MAX_LINKS:
             return []

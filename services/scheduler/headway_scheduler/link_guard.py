@@ -1,12 +1,12 @@
-"""Controls who may connect to the scheduler's sockets, and limits the cost of connections without a handshake.
+"""Admits peers to the scheduler's sockets, and limits connections without a handshake.
 
-Owns: the allow-lists of keys, the answers to ZeroMQ's authentication requests (ZAP), the limit on pending handshakes.
-Must not know: what a frame means. It has a thread of its own, so that a flood of handshakes delays no step.
+Owns: allow-lists, answers to ZeroMQ's authentication requests (ZAP), the limit. Must not know: what a frame means.
+A separate thread, so a flood of handshakes delays no step.
 
-libzmq believes a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender. So strangers can fill that
-size times the number of pending handshakes, which the guard limits: it shuts down further connections at once, never an
-established one. libzmq reports which connections came and went, but only how many handshakes succeeded. A connection
-older than any handshake is established; of the younger ones, as many as there were successes.
+libzmq trusts a frame's announced size, up to ``MAXMSGSIZE``, before it knows the sender. Strangers can fill that times
+the pending handshakes, so the guard shuts down further connections, never an established one. libzmq reports
+connections, but only the number of successful handshakes. So connections older than any handshake count as established,
+and of the younger ones as many as there were successes.
 """
 
 import contextlib
@@ -44,10 +44,9 @@ _MOST_PROBLEMS = 32
 
 
 class AllowList:
-    """The public keys in the ``*.key`` files of a directory, read again after a change.
+    """The public keys in a directory's ``*.key`` files, read again after a change.
 
-    A file without a whole key may be half written: its former key stays valid. Removing a key prevents new connections; it
-    does not end the present one.
+    A file without a whole key may be half written: its former key stays valid. Removing a key ends no connection.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,7 +56,7 @@ class AllowList:
             OSError: it cannot be read.
         """
         self.problems: deque[str] = deque(maxlen=_MOST_PROBLEMS)
-        """The files that could not be read, until somebody takes them."""
+        """Unreadable files, until they are reported."""
         self._directory = directory
         self._seen = self._signature()
         self._keys: dict[str, bytes] = {}
@@ -76,7 +75,7 @@ class AllowList:
     def _reload(self) -> None:
         try:
             signature = self._signature()
-        except OSError as error:  # For a moment it may not be readable: the list stays as it was.
+        except OSError as error:  # It may be unreadable for a moment: keep the list.
             if not self._is_unreadable:
                 self.problems.append(f"{str(self._directory)!r:.64}: {error.strerror}")
             self._is_unreadable = True
@@ -107,7 +106,7 @@ class AllowList:
 
 
 class Rejections(msgspec.Struct, frozen=True):
-    """Rejected connections at one socket by reason, since the last report and in all."""
+    """By reason, since the last report and in all."""
 
     link: str
     new: dict[str, int]
@@ -115,7 +114,7 @@ class Rejections(msgspec.Struct, frozen=True):
 
 
 class LinkGuard:
-    """Guards the sockets passed to ``watch``; ``allow_lists`` are by link name."""
+    """Guards the sockets of ``watch``; ``allow_lists`` by link name."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
         self._context = context
@@ -134,7 +133,7 @@ class LinkGuard:
         self._thread = threading.Thread(target=self._run, name="link-guard", daemon=True)
 
     def watch(self, link: str, guarded: "zmq.Socket[bytes]") -> None:
-        """Limit the connections of a socket. Call it before ``start``."""
+        """Limit a socket's connections, before ``start``."""
         monitor = guarded.get_monitor_socket(_EVENTS)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.setsockopt(zmq.RCVHWM, _MONITOR_HIGH_WATER_MARK)
@@ -143,11 +142,11 @@ class LinkGuard:
         self._counts[link], self._reported[link] = Counter(), Counter()
 
     def start(self) -> None:
-        """Start the thread, before the sockets are bound."""
+        """Start before sockets are bound."""
         self._thread.start()
 
     def take_rejections(self) -> list[Rejections]:
-        """The rejections since the last call."""
+        """Return the rejections since the last call."""
         with self._lock:
             found = []
             for link, counts in self._counts.items():
@@ -158,7 +157,7 @@ class LinkGuard:
             return found
 
     def take_key_problems(self) -> list[str]:
-        """The unusable key files since the last call."""
+        """Return new problems of key files."""
         found = []
         for allow_list in self._allow_lists.values():
             while allow_list.problems:
@@ -166,7 +165,7 @@ class LinkGuard:
         return found
 
     def close(self) -> None:
-        """End the thread, before the sockets are closed."""
+        """End before sockets are closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -229,13 +228,13 @@ class _Door:
         self.link = link
         self.monitor = monitor
         self.num_denied = 0
-        """Denied handshakes that were not disconnected yet."""
+        """Denied handshakes not yet disconnected."""
         self._accepted_at: dict[int, float] = {}
         self._succeeded_at: deque[float] = deque()
         self._refused: set[int] = set()
 
     def take_events(self, now: float) -> Counter[str]:
-        """Read the monitor's events; return the rejections."""
+        """Read the monitor; return the rejections."""
         turned_away: Counter[str] = Counter()
         while True:
             try:
@@ -255,7 +254,7 @@ class _Door:
                 turned_away += self._disconnected(fd, now)
 
     def _num_pending(self, now: float) -> int:
-        """Connections that may still be without a handshake."""
+        """Connections perhaps without a handshake."""
         while self._succeeded_at and now - self._succeeded_at[0] > _WINDOW_S:
             self._succeeded_at.popleft()
         young = sum(1 for at in self._accepted_at.values() if now - at <= _WINDOW_S)
@@ -272,7 +271,7 @@ class _Door:
             return Counter()
         if not had_no_handshake:
             if now - accepted_at <= _WINDOW_S and self._succeeded_at:
-                self._succeeded_at.popleft()  # It was one of these.
+                self._succeeded_at.popleft()
             return Counter()
         if self.num_denied:
             self.num_denied -= 1
@@ -281,10 +280,10 @@ class _Door:
 
 
 def _shut_down(fd: int) -> None:
-    """End a TCP connection that libzmq owns. If the descriptor is another's by now, one of our peers connects again."""
+    """Shut down libzmq's connection. If ``fd`` was reused meanwhile, one of our peers reconnects."""
     with contextlib.suppress(OSError):
         duplicate = socket.socket(fileno=os.dup(fd))
         with duplicate:
             if duplicate.family in {socket.AF_INET, socket.AF_INET6} and duplicate.type == socket.SOCK_STREAM:
-                duplicate.getpeername()  # Not a listener.
+                duplicate.getpeername()  # fails for a listener
                 duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,6 @@
-"""The sequences that the core holds, by origin and by name.
+"""The sequences that the core holds. A client's *request* has one *sequence* per continuation.
 
-A client sends a *request*. It has one *sequence* for each continuation of its prompt.
-
-Owns: one record per live sequence. Must not know: frames, the core, or why a sequence ends.
+Owns: one record per live sequence. Must not know: frames, the core.
 """
 
 from typing import NamedTuple
@@ -12,19 +10,19 @@ from headway_scheduler.core.state.arrival import Origin
 
 
 class Name(NamedTuple):
-    """The public name of a sequence; it outlives its gateway's link."""
+    """The public name of a sequence. It stays valid when the gateway's link is lost."""
 
     request_id: str
     continuation: int
 
 
 def name_of(submit: Submit) -> Name:
-    """The name of a submitted sequence."""
+    """Return a sequence's name."""
     return Name(submit.request_id, submit.index)
 
 
 class LiveSequence(NamedTuple):
-    """One sequence that the core holds."""
+    """One live sequence."""
 
     origin: Origin
     name: Name
@@ -32,7 +30,7 @@ class LiveSequence(NamedTuple):
 
 
 class LiveSequences:
-    """All live sequences."""
+    """Live sequences by origin and by name."""
 
     def __init__(self) -> None:
         self._by_origin: dict[Origin, LiveSequence] = {}
@@ -46,25 +44,25 @@ class LiveSequences:
         self._by_origin[live.origin] = self._by_name[live.name] = live
 
     def remove(self, origin: Origin) -> LiveSequence | None:
-        """Remove a sequence; None if there is none."""
+        """Remove and return a sequence."""
         live = self._by_origin.pop(origin, None)
         if live is not None:
             del self._by_name[live.name]
         return live
 
     def get(self, origin: Origin) -> LiveSequence | None:
-        """The sequence of this origin."""
+        """Find by origin."""
         return self._by_origin.get(origin)
 
     def named(self, name: Name) -> LiveSequence | None:
-        """The sequence of this name."""
+        """Find by name."""
         return self._by_name.get(name)
 
     def of_owner(self, owner: int) -> list[LiveSequence]:
-        """The sequences of one link."""
+        """Find by gateway link."""
         return [live for origin, live in self._by_origin.items() if origin.owner == owner]
 
     def of_request(self, request_id: str) -> list[LiveSequence]:
-        """The sequences of a request, in order."""
+        """Find by request, in order."""
         found = [live for name, live in self._by_name.items() if name.request_id == request_id]
         return sorted(found, key=lambda live: live.name.continuation)

@@ -1,6 +1,6 @@
-"""The scheduler's figures for Prometheus, with names and units as vLLM's dashboards expect them.
+"""The scheduler's figures for Prometheus, with vLLM's names and units.
 
-Owns: the names. Must not know: how the figures come about, or HTTP.
+Owns: the names. Must not know: the figures' sources, HTTP.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": ("gap_s", "Gaps between the tokens of a request."),
     "request_time_per_output_token_seconds": ("time_per_output_token_s", "Mean gap between the tokens of a request."),
     "e2e_request_latency_seconds": ("request_s", "From a request's arrival to its end."),
-    "request_queue_time_seconds": ("queue_s", "From a request's arrival until it first runs."),
+    "request_queue_time_seconds": ("queue_s", "From a request's arrival to its first step."),
     "request_prefill_time_seconds": ("prefill_s", "From a request's first step to its first token."),
     "request_decode_time_seconds": ("decode_s", "From a request's first token to its end."),
     "request_prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have ended."),
@@ -40,18 +40,18 @@ _HISTOGRAMS = {
     "iteration_tokens_total": ("step_tokens", "Tokens in a step."),
     "output_prediction_relative_error": (
         "prediction_ratio",
-        "Size of the error of a predicted output over the output.",
+        "Absolute error of a predicted output length over the length.",
     ),
 }
 
-# Exported as 0 from the start: the rate of a series that begins with its first event would miss that event.
+# Exported as 0 from the start, so that rates include the first event.
 _NO_PREEMPTIONS = {(mode.value, reason.value): 0 for mode in PreemptionMode for reason in PreemptionReason}
 _NO_WASTE = {(reason.value,): 0 for reason in WasteReason}
 _NO_ENDS = {(reason.value,): 0 for reason in FinishReason}
 
 
 def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
-    """Copy the figures of this moment."""
+    """Copy the current figures."""
     return SchedulerSnapshot(
         status=status_of(engine, now),
         histograms={name: getattr(engine.statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
@@ -60,7 +60,7 @@ def take_snapshot(engine: SchedulerEngine, now: float) -> SchedulerSnapshot:
 
 
 def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
-    """The figures as Prometheus families."""
+    """Convert to Prometheus families."""
     from headway_process.metric_families import MetricFamilies
 
     status = snapshot.status
@@ -79,21 +79,21 @@ def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
 def _queues(families: "MetricFamilies", status: Status) -> None:
     families.gauge("headway_num_requests_running", "Requests with a row.", status.num_running)
     families.gauge("headway_num_requests_waiting", "Requests without a row.", status.num_waiting)
-    families.gauge("headway_num_requests_preempted", "Of the waiting, those that have run.", status.num_preempted)
-    families.gauge("headway_num_waiting_tokens", "Tokens of requests that wait.", status.num_waiting_tokens)
-    families.gauge("headway_num_gateways", "Gateways that are connected.", status.num_gateways)
+    families.gauge("headway_num_requests_preempted", "Waiting requests that have run.", status.num_preempted)
+    families.gauge("headway_num_waiting_tokens", "Tokens of waiting requests.", status.num_waiting_tokens)
+    families.gauge("headway_num_gateways", "Connected gateways.", status.num_gateways)
 
 
 def _memory(families: "MetricFamilies", status: Status, block_size: int) -> None:
     used = status.num_total_blocks - status.num_free_blocks
     share = used / status.num_total_blocks if status.num_total_blocks else 0.0
-    families.gauge("headway_kv_cache_usage_perc", "Share of the KV blocks that are in use, 0 to 1.", share)
+    families.gauge("headway_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share)
     families.gauge("headway_kv_blocks", "KV blocks of the executor.", status.num_total_blocks)
-    families.gauge("headway_kv_cached_blocks", "KV blocks that the prefix cache knows.", status.num_cached_blocks)
-    families.gauge("headway_kv_block_tokens", "Tokens that a KV block holds.", block_size)
+    families.gauge("headway_kv_cached_blocks", "KV blocks in the prefix cache.", status.num_cached_blocks)
+    families.gauge("headway_kv_block_tokens", "Tokens of a KV block.", block_size)
     families.gauge("headway_host_blocks", "KV blocks on the host.", status.num_host_blocks)
-    families.gauge("headway_host_free_blocks", "KV blocks on the host that are free.", status.num_free_host_blocks)
-    families.counter("headway_evicted_blocks", "Cached blocks that were given up.", status.num_evicted_blocks)
+    families.gauge("headway_host_free_blocks", "Free KV blocks on the host.", status.num_free_host_blocks)
+    families.counter("headway_evicted_blocks", "Cached blocks that were evicted.", status.num_evicted_blocks)
     families.counter("headway_swapped_out_blocks", "Blocks copied to the host.", status.num_swapped_out_blocks)
     families.counter(
         "headway_prefix_cache_queries", "Tokens looked for in the prefix cache.", status.num_prefix_query_tokens
@@ -108,13 +108,13 @@ def _work(families: "MetricFamilies", status: Status) -> None:
     families.counter("headway_num_preemptions", "Preemptions.", status.num_preemptions)
     families.counter(
         "headway_preemptions",
-        "Preemptions, by what became of the work and by why.",
+        "Preemptions by mode and reason.",
         {**_NO_PREEMPTIONS, **{(entry.mode, entry.reason): entry.count for entry in status.preemptions}},
         *("mode", "reason"),
     )
     families.counter(
         "headway_wasted_tokens",
-        "Tokens that were computed for nothing.",
+        "Computed tokens that were not used.",
         {**_NO_WASTE, **{(entry.reason,): entry.count for entry in status.wasted_tokens}},
         "reason",
     )
@@ -143,10 +143,10 @@ def _work(families: "MetricFamilies", status: Status) -> None:
 
 
 def _step_times(families: "MetricFamilies", status: Status) -> None:
-    families.gauge("headway_step_token_budget", "Tokens that the newest step might have had.", status.num_budget_tokens)
-    families.gauge("headway_max_step_tokens", "Tokens that any step may have.", status.max_num_batched_tokens)
-    families.gauge("headway_step_budget_margin", "Predicted step times are multiplied by it.", status.budget_margin)
-    families.gauge("headway_steps_in_flight", "Steps sent and not yet answered.", status.num_in_flight_steps)
+    families.gauge("headway_step_token_budget", "Token budget of the newest step.", status.num_budget_tokens)
+    families.gauge("headway_max_step_tokens", "Most tokens of any step.", status.max_num_batched_tokens)
+    families.gauge("headway_step_budget_margin", "Factor on predicted step times.", status.budget_margin)
+    families.gauge("headway_steps_in_flight", "Unanswered steps.", status.num_in_flight_steps)
     model = status.step_time_model
     terms = {} if model is None else {
         ("constant",): model.constant_s,
@@ -157,25 +157,23 @@ def _step_times(families: "MetricFamilies", status: Status) -> None:
         ("context_token",): model.context_token_s,
         ("prefill_pair",): model.prefill_pair_s,
     }  # fmt: skip
-    families.gauge(
-        "headway_step_time_model_seconds", "What the model of step times has learned, per unit.", terms, "term"
-    )
+    families.gauge("headway_step_time_model_seconds", "Learned step times, per unit.", terms, "term")
     families.gauge(
         "headway_step_time_model_relative_error",
-        "Mean size of the model's error over the time, lately.",
+        "Recent mean of the model's absolute error over the time.",
         0.0 if model is None else model.relative_error,
     )
     families.counter(
         "headway_step_time_model_shifts",
-        "Times that the device was found to have changed its speed.",
+        "Detected changes of the device's speed.",
         0 if model is None else model.num_shifts,
     )
 
 
 def _executor(families: "MetricFamilies", status: Status) -> None:
-    families.gauge("headway_executor_up", "Whether an executor is there.", float(status.executor is not None))
-    families.counter("headway_executor_losses", "Times that the executor was lost.", status.num_executor_losses)
-    families.counter("headway_epochs", "Times that an executor began with nothing.", status.num_epochs)
+    families.gauge("headway_executor_up", "Whether an executor is connected.", float(status.executor is not None))
+    families.counter("headway_executor_losses", "Lost executors.", status.num_executor_losses)
+    families.counter("headway_epochs", "Epochs: each begins with an executor without state.", status.num_epochs)
 
 
 def _tenants(families: "MetricFamilies", status: Status) -> None:

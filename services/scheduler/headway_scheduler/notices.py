@@ -1,6 +1,6 @@
-"""What an operator reads in the scheduler's log.
+"""What the scheduler logs.
 
-Owns: the notices that were not written yet, and their words. Must not know: where a log goes, or the clock.
+Owns: unwritten notices and their words. Must not know: the log's destination, the clock.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ Detail = str | int | float
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """One line of the log."""
+    """One log line."""
 
     event: str
     details: dict[str, Detail]
@@ -22,35 +22,35 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Notices:
-    """Collects notices until ``take`` is called."""
+    """Collects notices until ``take``."""
 
     def __init__(self) -> None:
         self.includes_requests = False
-        """Whether each request that comes or goes makes a notice of level debug."""
+        """Whether each arrival and end makes a debug notice."""
         self._notices: list[Notice] = []
 
     def take(self) -> list[Notice]:
-        """The notices since the last call."""
+        """Return the notices since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     def add(self, event: str, **details: Detail) -> None:
-        """Add a notice that is not about one request."""
+        """Add a notice about no single request."""
         self._notices.append(Notice(event, details))
 
     def accepted(self, live: LiveSequence, num_tokens: int, tenant: str) -> None:
-        """A sequence was accepted."""
+        """Report an accepted sequence."""
         if self.includes_requests:
             self._about(live.name, live.traceparent, "request accepted", tokens=num_tokens, tenant=tenant)
 
     def refused(self, submit: Submit, rejected: Rejected) -> None:
-        """A sequence was refused."""
+        """Report a refused sequence."""
         if self.includes_requests:
             details = {"reason": rejected.reason, "message": rejected.message}
             self._about(name_of(submit), submit.traceparent, "request refused", **details)
 
     def ended(self, live: LiveSequence, end: FinishedEvent) -> None:
-        """A sequence ended. An error is always reported."""
+        """Report an end; errors always."""
         if end.reason is FinishReason.ERROR:
             self._about(live.name, live.traceparent, "request failed", "warning", error=end.error)
         elif self.includes_requests:
@@ -71,6 +71,6 @@ class Notices:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace id in a W3C ``traceparent``; empty if the text is none."""
+    """Return the trace id of a W3C ``traceparent``, or ""."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 else ""

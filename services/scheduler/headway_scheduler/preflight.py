@@ -1,4 +1,4 @@
-"""Checks of a scheduler's configuration before it starts.
+"""Checks before a scheduler starts.
 
 Owns: whether the flight log can be written. Must not know: who asks.
 """
@@ -10,7 +10,7 @@ from headway_scheduler.config import SchedulerConfig
 
 
 def check(config: SchedulerConfig) -> None:
-    """Check that the scheduler could start; ``config`` has passed ``validate``. Nothing is written.
+    """Check a validated ``config`` without writing anything.
 
     Raises:
         ValueError: the directory of the flight log can be neither made nor written.

@@ -1,6 +1,6 @@
 """The scheduler process: sockets, clock, signals and logs around the engine.
 
-Owns: the loop of four beats, start and stop. Must not know: how anything is decided.
+Owns: the loop, start and stop. Must not know: how anything is decided.
 """
 
 import gc
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from headway_process.last_words import tell_last
+from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
 from headway_process.parent import end_with_parent
@@ -46,9 +46,9 @@ _COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 def run(config: SchedulerConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    The first signal refuses new requests and leaves running ones ``grace_s``; a second one ends the process at once.
+    The first signal gives running requests ``grace_s``; the second ends at once.
     """
-    # Before the sockets exist: a signal may come as soon as they do.
+    # Before the sockets: a signal may come as soon as they exist.
     stop = _StopSignals(os.getppid() if config.exit_with_parent else None)
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -61,7 +61,7 @@ def run(config: SchedulerConfig) -> int:
         recorder = make_recorder(config)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
     except (ValueError, OSError) as error:
-        tell_last(f"headway scheduler: {error}")
+        write_last_line(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
     engine = SchedulerEngine(
         config.limits(), incarnation=secrets.randbits(62), recorder=recorder, max_executors=config.max_executors
@@ -99,7 +99,7 @@ def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSna
 
 
 class StopRequest(Protocol):
-    """Counts the requests to stop."""
+    """Counts stop requests."""
 
     count: int
 
@@ -113,7 +113,7 @@ def serve(
     pulse: Pulse | None = None,
     snapshots: Snapshots[SchedulerSnapshot] | None = None,
 ) -> None:
-    """The loop of four beats, until ``stop.count`` rises and the accepted work is done, at most ``grace_s`` seconds more."""
+    """Receive, schedule, send, sleep. After a stop request, finish accepted work within ``grace_s`` seconds."""
     stop_by = float("inf")
     report_rejections_at = float("-inf")
     while True:
@@ -127,7 +127,7 @@ def serve(
         if stop.count > 1 or now >= stop_by or (stop.count and not engine.num_unfinished):
             _send_frames(engine, transport, now)
             return
-        # The steps go out before the gateways' mail is opened: the executor must never wait for it.
+        # Send steps before reading gateways' frames: the executor must not wait for them.
         for peer, data in transport.receive(transport.executor):
             engine.executor_frame(peer, data, now)
             _send_step_frames(engine, transport, now)
@@ -144,7 +144,6 @@ def serve(
 
 
 def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
-    """Write the log, after all messages were sent."""
     for notice in engine.notices.take():
         getattr(log, notice.level)(notice.event, **notice.details)
     engine.recorder.flush(now, engine.fleet.only_core)
@@ -154,17 +153,17 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
 
 
 def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
-    """Log rejected connections and unusable key files; return whether there were any."""
+    """Return whether there was anything."""
     rejections, problems = transport.take_rejections(), transport.take_key_problems()
     for one in rejections:
         log.warning("connections turned away", link=one.link, new=one.new, total=one.total)
     for problem in problems:
-        log.error("a key file was not read; who was admitted stays", reason=problem)
+        log.error("a key file was not read; its former key stays valid", reason=problem)
     return bool(rejections or problems)
 
 
 def make_recorder(config: SchedulerConfig) -> NullRecorder:
-    """The recorder that ``flight_log`` asks for; without it, one that records nothing.
+    """Make the recorder for ``flight_log``.
 
     Raises:
         ValueError: the directory cannot be used.
@@ -191,10 +190,7 @@ def _send_frames(engine: SchedulerEngine, transport: Transport, now: float) -> N
 
 
 class _StopSignals:
-    """Counts SIGTERM and SIGINT.
-
-    If ``parent`` has ended, one signal counts as two: nobody would restart a dead executor, so waiting is useless.
-    """
+    """A signal counts twice if ``parent`` has ended: nobody would restart a dead executor."""
 
     def __init__(self, parent: int | None) -> None:
         self.count = 0
@@ -209,7 +205,7 @@ class _StopSignals:
 
 
 def relax_collector() -> None:
-    """Run the cycle collector rarely: reference counting frees requests, and a pass costs as much as a step."""
+    """Collect cycles rarely: a pass takes as long as a step."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)

@@ -1,6 +1,6 @@
-"""Estimates when a refused request may try again, from the pace at which requests start.
+"""Estimates when a refused request may try again, from the rate of recent starts.
 
-Owns: that estimate. Must not know: why a request was refused, or the clock.
+Owns: that estimate. Must not know: reasons of refusals, the clock.
 """
 
 import math
@@ -10,15 +10,15 @@ MEMORY_S = 10.0
 
 LEAST_S = 0.1
 MOST_S = 10.0
-"""An outage looks like a queue that never moves, but ends sooner."""
+"""An outage looks like an endless queue, but ends sooner."""
 
 UNKNOWN_S = 1.0
 SHARE = 0.1
-"""The share of the queue that has to start before a retry. A single free place would be taken again."""
+"""The share of the queue to start before a retry: a single free place would be taken again."""
 
 
 class QueuePace:
-    """Counts starts; returns the time to wait, in seconds."""
+    """Counts starts; estimates waits in seconds."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -26,7 +26,7 @@ class QueuePace:
         self._last = 0.0
 
     def count_starts(self, count: int, now: float) -> None:
-        """``count`` requests started for the first time."""
+        """Count first starts."""
         if self._since is None:
             self._since = now
         else:
@@ -34,10 +34,10 @@ class QueuePace:
         self._last = now
 
     def retry_after_s(self, num_waiting: int, now: float) -> float:
-        """The seconds until a share of ``num_waiting`` requests has started."""
+        """Return the time until a share of ``num_waiting`` requests has started."""
         if self._since is None or now <= self._since:
             return UNKNOWN_S
-        # A short past is not mistaken for a slow one.
+        # Correct for a short history.
         known = 1 - math.exp((self._since - now) / MEMORY_S)
         per_second = self._weight_at(now) / (MEMORY_S * known)
         wanted = max(1.0, SHARE * num_waiting)

@@ -1,9 +1,8 @@
-"""Latencies, rates and the service of each tenant, as the scheduler sees them.
+"""Latencies, rates and each tenant's service, as the scheduler sees them.
 
-Owns: these figures. Must not know: who reads them, or the clock.
-
-All rows that decoded in a step had the same gap since the step before, so a step of decodes costs one observation. A
-request that starts or resumes brings its own gap. (The longer gap of a row that was held back counts like the others.)
+Owns: these figures. Must not know: readers, the clock. All rows that decode in a step have the same gap since the
+previous one, so a decode step costs one observation. Rows that start or resume have their own. (A row that was held
+back is counted with the others, despite its longer gap.)
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -18,15 +17,15 @@ from headway_scheduler.fleet_view import FleetView
 
 MARK_INTERVAL_S = 5.0
 NUM_MARKS = 12
-"""Percentiles cover about the last minute."""
+"""Percentiles cover the last minute."""
 RATE_MARKS = 2
 """Rates cover the last five to ten seconds."""
 MAX_TENANTS = 64
-"""The longest unused tenant makes room for a new one."""
+"""A new tenant replaces the one unused for the longest time."""
 
 _MAX_STARTERS = 256
 
-# Where vLLM has a histogram of this name its bounds are among these, so that its dashboards work.
+# They include vLLM's bounds for the same histogram, for its dashboards.
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -45,14 +44,14 @@ _PREDICTION_RATIO = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5
 
 
 class TenantTokens(msgspec.Struct):
-    """Tokens of started prompts and ended outputs of a tenant."""
+    """Tokens of started prompts and ended outputs."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
 
 class TenantService(NamedTuple):
-    """A tenant's requests and tokens. ``counter``: its service under the order ``fair``."""
+    """``counter``: service under the order ``fair``."""
 
     tenant: str
     num_running: int
@@ -98,7 +97,7 @@ class ExecutorStatistics:
 
 
 class ServingStatistics:
-    """Call ``count_*`` as things happen; times in seconds, monotonic."""
+    """Times in seconds, monotonic."""
 
     def __init__(self) -> None:
         fine = fine_durations()
@@ -112,7 +111,7 @@ class ServingStatistics:
         self.prompt_tokens = Histogram(_REQUEST_TOKENS)
         self.output_tokens = Histogram(_REQUEST_TOKENS)
         self.step_tokens = Histogram(_STEP_TOKENS)
-        """The caller observes each step that is sent."""
+        """The caller observes each sent step."""
         self.prediction_ratio = Histogram(_PREDICTION_RATIO)
         self._with_recent = (self.first_token_s, self.gap_s, self.queue_s, self.request_s)
         self.ends: Counter[FinishReason] = Counter()
@@ -128,7 +127,7 @@ class ServingStatistics:
         self._totals: deque[_Totals] = deque(maxlen=RATE_MARKS)
 
     def count_arrival(self, tenant: str) -> None:
-        """A request was accepted."""
+        """Count an accepted request."""
         if tenant:
             self._tokens_of(tenant)
 
@@ -150,7 +149,7 @@ class ServingStatistics:
         executor.last_device_time_us = device_time_us
 
     def count_end(self, end: FinishedEvent, now: float) -> None:
-        """A request ended, for whatever reason."""
+        """Count an ended request."""
         self.ends[end.reason] += 1
         num_new_tokens = end.num_output_tokens - end.num_held_tokens
         if num_new_tokens == 1:

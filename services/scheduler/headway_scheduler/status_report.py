@@ -1,6 +1,6 @@
-"""The status that operators and metrics read: the figures of the core, of serving and of the executor in one message.
+"""The status for operators and metrics.
 
-Owns: where each figure comes from. Must not know: commands, who asks, or what a figure means.
+Owns: the source of each figure. Must not know: commands, readers.
 """
 
 from typing import Protocol
@@ -33,7 +33,7 @@ _BY_KIND = {"preemptions", "wasted_tokens"}
 _TOTALS = tuple(
     name for name in SchedulerCounters.__struct_fields__ if name in Status.__struct_fields__ and name not in _BY_KIND
 )
-"""The counters that the status repeats under their own names."""
+"""Counters with the same names in the status."""
 
 
 class Reported(Protocol):
@@ -54,7 +54,7 @@ class Reported(Protocol):
 
 
 def status_of(scheduler: Reported, now: float) -> Status:
-    """The figures of this moment. Without an executor, those of the core have their defaults."""
+    """Return the current figures; without an executor, the core's are defaults."""
     view, limits, statistics = scheduler.view, scheduler.limits, scheduler.statistics
     statistics.keep_time(now, view)
     cells = scheduler.fleet.cells

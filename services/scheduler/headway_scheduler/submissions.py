@@ -1,6 +1,6 @@
-"""Submissions before the core takes them: the checks without the core, and the queue before an executor joins.
+"""Submissions before they reach the core.
 
-Owns: these two. Must not know: links, or the core's rules.
+Owns: their checks and early queue. Must not know: links, the core's rules.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     message: str
 
     def rejection(self, handle: int, retry_s: float = 0.0) -> Rejected:
-        """The answer to the gateway, with the time after which to try again."""
+        """Make the gateway's answer."""
         retry_ms = round(retry_s * 1e3)
         return Rejected(
             handle=handle, reason=self.reason, field=self.field, message=self.message, retry_after_ms=retry_ms
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class EarlySubmissions:
-    """Submissions that came before any executor, for example after a restart of the scheduler."""
+    """Submissions before an executor joins."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -50,7 +50,7 @@ class EarlySubmissions:
         return origin in self._submits
 
     def is_full_for(self, submit: Submit) -> bool:
-        """Whether the queue is too full for another submission; an empty one never is."""
+        """Whether this one finds no room; an empty queue has room."""
         if not self._submits:
             return False
         if len(self._submits) >= self._limits.max_num_waiting:
@@ -59,25 +59,25 @@ class EarlySubmissions:
         return 0 < self._limits.max_waiting_tokens < num_bytes // INT32.itemsize
 
     def add(self, owner: int, submit: Submit) -> None:
-        """Keep a submission until an executor joins."""
+        """Keep a submission."""
         origin = Origin(owner, submit.handle)
         self.remove(origin)
         self._submits[origin] = submit
         self._num_bytes += len(submit.token_ids)
 
     def remove(self, origin: Origin) -> None:
-        """Forget a submission, if it is here."""
+        """Remove a submission, if present."""
         submit = self._submits.pop(origin, None)
         if submit is not None:
             self._num_bytes -= len(submit.token_ids)
 
     def remove_owner(self, owner: int) -> None:
-        """Forget what came over one link."""
+        """Remove one link's submissions."""
         for origin in [origin for origin in self._submits if origin.owner == owner]:
             self.remove(origin)
 
     def take(self) -> list[tuple[int, Submit]]:
-        """Remove all; return them with their owners, in order."""
+        """Remove all; return (owner, submission) by arrival."""
         taken = [(origin.owner, submit) for origin, submit in self._submits.items()]
         self._submits.clear()
         self._num_bytes = 0
@@ -85,7 +85,7 @@ class EarlySubmissions:
 
 
 def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
-    """The problem of a submission by itself, or None. ``vocab_size`` is None before an executor joins."""
+    """``vocab_size`` is None before an executor joins."""
     num_bytes = len(submit.token_ids)
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")
@@ -112,7 +112,7 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
 
 
 def new_request(owner: int, submit: Submit, eos_token_ids: tuple[int, ...]) -> NewRequestEvent:
-    """The core's form of a submission."""
+    """Convert for the core."""
     sampling = submit.sampling
     stops = set(sampling.stop_token_ids)
     if not submit.ignore_eos:

@@ -1,8 +1,7 @@
 """The scheduler's two ZeroMQ sockets.
 
 Owns: binding, limits, keys, non-blocking sends and receives. Must not know: what a frame means.
-
-Both are ROUTERs with ``ROUTER_MANDATORY``: an undeliverable frame is reported, not dropped.
+``ROUTER_MANDATORY`` reports undeliverable frames.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ ALLOW_LISTS = {STEP: "executors", INGRESS: "gateways"}
 SECRET_KEY = "scheduler.key_secret"  # noqa: S105  (a file's name)
 
 _BACKLOG = 64
-# A network may fall apart without a word, which has to be noticed within a second. On one machine there is nothing to
-# fall apart; there, silence is a process that was stopped, which may go on.
+# A network may fail silently, so over TCP a loss is detected within a second. On one machine, silence means a process
+# that was stopped and may continue.
 _HEARTBEATS_MS = {"tcp": (200, 600), "ipc": (500, 5000)}
 
 
@@ -39,8 +38,8 @@ class Transport:
         """Bind both sockets.
 
         Raises:
-            ValueError: an address cannot be bound, or the key files cannot be used.
-            OSError: the key files cannot be read.
+            ValueError: an unusable address or key file.
+            OSError: key files cannot be read.
         """
         self._context = zmq.Context()
         self._guard: LinkGuard | None = None
@@ -70,7 +69,7 @@ class Transport:
 
     @staticmethod
     def receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
-        """The (peer, frame) pairs that have arrived, at most ``MAX_FRAMES_PER_BEAT``."""
+        """Yield (peer, frame), at most ``MAX_FRAMES_PER_BEAT``."""
         for _ in range(MAX_FRAMES_PER_BEAT):
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -81,7 +80,7 @@ class Transport:
 
     @staticmethod
     def send(socket: "zmq.Socket[bytes]", outgoing: list[tuple[bytes, bytes]]) -> list[bytes]:
-        """Send and clear ``outgoing``; return the peers that could not be reached."""
+        """Send and clear ``outgoing``; return unreachable peers."""
         unreachable: list[bytes] = []
         for peer, frame in outgoing:
             if peer in unreachable:
@@ -104,7 +103,7 @@ class Transport:
         return [] if self._guard is None else self._guard.take_key_problems()
 
     def close(self) -> None:
-        """Close everything without waiting for peers."""
+        """Close without waiting for peers."""
         if self._guard is not None:
             self._guard.close()
         for socket in self._sockets:
@@ -141,7 +140,6 @@ class Transport:
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _start_guard(self, addresses: dict[str, str], curve_keys: Path | None) -> None:
-        """Guard TCP sockets; a private directory guards the others."""
         if curve_keys is None and all(address.startswith("ipc:") for address in addresses.values()):
             return
         allow_lists = {}
@@ -170,7 +168,7 @@ def _bind(socket: "zmq.Socket[bytes]", field: str, address: str) -> None:
 
 
 def _remove(path: str, inode: int) -> None:
-    """Remove the socket file that libzmq leaves behind, unless another scheduler has replaced it."""
+    """Remove libzmq's socket file, unless another scheduler replaced it."""
     with contextlib.suppress(OSError):
         if Path(path).stat().st_ino == inode:
             Path(path).unlink()

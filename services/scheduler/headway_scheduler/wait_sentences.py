@@ -1,6 +1,6 @@
-"""Why a waiting request does not start, as a sentence with figures.
+"""Why a request waits, as a sentence with figures.
 
-Owns: the words for operators. Must not know: how the reason was decided; admission did that (``core.admission``).
+Owns: the words. Must not know: how ``core.admission`` decided.
 """
 
 from headway_scheduler.core.admission.refusals import Reason
@@ -9,14 +9,14 @@ from headway_scheduler.core.state.request import Request
 
 
 def sentence_for(core: Scheduler, request: Request) -> str:
-    """The reason that admission gave for a waiting request, in words."""
+    """Put admission's reason into words."""
     match core.admission.reason_for(request):
         case Reason.PAUSED:
             return "admission is paused"
         case Reason.ALONE if core.alone is not None:
             return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
         case Reason.LOSS:
-            return "an executor was lost, and those that ran on it start a few at a time"
+            return "an executor was lost, and its requests start again a few at a time"
         case Reason.ROWS if core.max_running == core.limits.max_num_seqs:
             return f"max_num_seqs = {core.max_running} requests are running"
         case Reason.ROWS:
@@ -28,13 +28,13 @@ def sentence_for(core: Scheduler, request: Request) -> str:
         case Reason.BLOCKS:
             return _blocks_missing(core, request)
         case Reason.OBJECTIVE:
-            return "with one more, those that run would miss their inter-token objective"
+            return "with one more, running requests would miss their inter-token objective"
     return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
 
 
 def _blocks_missing(core: Scheduler, request: Request) -> str:
     needed, free = core.admission.blocks_for_start(request)
     steps = core.steps_until_shortage()
-    shortage = "" if steps is None else f"; those that run may need more than there is in about {steps} steps"
+    shortage = "" if steps is None else f"; running requests may need more than there is in about {steps} steps"
     tokens = f"its {len(request.token_ids)} tokens of at most {request.limit}"
     return f"{tokens} must find {needed} blocks, and {free} are free and not promised{shortage}"

@@ -1,32 +1,28 @@
-"""The scheduler's core: ``schedule()`` decides the next step, and ``update()`` takes in the answer to one.
+"""The scheduler's core: ``schedule()`` decides the next step, ``update()`` takes in an answer.
 
-Owns: the parts, and what a caller may ask of them. Must not know: sockets, clocks, processes; time is an argument, and
-nothing here is random.
+Owns: the parts, and what callers may ask of them. Must not know: sockets, clocks, processes.
 
-One rule: a request has ``num_tokens`` and ``num_computed_tokens``, and every step hands out tokens from one budget so
-that the second catches up with the first (the rule is vLLM's; chunking prompts so that decodes are never delayed is
-Sarathi-Serve's stall-free batching). ``num_computed_tokens`` advances when a step is scheduled, so that the next step
-can be scheduled before the first has returned.
+One rule: each step hands out tokens from one budget so that a request's ``num_computed_tokens`` catches up with its
+``num_tokens`` (vLLM's rule; chunks of prompts beside undelayed decodes are Sarathi-Serve's stall-free batching).
+``num_computed_tokens`` advances when a step is scheduled, so that the next one need not wait for its answer.
 
-A step is a plan (``state.step_plan``) that these parts fill one after another:
+``step.passes`` asks the batching policy which parts fill the plan of a step (``state.step_plan``):
 
-- ``step.passes`` asks the batching policy which passes run, and which rows sit out.
-- ``step.decode_pass`` runs one token for each decoding row; ``step.prefill_pass`` runs chunks of prompts.
-- ``admission.admission`` starts waiting requests, and says why the next one waits; ``admission.making_way`` preempts.
-- ``step.speculation_pass`` adds proposals with what is left of the budget.
-- ``step.sending`` makes the plan a message and a step in flight; ``step.answers`` takes in the answer.
+- ``step.decode_pass`` runs one token per decoding row, ``step.prefill_pass`` chunks of prompts.
+- ``admission.admission`` starts waiting requests; ``admission.making_way`` preempts.
+- ``step.speculation_pass`` adds proposals.
+- ``step.sending`` sends the plan; ``step.answers`` takes in the answer.
 
-Cost follows change, not size. A row that only decodes is touched by array operations over all rows and by nothing
-else, until its *due tick*, the number of the step in which it needs a block or has nothing left to compute.
-``tests/specification.py`` states the same rules request by request, and property tests hold the two equal.
+Cost follows change, not size: only array operations touch a row that decodes, until its *due tick*, the step in which
+it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification.py``.
 
-Steps in flight:
+With several steps in flight:
 
-- A block that a step in flight may write is not reused before that step has returned (``BlockPool`` fences).
-- A request that stops at step k may sit in step k + 1 already; the surplus token is dropped (``InFlightStep.leavers``).
-- A request that is preempted with steps in flight still receives their tokens, and is admitted again only after them.
-- Blocks enter the prefix cache when the step that filled them has returned without error.
-- No step is sent before the answer to one that speculates: how far its rows have come is known only then.
+- ``BlockPool`` fences a block that a step in flight may write.
+- A request that stops at step k may be in step k + 1; its surplus token is dropped.
+- A preempted request restarts only after the steps in flight that bring it tokens.
+- Blocks enter the prefix cache when their step has returned without error.
+- A step that speculates is answered before the next is sent.
 """
 
 from collections.abc import Iterable
@@ -65,11 +61,7 @@ __all__ = ["Scheduler", "StateMismatch"]
 
 
 class Scheduler:
-    """The core for one executor: ``schedule`` and ``update``, and the owner of the parts that do their work.
-
-    Call ``add_request`` and ``abort`` as events arrive, ``schedule`` until it returns None, ``update`` with each answer
-    in order, and ``begin_epoch`` when the executor lost its state.
-    """
+    """Call ``schedule`` until it returns None, and ``update`` with each answer in order."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, epoch: int = 0) -> None:
         self.limits = limits
@@ -83,7 +75,6 @@ class Scheduler:
         self._begin(capacity, epoch)
 
     def _begin(self, capacity: ExecutorCapacity, number: int) -> None:
-        """Make all parts that belong to an epoch."""
         state, limits = self._state, self.limits
         state.capacity = capacity
         costs = PreemptionCosts(state.step_times.prefill_s, capacity.swap_us_per_block)
@@ -120,7 +111,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------ schedule
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to run or enough is in flight. ``now`` in seconds."""
+        """Decide the next step; None if there is none now. ``now`` in seconds."""
         state, epoch = self._state, self._epoch
         losses = state.losses
         if len(epoch.in_flight) >= self.limits.max_steps_in_flight or self.awaits_answer:
@@ -146,21 +137,20 @@ class Scheduler:
         return self._sending.commit(plan, total)
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:
-        """Take in the answer to the oldest step in flight. ``now`` in seconds.
+        """Take in the answer to the oldest step in flight.
 
         Raises:
-            StateMismatch: it cannot be the answer to that step; call ``begin_epoch``.
+            StateMismatch: it cannot be that answer; call ``begin_epoch``.
         """
         return self._answers.take(output, now)
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the newest step speculates: what follows it depends on its answer."""
+        """Whether the newest step speculates: the next depends on its answer."""
         in_flight = self._epoch.in_flight
         return bool(in_flight) and bool(in_flight[-1].speculating)
 
     def _check_first_tokens(self, now: float) -> None:
-        """Let requests that are about to miss their objective go first, and those that have missed it last, or end them."""
         state = self._state
         for request, danger in state.first_tokens.due(now):
             if self._requests.get(request.new.origin) is not request:
@@ -175,7 +165,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ requests come and go
 
     def add_request(self, new: NewRequestEvent, now: float) -> None:
-        """Queue a request; ``now`` in seconds.
+        """Queue a request.
 
         Raises:
             RequestRejected: it can never run, or the queue is full.
@@ -187,53 +177,53 @@ class Scheduler:
         return self._requests.get(origin)
 
     def requests(self) -> list[Request]:
-        """All live requests by arrival, for operators; O(n log n)."""
+        """All live requests by arrival; O(n log n)."""
         return sorted(self._requests.values(), key=lambda request: request.arrival)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
-        """The requests that were ended since the last call because they could no longer meet their objective."""
+        """The ends of requests shed since the last call."""
         shed = tuple(self._shed)
         self._shed.clear()
         return shed
 
     def abort(self, origin: Origin) -> FinishedEvent | None:
-        """End a request and release its blocks; None if it is unknown (it may just have ended)."""
+        """End a request; None if it is unknown."""
         request = self._requests.get(origin)
         return None if request is None else self._endings.finish(request, FinishReason.ABORT)
 
     def fail(self, origin: Origin, error: str) -> FinishedEvent | None:
-        """End a request with an error that is its own; None if it is unknown."""
+        """End a request with its own error; None if it is unknown."""
         request = self._requests.get(origin)
         return None if request is None else self._endings.finish(request, FinishReason.ERROR, error=error)
 
     def run_alone(self, origin: Origin | None, num_tokens: int = 0) -> None:
-        """Let nobody but this request run until it has ended or another call says otherwise; None: everybody may again.
+        """Run only this request until it ends or until the next call; None: all may run.
 
-        Once steps in flight bring it to ``num_tokens`` tokens, prompt and output, no more are sent before they are back:
-        then it is probably somebody else's turn.
+        Sending pauses once steps in flight bring it to ``num_tokens`` tokens, since the caller may then choose another.
         """
         self._state.losses.run_alone(None if origin is None else self._requests.get(origin), num_tokens)
 
     def start_slowly(self, origins: Iterable[Origin]) -> None:
-        """Steps with these requests were lost: let few of them run at once until each has as many more tokens as those
-        steps would have brought. Nothing changes where a batch that runs has to end before the next: it would be small.
+        """Let few of these requests run at once until each has replaced the tokens of its lost steps.
+
+        It does nothing if a batch must end before the next one.
         """
         if self._state.batching.rules(any_decoded=True).admits:
             requests = [self._requests[origin] for origin in origins if origin in self._requests]
             self._state.losses.start_slowly(requests, self.rows, self.limits.max_steps_in_flight)
 
     def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
-        """The live requests that are part of a step in flight, or of any, each with its number of tokens known here."""
+        """The live requests of one step in flight, or of all, with their tokens."""
         found = [
             (request.new.origin, self.rows.num_tokens_of(request)) for request in self._epoch.requests_in_flight(step)
         ]
         return sorted(found, key=lambda entry: (entry[0].owner, entry[0].handle))
 
     def begin_epoch(self, capacity: ExecutorCapacity, epoch: int, *, same_model: bool = True) -> StepEvents:
-        """Start over with an executor that knows nothing: running requests go back to their place in the queue.
+        """Start over with an empty executor; running requests wait again.
 
-        Returns the admissions that were not reported yet, and the ends of requests that the new executor can never hold;
-        of all requests, if it does not run the ``same_model``, whose tokens would not follow from theirs.
+        Returns unreported admissions, and the ends of requests that cannot run there: all, if it is not the
+        ``same_model``.
         """
         admitted = self.admission.take_admitted()
         self.moving.recall()
@@ -262,12 +252,12 @@ class Scheduler:
 
     @property
     def next_step(self) -> int:
-        """The number of the next step of this epoch."""
+        """The number of this epoch's next step."""
         return self._epoch.next_step
 
     @property
     def budget_in_force(self) -> int:
-        """Tokens that the newest step with prompts might have had, decodes included."""
+        """Tokens allowed in the newest step with prompts, decodes included."""
         return self._prefill.budget_in_force
 
     @property
@@ -292,12 +282,12 @@ class Scheduler:
 
     @property
     def num_preempted(self) -> int:
-        """Requests that wait because they lost their row."""
+        """Waiting requests that lost their row."""
         return self._state.waiting.num_preempted
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of all requests that wait."""
+        """Tokens of waiting requests."""
         return self._state.waiting.room.num_tokens
 
     @property
@@ -307,32 +297,32 @@ class Scheduler:
 
     @property
     def step_time_figures(self) -> StepTimeFigures | None:
-        """The model of step times; None while it has learned nothing."""
+        """The model of step times; None at first."""
         return self._state.step_times.figures
 
     @property
     def budget_margin(self) -> float:
-        """The factor on predicted step times before they are held to an objective."""
+        """The factor on predicted step times."""
         return self._state.budget.margin
 
     @property
     def expected_prefill_s(self) -> float:
-        """The time to compute all that waits, in seconds; 0 while step times are not known."""
+        """Seconds to compute all waiting tokens; 0 while unknown."""
         return self._state.step_times.prefill_s(self._state.waiting.room.num_tokens, 0) or 0.0
 
     def service_counter_of(self, tenant: str) -> float | None:
-        """The service that a tenant has had in the order's books, weighted; None under an order that keeps none."""
+        """A tenant's weighted service, if the order keeps books."""
         return self._state.waiting.queue.counter_of(tenant)
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, prompt and output, that have come back."""
+        """The tokens of a live request."""
         return self.rows.num_tokens_of(request)
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests that are to start before this one, in their order; O(n log n)."""
+        """The waiting requests before this one; O(n log n)."""
         in_order = self._state.waiting.queue.in_order()
         return in_order[: in_order.index(request)]
 
     def steps_until_shortage(self) -> int | None:
-        """As ``Admission.steps_until_shortage``."""
+        """See ``Admission``."""
         return self.admission.steps_until_shortage()

@@ -1,6 +1,6 @@
-"""What operators and tools may read from the scheduler: figures, requests, rows and cache changes.
+"""What operators and tools may read from the scheduler.
 
-Owns: the questions about a ``Scheduler``; none changes a decision. Must not know: who asks.
+Owns: questions about a ``Scheduler``. Must not know: who asks.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class SchedulerFigures(NamedTuple):
-    """The figures of one moment. The defaults are those without an executor."""
+    """The figures of one moment, or of no executor."""
 
     step: int = 0
     num_running: int = 0
@@ -42,7 +42,7 @@ class SchedulerFigures(NamedTuple):
 
 
 class RequestFigures(NamedTuple):
-    """One live request. Without a row it has no blocks and no computed tokens."""
+    """A live request; without a row it has no blocks."""
 
     num_tokens: int
     """Prompt and received output."""
@@ -51,7 +51,7 @@ class RequestFigures(NamedTuple):
 
 
 class CachePart(NamedTuple):
-    """A part of the cache's changes, and where the next begins."""
+    """Some of the cache's changes."""
 
     entries: tuple[CacheEntry, ...]
     next_index: int
@@ -59,14 +59,14 @@ class CachePart(NamedTuple):
 
 
 class SchedulerView:
-    """Reads from one ``Scheduler``, across its epochs."""
+    """Reads a ``Scheduler`` across its epochs."""
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The limits of the scheduler."""
+        """The operator's settings."""
         return self._core.limits
 
     @property
@@ -76,7 +76,7 @@ class SchedulerView:
 
     @property
     def epoch(self) -> int:
-        """The epoch; the cache begins empty with each."""
+        """The epoch; each begins with an empty cache."""
         return self._core.epoch
 
     @property
@@ -91,7 +91,7 @@ class SchedulerView:
 
     @property
     def max_running(self) -> int:
-        """The most requests at once, and the number of rows."""
+        """The number of rows."""
         return self._core.max_running
 
     @property
@@ -131,18 +131,18 @@ class SchedulerView:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Share of blocks in use, 0 to 1."""
         pool = self._core.pool
         return 1.0 - pool.num_free / pool.num_blocks
 
     @property
     def step_times(self) -> StepTimeFigures | None:
-        """The model of step times; None before it has learned."""
+        """The model of step times; None at first."""
         return self._core.step_time_figures
 
     @property
     def alone(self) -> Request | None:
-        """The request that runs alone, if any."""
+        """The request that runs alone."""
         return self._core.alone
 
     def figures(self) -> SchedulerFigures:
@@ -180,15 +180,15 @@ class SchedulerView:
         return self._core.requests()
 
     def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests that start before this one, in order; O(n log n)."""
+        """The waiting requests before this one; O(n log n)."""
         return self._core.ahead_of(request)
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, prompt and received output."""
+        """The tokens of a live request."""
         return self._core.num_tokens_of(request)
 
     def figures_of(self, request: Request) -> RequestFigures:
-        """The state of a live request."""
+        """The figures of a live request."""
         rows, row = self._core.rows, request.row
         if row < 0:
             return RequestFigures(len(request.token_ids), 0, 0)
@@ -213,11 +213,11 @@ class SchedulerView:
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def request_in(self, row: int) -> Request:
-        """The request that owns a live row."""
+        """The request of a live row."""
         return self._core.rows.request_in(row)
 
     def owners(self) -> dict[int, Request]:
-        """The requests with a row, by row, ascending."""
+        """Requests by row, ascending."""
         rows = self._core.rows
         found: dict[int, Request] = {}
         for row in rows.live_rows().tolist():
@@ -225,17 +225,17 @@ class SchedulerView:
         return found
 
     def live_rows(self) -> RowIndices:
-        """The rows with a request, ascending."""
+        """Rows with a request, ascending."""
         return self._core.rows.live_rows()
 
     def num_computed_in(self, rows: RowIndices) -> Int32Array:
-        """The computed tokens of these rows after the scheduled steps; shape ``[len(rows)]``."""
+        """Computed tokens of these rows, shape ``[len(rows)]``."""
         return self._core.rows.num_computed_tokens[rows]
 
     # ----------------------------------------------------------------------------------------------- cache and tenants
 
     def cache_changes(self, index: int | None, most_blocks: int) -> CachePart:
-        """The cache's changes from ``index`` on; all content if that is None or too old."""
+        """The cache's changes from ``index`` on, or the whole cache."""
         entries, next_index = self._core.cache.changes(index, most_blocks)
         return CachePart(entries, next_index, self._core.cache.has_changes_from(next_index))
 
@@ -244,9 +244,9 @@ class SchedulerView:
         return self._core.pinned_prefixes.list()
 
     def prefix_use(self) -> dict[str, TenantPrefixUse]:
-        """The prefix cache's use by tenant, the most recent last."""
+        """Each tenant's use of the prefix cache, most recent last."""
         return dict(self._core.prefix_statistics.tenants)
 
     def service_of(self, tenant: str) -> float | None:
-        """A tenant's weighted service; None under an order without books."""
+        """A tenant's weighted service, if the order keeps books."""
         return self._core.service_counter_of(tenant)

@@ -1,11 +1,8 @@
 """Encodes the state of a core as bytes, and restores it.
 
-Owns: the encoding, the allowed classes, and the process that writes a checkpoint. Must not know: what an attribute means.
-
-The encoder walks the core's objects. A shared object is encoded once and is shared again after the restore. Functions
-are not encoded: the state goes into a core that was just made with the same limits, whose functions and policies stay.
-
-Nothing is pickled: a checkpoint names classes of a fixed list, and restoring calls no code but msgspec's.
+Owns: the encoding, the allowed classes, the writing process. Must not know: what an attribute means. Shared objects are
+encoded once and shared again. Functions are not encoded: the state goes into a new core with the same limits. Nothing
+is pickled: only classes of a fixed list are made, and only msgspec's code runs.
 """
 
 import gc
@@ -52,7 +49,7 @@ _MOST_DESCRIPTORS = 1 << 16
 
 
 class CheckpointError(Exception):
-    """A core cannot be encoded, or a checkpoint not restored; the message is one line."""
+    """A core cannot be encoded or restored; one line."""
 
 
 class _Checkpoint(msgspec.Struct, array_like=True):
@@ -64,10 +61,10 @@ class _Checkpoint(msgspec.Struct, array_like=True):
 
 
 def encode_core(core: Scheduler) -> bytes:
-    """The state of a core.
+    """Encode a core's state.
 
     Raises:
-        CheckpointError: it holds an object of another kind.
+        CheckpointError: it holds an unknown object.
     """
     encoder = _Encoder()
     encoder.value(core)
@@ -75,10 +72,10 @@ def encode_core(core: Scheduler) -> bytes:
 
 
 def restore_core(payload: bytes, limits: SchedulerLimits) -> Scheduler:
-    """A core in the encoded state, with the same ``limits``.
+    """Return a core in the encoded state.
 
     Raises:
-        CheckpointError: the payload is no checkpoint of such a core.
+        CheckpointError: not a checkpoint of a core with these ``limits``.
     """
     try:
         checkpoint = msgspec.msgpack.decode(payload, type=_Checkpoint)
@@ -93,10 +90,9 @@ class _Encoder:
     def __init__(self) -> None:
         self.nodes: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._held: list[object] = []  # what has a number must not be freed, or another would get its address
+        self._held: list[object] = []  # keeps numbered objects alive, so that no other gets their address
 
     def value(self, value: Any) -> Any:
-        """``value`` as plain MessagePack."""
         kind = type(value)
         if value is None or kind in {bool, int, float, str, bytes}:
             return value
@@ -192,9 +188,9 @@ class _Decoder:
                 raise ValueError(f"node {number} is none")
 
     def _object(self, name: str, present: Any) -> Any:
-        """The new core's own object of this class if there is one, since functions are bound to it.
+        """Take the new core's object, since functions are bound to it; else make one without ``__init__``.
 
-        Others are made without ``__init__``. A compiled class allows that only with ``mypyc_attr``.
+        A compiled class allows that only with ``mypyc_attr``.
         """
         kind: Any = self._classes[name]
         is_free = type(present) is kind and id(present) not in self._taken
@@ -235,7 +231,7 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
-    """Offset and bytes of each page that is not zero."""
+    """Yield (offset, bytes) of nonzero pages."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     num_whole = len(flat) // _PAGE_BYTES
     whole = flat[: num_whole * _PAGE_BYTES].reshape(num_whole, _PAGE_BYTES)
@@ -246,7 +242,7 @@ def _pages(array: NDArray[Any]) -> Iterator[list[Any]]:
 
 
 def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], present: Any) -> NDArray[Any]:
-    """The array, in the place of the present one if it is alike: there may be views of it."""
+    """Reuse a similar ``present`` array: there may be views of it."""
     if dtype.hasobject:
         raise ValueError("an array of objects")
     array: NDArray[Any] = np.zeros(shape, dtype=dtype)
@@ -263,7 +259,7 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], pages: list[Any], prese
 class ForkingCheckpointer:
     """Begins a segment with a checkpoint that a forked child writes.
 
-    The scheduler waits only for ``fork``. While a child still writes, a segment begins without a checkpoint.
+    The scheduler waits only for ``fork``. While a child writes, segments begin without a checkpoint.
     """
 
     def __init__(self, log: FlightLogWriter, fork: Callable[[], int] = os.fork) -> None:
@@ -278,7 +274,7 @@ class ForkingCheckpointer:
             return
         try:
             self._child = self._fork()
-        except OSError:  # no memory or no process left: this segment can be replayed from the one before only
+        except OSError:  # no memory or process left: a replay must begin with an earlier segment
             return
         if not self._child:
             _write_and_exit(core, paths.checkpoint)
@@ -296,12 +292,12 @@ class ForkingCheckpointer:
 
 
 def _write_and_exit(core: Scheduler, path: Path) -> None:
-    """Runs in the child: touch nothing of the parent."""
+    """The child must not touch the parent's resources."""
     exit_code = 1
     try:
         gc.disable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Sockets that stay open here would keep their addresses taken if the scheduler were started again now.
+        # An open socket would keep its address from a restarted scheduler.
         os.closerange(_FIRST_DESCRIPTOR, _MOST_DESCRIPTORS)
         os.nice(19)
         write_checkpoint(path, encode_core(core))

@@ -1,13 +1,13 @@
 """The flight log on disk: a directory of segments, each a magic and framed batches of records.
 
-Owns: the files, their size limits, and damage. Must not know: what a record means.
+Owns: files, size limits, damage. Must not know: what a record means.
 
-A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames of ``length u32 | crc32 of the length u32 | crc32 of
-the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. After a crash the
-last frame may be torn: readers drop it with a notice; other damage is an error. Each segment but the first of a life has
-a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the state of the core at its start.
+A segment is ``LIFE-NUMBER.flight``: 8 bytes of magic, then frames. A frame is ``length u32 | crc32 of the length u32 |
+crc32 of the payload u32``, little-endian, and ``length`` bytes: a zlib stream of a MessagePack array of records. A
+crash may tear the last frame: readers drop it with a notice; other damage is an error. Each segment after a life's
+first has a *checkpoint*, ``LIFE-NUMBER.checkpoint``: one frame with the core's state at its start.
 
-Files hold tokens of prompts and answers, so only their owner may read them (mode 0600).
+Files contain prompts and answers, so only their owner may read them (mode 0600).
 """
 
 import contextlib
@@ -36,12 +36,12 @@ _LEAST_SEGMENT_BYTES = 1 << 18
 _QUEUED_BATCHES = 256
 _CLOSE_S = 5.0
 _BATCHES_PER_LOOK = 64
-"""The directory's size is checked after so many batches."""
+
 _SEGMENT_NAME = re.compile(r"(\d{6})-(\d{6})\.flight")
 
 
 class FlightLogError(Exception):
-    """A log that cannot be read; the message is one line."""
+    """A log cannot be read; one line."""
 
 
 class SegmentPaths(NamedTuple):
@@ -62,7 +62,7 @@ class SegmentPaths(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The written part of a log, up to the end of a frame."""
+    """The written part, up to the end of a frame."""
 
     num_items: int
     """Batches and rotations."""
@@ -71,24 +71,24 @@ class Written(NamedTuple):
 
 
 def paths_of(directory: Path, life: int, segment: int) -> SegmentPaths:
-    """The files of a segment of a life."""
+    """Return a segment's files."""
     stem = f"{life:06d}-{segment:06d}"
     return SegmentPaths(directory / f"{stem}.flight", directory / f"{stem}.checkpoint")
 
 
 def framed(payload: bytes) -> bytes:
-    """A frame with this payload, compressed."""
-    # Token ids have little to find twice, and bytes of zeros; looking for more would take twice the time for nothing.
+    """Compress and frame ``payload``."""
+    # Token ids have zero bytes but few repetitions; a search for more takes twice the time and gains nothing.
     compressor = zlib.compressobj(_COMPRESSION_LEVEL, strategy=zlib.Z_RLE)
     packed = compressor.compress(payload) + compressor.flush()
     return _HEADER.pack(len(packed), zlib.crc32(_LENGTH.pack(len(packed))), zlib.crc32(packed)) + packed
 
 
 class FlightLogWriter:
-    """Writes one life of a scheduler into a directory, on a thread of its own.
+    """Writes one life of a scheduler, on a separate thread.
 
-    ``append`` and ``rotate`` only queue. The directory keeps at most ``max_bytes``, earlier lives included. An error ends the
-    recording; ``failure`` names it.
+    The directory keeps at most ``max_bytes``, earlier lives included. An error ends the recording; ``failure`` names
+    it.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -110,7 +110,7 @@ class FlightLogWriter:
         self.written = Written(0, 0, len(SEGMENT_MAGIC))
         """Replaced as a whole: any thread may read it."""
         self._file = _create(paths_of(directory, self.life, 0).segment)
-        # Bounded, or a disk that cannot take it would fill the memory instead.
+        # Bounded, or a slow disk would fill the memory.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
         self._thread = threading.Thread(target=self._run, name="flight log", daemon=True)
         self._thread.start()
@@ -122,15 +122,15 @@ class FlightLogWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a batch waits to be written."""
+        """Whether a batch waits."""
         return not self._queue.empty()
 
     def append(self, batch: bytes) -> None:
-        """Queue an encoded batch; never wait."""
+        """Queue an encoded batch without waiting."""
         self._put(batch)
 
     def rotate(self) -> SegmentPaths:
-        """Begin the next segment; return its files."""
+        """Begin the next segment without waiting."""
         self.segment += 1
         self._segment_size = 0
         paths = paths_of(self.directory, self.life, self.segment)
@@ -138,11 +138,11 @@ class FlightLogWriter:
         return paths
 
     def stop(self, reason: str) -> None:
-        """Record nothing more."""
+        """End the recording."""
         self.failure = self.failure or reason
 
     def close(self) -> None:
-        """Write what is queued and end."""
+        """Write what is queued."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_CLOSE_S)
         self._thread.join(timeout=_CLOSE_S)
@@ -185,19 +185,19 @@ class FlightLogWriter:
         self._segment_size += num_bytes
         self._num_batches += 1
         if self._num_batches % _BATCHES_PER_LOOK == 0:
-            self._keep_within_bound()  # the checkpoint that lets the oldest go may be there now
+            self._keep_within_bound()  # a new checkpoint may exist
         while view:
             view = view[os.write(self._file, view) :]
         self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
 
     def _keep_within_bound(self) -> None:
-        """Delete the oldest segments while a replay can begin with a later one."""
+        """Delete the oldest segments while a replay can begin later."""
         keys = segments_in(self.directory)
         paths = [paths_of(self.directory, *key) for key in keys]
         sizes = [files.num_bytes for files in paths]
         starts = [key for key in keys if is_start(self.directory, *key)]
         total = sum(sizes)
-        # The segment that begins now will be as large as allowed, and its checkpoint about as large as any.
+        # Expect a segment of the largest size, and a checkpoint as large as any.
         largest = max(files.checkpoint.stat().st_size if files.checkpoint.exists() else 0 for files in paths)
         for key, size in zip(keys, sizes, strict=True):
             if total <= self._max_bytes - self._segment_bytes - largest:
@@ -211,7 +211,7 @@ class FlightLogWriter:
 
 
 def write_checkpoint(path: Path, payload: bytes) -> None:
-    """Write a checkpoint; it appears whole or not at all.
+    """Write a checkpoint whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -229,13 +229,13 @@ def write_checkpoint(path: Path, payload: bytes) -> None:
 
 
 def segments_in(directory: Path) -> list[tuple[int, int]]:
-    """(life, segment) of all segments of a directory, oldest first."""
+    """Return (life, segment), oldest first."""
     matches = [_SEGMENT_NAME.fullmatch(path.name) for path in directory.iterdir()]
     return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
 
 def is_start(directory: Path, life: int, segment: int) -> bool:
-    """Whether a replay can begin with this segment."""
+    """Whether a replay can begin here."""
     return segment == 0 or paths_of(directory, life, segment).checkpoint.exists()
 
 
@@ -249,13 +249,13 @@ def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
 
 
 class FlightLog:
-    """One life of a log, for reading. ``notice`` is set if the tail was torn."""
+    """One life of a log. ``notice`` reports a torn tail."""
 
     def __init__(self, path: Path) -> None:
-        """Open the newest life of a directory, or the life of a segment.
+        """Open a directory's newest life, or a segment's.
 
         Raises:
-            FlightLogError: there is none that a replay can begin with.
+            FlightLogError: no segment that a replay can begin with.
         """
         directory, life = _place_of(path)
         segments = [segment for found, segment in segments_in(directory) if found == life]
@@ -279,10 +279,10 @@ class FlightLog:
         return sum(paths.segment.stat().st_size for paths in self._paths)
 
     def checkpoint(self) -> bytes | None:
-        """The state of the core before the records; None if they begin with its creation.
+        """Return the core's state before the records; None if they begin with its creation.
 
         Raises:
-            FlightLogError: it is damaged.
+            FlightLogError: damaged.
         """
         path = self._paths[0].checkpoint
         if self.header.segment == 0:
@@ -293,10 +293,10 @@ class FlightLog:
         return payloads[0]
 
     def records(self) -> Iterator[Record]:
-        """All records but the headers, in order.
+        """Yield all records but the headers.
 
         Raises:
-            FlightLogError: there is damage before the tail.
+            FlightLogError: damage before the tail.
         """
         self.num_bytes_read = 0
         for paths in self._paths:
@@ -352,7 +352,7 @@ def _read(path: Path, magic: bytes) -> memoryview:
 
 
 def _end_of_whole_frames(data: memoryview) -> int:
-    """The start of the torn tail: an incomplete frame, or zeros."""
+    """The tail may be an incomplete frame, or zeros."""
     offset = len(SEGMENT_MAGIC)
     while offset + _HEADER.size <= len(data):
         length, check, _ = _HEADER.unpack_from(data, offset)
@@ -365,7 +365,7 @@ def _end_of_whole_frames(data: memoryview) -> int:
 
 
 def _frames(path: Path, data: memoryview) -> Iterator[tuple[int, int, bytes]]:
-    """Offset, size and payload of each frame."""
+    """Yield (offset, size, payload)."""
     offset = len(SEGMENT_MAGIC)
     while offset < len(data):
         try:

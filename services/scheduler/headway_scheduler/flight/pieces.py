@@ -1,8 +1,7 @@
-"""Reads the log of the present life in pieces, for a reader without access to the disk.
+"""Reads the current life's log in pieces, for readers without access to the disk.
 
-Owns: which files a replay needs, and small reads of them. Must not know: their content, or who asks.
-
-The scheduler answers between two steps, so no call waits for the log's thread or reads more than one piece.
+Owns: which files a replay needs. Must not know: their content, who asks.
+The scheduler answers between two steps: no call waits for the log's thread or reads more than one piece.
 """
 
 import os
@@ -12,20 +11,20 @@ from headway_scheduler.flight.log import FlightLogWriter, is_start, paths_of
 
 
 class LogPieces:
-    """Answers a ``FlightLogPlace`` while the log grows."""
+    """Answers ``FlightLogPlace`` while the log grows."""
 
     def __init__(self, log: FlightLogWriter) -> None:
         self._log = log
 
     @property
     def life(self) -> int:
-        """The present life."""
+        """The current life."""
         return self._log.life
 
     def contents(self, mark: int = 0) -> FlightLogPart:
-        """The files, once ``mark`` items are written; 0 means all items queued now.
+        """List the files once ``mark`` items are written; 0: all queued now.
 
-        The size of the last file ends with a frame, so a copy of that size is whole.
+        The last file's size ends with a frame, so a copy of it is whole.
         """
         log = self._log
         mark = mark or log.num_queued
@@ -37,7 +36,7 @@ class LogPieces:
         return FlightLogPart(life=log.life, mark=mark, files=files)
 
     def piece(self, place: FlightLogPlace) -> FlightLogPart:
-        """At most ``MAX_FLIGHT_LOG_PIECE_BYTES`` of a file. Beyond the size from ``contents``, a frame may be torn."""
+        """Beyond the size from ``contents``, a frame may be torn."""
         log = self._log
         gone = FlightLogPart(life=log.life, is_gone=True)
         if place.life != log.life or not 0 <= place.segment <= log.written.segment:
@@ -46,7 +45,7 @@ class LogPieces:
         try:
             with (paths.checkpoint if place.is_checkpoint else paths.segment).open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), MAX_FLIGHT_LOG_PIECE_BYTES, place.offset)
-        except (OSError, OverflowError):  # not there any more, or no offset of any file
+        except (OSError, OverflowError):  # deleted, or a bad offset
             return gone
         return FlightLogPart(life=log.life, data=data)
 
@@ -63,7 +62,7 @@ class LogPieces:
         return (*files, FlightLogFile(segment=written.segment, is_checkpoint=False, num_bytes=written.num_bytes))
 
     def _first_segment(self, last: int) -> int:
-        # Not by a look at the directory: it may hold thousands of earlier lives.
+        # Without listing the directory, which may hold thousands of earlier lives.
         log, first = self._log, last
         for segment in range(last, -1, -1):
             if not paths_of(log.directory, log.life, segment).segment.exists():

@@ -1,9 +1,7 @@
-"""The flight recorder: it records every call of the core, and encodes the records when there is time.
+"""Records every call of the core.
 
-Owns: the records that were not written yet. Must not know: sockets, files, or decisions.
-
-During a step it only appends references. The process calls ``flush`` before it sleeps, which encodes them; the log
-compresses and writes on a thread of its own.
+Owns: unwritten records. Must not know: sockets, files, decisions. During a step it only keeps references. ``flush``,
+before the process sleeps, encodes them; the log's thread compresses and writes.
 """
 
 import copy
@@ -47,13 +45,12 @@ from headway_scheduler.flight.records import (
 )
 
 FLUSH_RECORDS = 64
-"""``flush`` writes so many records at once,"""
 FLUSH_INTERVAL_S = 0.05
-"""or those of so long a time. A killed process loses about as much."""
+"""``flush`` writes after so many records or seconds. A killed process loses about as much."""
 
 
 class Log(Protocol):
-    """Takes batches of records. ``failure`` says why it no longer does."""
+    """Takes batches of records until ``failure`` says why not."""
 
     life: int
     segment: int
@@ -64,10 +61,10 @@ class Log(Protocol):
         """Whether the next segment is due."""
 
     def append(self, batch: bytes) -> None:
-        """Take an encoded batch; never waits."""
+        """Take an encoded batch without waiting."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
 
 
 PLACEMENT = -1
@@ -87,7 +84,7 @@ class NullRecorder:
     """Takes every call of the core, in order, and records nothing. Times in seconds, monotonic."""
 
     pieces: LogPieces | None = None
-    """The log's files, for copies; None where there are none."""
+    """The log's files, for copies."""
 
     def of_cell(self, number: int) -> "NullRecorder":
         """The recorder for one cell, or for ``PLACEMENT``, into the same log."""
@@ -109,25 +106,25 @@ class NullRecorder:
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
     ) -> None:
-        """The core was made, or began an epoch."""
+        """The core is new, or began an epoch."""
 
     def arrived(self, now: float, new: NewRequestEvent) -> None:
         """The core took a request."""
 
     def refused(self, now: float, submit: Submit, rejected: Rejected) -> None:
-        """A request was refused."""
+        """The core did not change."""
 
     def aborted(self, now: float, origin: Origin, why: str, error: str = "") -> None:
-        """The core aborted a request; with an ``error``, a guilty one."""
+        """With an ``error``: the guilty request was ended."""
 
     def sent(self, now: float, frames: Sequence[tuple[bytes, bytes]], num_shed: int) -> None:
-        """These steps, as (peer, frame), were sent."""
+        """Steps were sent as (peer, frame)."""
 
     def sent_nothing(self, now: float, num_shed: int, *, is_idle: bool) -> None:
-        """There was no step. ``is_idle``: nor any request."""
+        """The core had no step. ``is_idle``: and no request."""
 
     def answered(self, now: float, output: ExecutorOutput, finished: tuple[FinishedEvent, ...]) -> None:
-        """The core took an answer, with which these requests ended."""
+        """An answer ended these requests."""
 
     def mismatched(self, now: float, output: ExecutorOutput, why: str) -> None:
         """The core refused an answer."""
@@ -136,7 +133,7 @@ class NullRecorder:
         """Only this request may run; None: all may."""
 
     def started_slowly(self, origins: tuple[Origin, ...]) -> None:
-        """These start again a few at a time."""
+        """These start a few at a time."""
 
     def paused(self, *, is_paused: bool) -> None:
         """Admission was paused or resumed."""
@@ -145,23 +142,23 @@ class NullRecorder:
         """Unused cached blocks were dropped."""
 
     def pinned(self, name: str, tenant: str, token_ids: bytes) -> None:
-        """A prefix was pinned."""
+        """``token_ids`` is an int32 column."""
 
     def unpinned(self, name: str) -> None:
-        """A prefix was unpinned."""
+        """The pin was removed."""
 
     def executor_gone(self, now: float, reason: str) -> None:
-        """There is no executor."""
+        """No executor until the next epoch."""
 
     def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Encode the records, if they are many or old enough."""
+        """Encode records that are many or old."""
 
     def take_failure(self) -> str:
-        """Why recording ended, once; empty if it goes on."""
+        """Return once why recording ended; else ""."""
         return ""
 
     def close(self, now: float, core: Scheduler | None) -> None:
-        """Write what is left."""
+        """Write the rest."""
 
 
 class _LatestCell:
@@ -194,8 +191,8 @@ class FlightRecorder(NullRecorder):
         self._num_added = 0
         self._flush_at = 0.0
         self._idle_since = -1
-        """The number of records after an idle turn; -1 if the last was none."""
-        self._is_failure_told = False
+        """The number of records after an idle turn; -1 if the last turn was not idle."""
+        self._is_failure_reported = False
         self._begin_segment()
 
     def of_cell(self, number: int) -> NullRecorder:
@@ -310,9 +307,9 @@ class FlightRecorder(NullRecorder):
             self._begin_segment()
 
     def take_failure(self) -> str:
-        if self._is_failure_told or not self._log.failure:
+        if self._is_failure_reported or not self._log.failure:
             return ""
-        self._is_failure_told = True
+        self._is_failure_reported = True
         return self._log.failure
 
     def close(self, now: float, core: Scheduler | None) -> None:
@@ -340,5 +337,5 @@ def _encodable(entry: _Sent | _Taken) -> Record:
     assert isinstance(rest, tuple)
     output = what
     if what.logprobs or what.prompt_logprobs:
-        output = msgspec.structs.replace(what, logprobs=(), prompt_logprobs=())  # nothing follows from them
+        output = msgspec.structs.replace(what, logprobs=(), prompt_logprobs=())  # decisions do not depend on them
     return Answered(now, output, tuple([End(end.origin, end.reason.value, end.num_output_tokens) for end in rest]))

@@ -1,9 +1,8 @@
 """The records of the flight log: one per call of the core, in order.
 
-Owns: the records, and how decisions are compared. Must not know: files, threads, or what a call does.
-
-The core is deterministic, so a log holds every call whole, and of each decision enough to detect another one. Times are
-the scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
+Owns: the records. Must not know: files, threads, what a call does.
+The core is deterministic, so a log holds whole calls, but of a decision only enough to detect another. Times are the
+scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
 """
 
 import zlib
@@ -19,11 +18,11 @@ from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimit
 
 LOG_VERSION = 1
 WHOLE_DECISION_BYTES = 64
-"""A smaller decision is kept whole, so that a difference can be shown."""
+"""Decisions up to this size are kept whole, to show differences."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first record of a segment. ``life`` counts the processes that wrote into a directory."""
+    """A segment's first record. ``life`` counts the processes that wrote into a directory."""
 
     version: int
     headway_version: str
@@ -33,7 +32,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The core was made, or began an epoch with an executor that knows nothing."""
+    """The core is new, or began an epoch with an executor without state."""
 
     now: float
     epoch: int
@@ -44,7 +43,7 @@ class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True):
-    """The core took a request. ``token_ids`` is an int32 column; stop tokens ascend."""
+    """``token_ids``: int32 column; stop tokens ascend."""
 
     now: float
     origin: Origin
@@ -64,7 +63,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A request was refused; the core did not change."""
+    """The core did not change."""
 
     now: float
     request_id: str
@@ -76,7 +75,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A request was aborted or, with an ``error``, found guilty."""
+    """With an ``error``, the request was guilty."""
 
     now: float
     origin: Origin
@@ -85,7 +84,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Size and checksum of a sent step; the message itself if it is short."""
+    """A sent step; ``message`` if it is short."""
 
     num_bytes: int
     checksum: int
@@ -93,7 +92,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The core scheduled these steps and had no more; ``num_shed`` requests were too late and ended."""
+    """The core scheduled these steps; ``num_shed`` late requests ended."""
 
     now: float
     decisions: tuple[Decision, ...] = ()
@@ -109,7 +108,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """An answer and the requests that ended with it. ``mismatch`` says why the core refused it."""
+    """An answer and the requests that it ended. ``mismatch``: why the core refused it."""
 
     now: float
     output: ExecutorOutput
@@ -118,7 +117,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class RanAlone(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Only this request may run, until it has so many tokens; None: all may run."""
+    """Only this request runs, until it has ``num_tokens`` tokens; None: all run."""
 
     origin: Origin | None
     num_tokens: int = 0
@@ -131,7 +130,7 @@ class Paused(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Pinned(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """A prefix was pinned; ``token_ids`` is an int32 column."""
+    """``token_ids`` is an int32 column."""
 
     name: str
     tenant: str
@@ -139,26 +138,26 @@ class Pinned(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Unpinned(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """A prefix was unpinned."""
+    """A pin was removed."""
 
     name: str
 
 
 class ExecutorGone(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """There is no executor until the next epoch; only for readers of the log."""
+    """No executor until the next epoch; only for readers."""
 
     now: float
     reason: str
 
 
 class StartedSlowly(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """These were in lost steps and start again a few at a time."""
+    """Requests of lost steps start a few at a time."""
 
     origins: tuple[Origin, ...]
 
 
 class CacheDropped(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """The cached blocks that no request held were dropped."""
+    """Unused cached blocks were dropped."""
 
 
 class InCell(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -214,12 +213,12 @@ Record: TypeAlias = (
 
 
 def decision_of(message: bytes | memoryview) -> Decision:
-    """The record of an encoded ``SchedulerOutput``."""
+    """Record an encoded ``SchedulerOutput``."""
     num_bytes = len(message)
     whole = bytes(message) if num_bytes <= WHOLE_DECISION_BYTES else b""
     return Decision(num_bytes, zlib.crc32(message), whole)
 
 
 def decision_in_frame(frame: bytes) -> Decision:
-    """The record of a step in a frame."""
+    """Record a framed step."""
     return decision_of(memoryview(frame)[HEADER_BYTES:])

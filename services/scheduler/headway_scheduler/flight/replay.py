@@ -1,8 +1,7 @@
-"""Replays the records of a flight log in a new core and compares the decisions.
+"""Replays a flight log in a new core and compares the decisions.
 
-Owns: which call a record stands for, and the comparison. Must not know: files, or who reads the events.
-
-A reader gets each event after the core has handled it, and may read from the core then.
+Owns: the call for each record. Must not know: files, readers.
+A reader gets each event after the core handled it, and may then read the core.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,10 +44,9 @@ _NOTHING = StepEvents()
 
 
 class Event(NamedTuple):
-    """One event of a replay.
+    """A turn has an event per step, with ``output``, and one for its end, with ``shed``.
 
-    A turn has one event for each step, with its ``output``, and one for its end, with the ``shed`` requests. ``events`` is
-    the result of an answer, an abort or an epoch.
+    ``events``: the result of an answer, an abort or an epoch.
     """
 
     record: Record
@@ -59,14 +57,14 @@ class Event(NamedTuple):
 
 
 class Divergence(Exception):  # noqa: N818 - named for what was found
-    """The core decides otherwise than recorded; the message is one line."""
+    """The core decides otherwise than recorded; one line."""
 
 
 class Replay:
     """The cores of all cells, which get the recorded calls. ``core`` is that of ``cell``, the one of the newest record."""
 
     def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
-        """``core`` comes from a checkpoint, unless the records begin with its creation."""
+        """``core``: from a checkpoint, unless the records begin with its creation."""
         self.core = core
         self.cell = 0
         self._cores: dict[int, Scheduler | None] = {}
@@ -83,7 +81,7 @@ class Replay:
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
     def run(self, records: Iterable[Record]) -> Iterator[Event]:
-        """Repeat all calls, and yield the events.
+        """Repeat all calls.
 
         Raises:
             Divergence: the core decides otherwise.
@@ -151,7 +149,6 @@ class Replay:
         self._moving.update((request.new.origin, request) for request in requests)
 
     def _obey(self, record: Record) -> None:
-        """Repeat an operator's command."""
         match record:
             case Paused():
                 self._core.paused = record.is_paused
@@ -182,7 +179,7 @@ class Replay:
             yield Event(turn, self.now, output=output)
         missing = next(decisions, None)
         if missing is not None:
-            raise Divergence(f"{self._where(core.next_step)}: it sends nothing, where {_told(missing)} was sent")
+            raise Divergence(f"{self._where(core.next_step)}: it sends nothing, where {_text_of(missing)} was sent")
         shed = core.take_shed()
         if len(shed) != turn.num_shed:
             raise Divergence(
@@ -197,7 +194,7 @@ class Replay:
             return
         where = self._where(output.step)
         if recorded is None:
-            raise Divergence(f"{where}: it sends {_told(decided)}, where nothing was sent")
+            raise Divergence(f"{where}: it sends {_text_of(decided)}, where nothing was sent")
         if recorded.message and decided.message:
             before = self._decoder.decode(recorded.message)
             fields = [
@@ -206,7 +203,7 @@ class Replay:
                 if getattr(output, name) != getattr(before, name)
             ]
             raise Divergence(f"{where}: {'; '.join(fields)}")
-        raise Divergence(f"{where}: it sends {_told(decided)}, where {_told(recorded)} was sent")
+        raise Divergence(f"{where}: it sends {_text_of(decided)}, where {_text_of(recorded)} was sent")
 
     def _where(self, step: int) -> str:
         return f"record {self.num_records}, {self.now:.3f} s, epoch {self._core.epoch}, step {step}"
@@ -228,7 +225,7 @@ class Replay:
         return events
 
 
-def _told(decision: Decision) -> str:
+def _text_of(decision: Decision) -> str:
     return f"a step of {decision.num_bytes} bytes with checksum {decision.checksum:#010x}"
 
 

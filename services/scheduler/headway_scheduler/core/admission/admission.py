@@ -254,11 +254,11 @@ class Admission:
         if len(shared):
             counters.num_prefix_hits += 1
             counters.num_prefix_hit_tokens += num_cached_tokens
-            self._epoch.cache.note_reuse(shared)
+            self._epoch.cache.record_reuse(shared)
         if not counters.num_prefix_queries % RECENT_QUERIES:
             statistics.mark()
         if new.tenant:
-            statistics.note_tenant(new.tenant, num_tokens, num_cached_tokens)
+            statistics.count_tenant(new.tenant, num_tokens, num_cached_tokens)
 
     def take_admitted(self) -> tuple[AdmittedEvent, ...]:
         """The requests that ran for the first time since the last call."""

@@ -37,7 +37,7 @@ class RunningRequests:
             state.num_started += 1
         row = rows.take(request, table)
         if self._may_speculate:
-            rows.note_speculation(row, request.speculation)
+            rows.record_speculation(row, request.speculation)
         rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
         if request.num_swapped_tokens:
             self._epoch.swapping.swap_in(request, table, num_shared)

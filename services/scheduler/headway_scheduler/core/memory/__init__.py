@@ -1,4 +1,4 @@
-"""Blocks, rows and where tokens are kept: what is free, what is cached, what is moved."""
+"""One executor's memory: blocks, rows and cached prefixes."""
 
 from headway_scheduler.compiled_core import search_path
 

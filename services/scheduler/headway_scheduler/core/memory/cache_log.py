@@ -1,11 +1,9 @@
-"""What has come into the prefix cache and gone from it, in order, for those who balance load by what is cached where.
+"""The changes of the prefix cache, for readers that balance load.
 
-Owns: the entries, their numbers, and the bound on how many are kept.
-Must not know: how blocks are found, who reads, or how often.
+Owns: the latest changes. Must not know: who reads them.
 
-Nothing is noted until somebody reads. Who reads for the first time, or comes too late for what it has not read, makes all
-that is cached be noted again behind a *clearing*; others then read that too, which changes nothing for them. A log whose last
-reader has fallen too far behind is given up.
+Recording starts with the first read. A reader that is new or too late gets the whole cache behind a *clearing*.
+Recording stops when the last reader is too far behind.
 """
 
 from collections import deque
@@ -15,9 +13,9 @@ import msgspec
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """``num_blocks`` consecutive nodes from ``first_node`` on were stored or removed; without any, all are gone.
+    """``num_blocks`` nodes from ``first_node`` on were stored or removed; 0: the cache was cleared.
 
-    Stored ones hold ``token_bytes`` (int32) behind ``parent_node`` (0: they begin prompts of ``scope``); removed ones have none.
+    Stored nodes have ``token_bytes`` (int32) and follow ``parent_node``, 0 for prompts of ``scope``.
     """
 
     first_node: int = 0
@@ -31,7 +29,7 @@ CLEARING = CacheEntry()
 
 
 class CacheLog:
-    """The latest entries, of at most ``most_blocks`` blocks; entries are numbered from 0."""
+    """The latest entries, numbered from 0."""
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
@@ -47,11 +45,11 @@ class CacheLog:
         return self._first_index + len(self._entries)
 
     def covers(self, index: int) -> bool:
-        """Whether everything from entry ``index`` on is here."""
+        """Whether all entries from ``index`` on are kept."""
         return self.is_on and self._first_index <= index <= self.end_index
 
     def restart(self, cached: Iterable[CacheEntry]) -> int:
-        """Note all that is cached, after a clearing; return the number of the clearing."""
+        """Record a clearing and the whole cache; return the clearing's number."""
         self.is_on = True
         index = self._read_index = self.end_index
         self._append(CLEARING)
@@ -59,8 +57,8 @@ class CacheLog:
             self._append(entry)
         return index
 
-    def note(self, entry: CacheEntry) -> None:
-        """Note a change; call only while ``is_on``."""
+    def record(self, entry: CacheEntry) -> None:
+        """Record a change; call only while ``is_on``."""
         self._append(entry)
         while self._num_blocks > self._most_blocks:
             self._num_blocks -= _weight(self._entries.popleft())
@@ -72,7 +70,7 @@ class CacheLog:
             self.is_on = False
 
     def read(self, index: int, most_blocks: int) -> tuple[tuple[CacheEntry, ...], int]:
-        """Entries from ``index`` on, of about ``most_blocks`` blocks, and the number of the next one to read."""
+        """Entries from ``index`` on, and the next index."""
         taken: list[CacheEntry] = []
         num_blocks = 0
         for place in range(index - self._first_index, len(self._entries)):

@@ -1,7 +1,6 @@
-"""The prompts of requests in the prefix cache.
+"""The prefix cache as requests see it.
 
-Owns: how much of a prompt a request may take from the cache, and when its blocks enter it.
-Must not know: which request starts, or what the cache evicts.
+Owns: which part of a prompt is cached. Must not know: what is evicted.
 """
 
 from headway_scheduler.core.memory.epoch import Epoch
@@ -12,7 +11,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class CachedPrefixes:
-    """The prefix cache as requests see it. ``by_tenant``: tenants do not share blocks."""
+    """``by_tenant``: tenants do not share blocks."""
 
     def __init__(self, limits: SchedulerLimits, epoch: Epoch) -> None:
         self._is_enabled = limits.enable_prefix_caching
@@ -21,22 +20,22 @@ class CachedPrefixes:
         self._rows = epoch.rows
 
     def find(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
-        """The cached blocks that a request may begin with, and the cache's node of the last of them."""
+        """The cached blocks that the request may use, and the last node."""
         if not self._is_enabled:
             return NO_BLOCKS, ROOT_NODE
         scope = request.new.tenant if self.by_tenant else ""
         return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), scope)
 
     def most_blocks(self, request: Request, num_tokens: int) -> int:
-        """The blocks that a request of ``num_tokens`` tokens may take from the cache."""
-        # At least one token must run, or there would be nothing to sample from; and every one whose logits are asked for.
+        """The most cached blocks that the request may use."""
+        # At least one token must run, to sample from; so must each token whose logits are wanted.
         most_tokens = num_tokens - 1
         if request.is_owed_prompt_logprobs:
             most_tokens = min(most_tokens, request.num_prompt_logprobs)
         return most_tokens // self._rows.block_size
 
     def register(self, request: Request, row: int, num_computed_tokens: int) -> None:
-        """Enter the full blocks of a row's first ``num_computed_tokens`` tokens."""
+        """Cache the full blocks of a row's computed tokens."""
         rows = self._rows
         first, end = request.num_cached_blocks, num_computed_tokens // rows.block_size
         if end <= first or not self._is_enabled:

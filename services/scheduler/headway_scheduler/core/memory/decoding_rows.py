@@ -1,7 +1,6 @@
-"""The rows that decode: one token in each step, until they need a block or have nothing left to compute.
+"""The rows that decode: one token per step, until they need a block or have nothing left to compute.
 
-Owns: the decoding column, the rows that wait for a block, the rows that wait for their last token.
-Must not know: where blocks come from, or when a request ends.
+Owns: which rows decode, are stalled or idle. Must not know: where blocks come from.
 """
 
 import numpy as np
@@ -13,7 +12,7 @@ from headway_scheduler.core.state.step_shape import StepShape
 
 
 class DecodingRows:
-    """``stalled`` rows found no block; ``idle`` rows wait for their last token and compute nothing."""
+    """``stalled`` rows wait for a block, ``idle`` rows for their last token."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
@@ -23,7 +22,7 @@ class DecodingRows:
         self._is_changed = False
 
     def indices(self) -> RowIndices:
-        """The rows that run one token in this step, ascending: the same array for as long as they are the same."""
+        """The rows, ascending; the same array until they change."""
         if self._is_changed:
             rows = self._rows
             self._indices = rows.decoding[: rows.end].nonzero()[0]
@@ -37,7 +36,7 @@ class DecodingRows:
         return StepShape(len(decoding), len(decoding), num_context_tokens, 0)
 
     def start(self, starting: list[int], tick: int) -> None:
-        """From step ``tick`` on, these rows run one token a step, until they need a block or have nothing left to run."""
+        """Let these rows decode from step ``tick`` on."""
         rows = self._rows
         indices = np.asarray(starting)
         end = np.minimum(rows.num_blocks[indices] * rows.tokens_per_block, rows.last_position[indices])
@@ -46,13 +45,13 @@ class DecodingRows:
         self._is_changed = True
 
     def stop(self, row: int) -> None:
-        """The row decodes no more for now."""
+        """Stop a row's decoding."""
         self._rows.decoding[row] = 0
         self._rows.due_tick[row] = NEVER
         self._is_changed = True
 
     def resume(self, served: RowIndices) -> None:
-        """Let those of ``served`` that were stalled decode again; each of these rows has got its block."""
+        """Let the stalled ones of ``served`` decode; they have their block."""
         if self.stalled:
             self._rows.decoding[served] = 1
             self._is_changed = True
@@ -66,13 +65,13 @@ class DecodingRows:
             self._is_changed = True
 
     def let_decode(self, held_back: list[int], *, in_this_step: bool) -> None:
-        """Undo ``hold_back``, from this step on or from the next."""
+        """Undo ``hold_back``, now or from the next step on."""
         if held_back:
             self._rows.let_decode(held_back, in_this_step=in_this_step)
             self._is_changed = True
 
     def give_up(self, row: int) -> None:
-        """The row is released: it has no request any more."""
+        """Forget a row that has been released."""
         self._is_changed = True
         self.stalled.discard(row)
         self.idle.discard(row)

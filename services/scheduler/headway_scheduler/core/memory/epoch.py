@@ -1,6 +1,6 @@
-"""The state that belongs to one executor: rows, blocks, and the steps in flight.
+"""The state of one executor: rows, blocks, and steps in flight.
 
-Owns: the objects, made anew when an executor joins. Must not know: requests that wait, or any decision.
+Owns: these objects. Must not know: any decision.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from headway_scheduler.core.state.step_plan import InFlightStep, StepPlan
 
 
 class Epoch:
-    """One epoch. The parts of the core share it; ``num_batches`` of different requests may be in flight at once."""
+    """Made anew for each executor; ``num_batches`` disjoint batches may be in flight."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Epoch:
         self.number = number
         self.capacity = capacity
         self.max_num_batched_tokens = capacity.most_batched_tokens(limits.max_num_batched_tokens)
-        # More requests than tokens in the budget could not all decode in one step.
+        # Each decoding request takes one token of the budget.
         self.max_rows_per_step = min(limits.max_num_seqs, self.max_num_batched_tokens)
         self.max_running = min(self.max_rows_per_step * num_batches, capacity.max_num_rows)
         self.next_step = 0
@@ -46,20 +46,15 @@ class Epoch:
         self.prefilling: set[int] = set()
         """Rows in their prompt."""
         self.finished_rows: list[int] = []
-        """Rows given up since the newest step: the executor learns of them with the next."""
+        """Rows released since the newest step. The next step names them to the executor."""
         self.in_flight: deque[InFlightStep] = deque()
 
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether the newest step speculates: what follows it depends on its answer."""
-        return bool(self.in_flight) and bool(self.in_flight[-1].speculating)
-
     def budget_left(self, plan: StepPlan) -> int:
-        """Tokens that may be added to the step."""
+        """Tokens that the step may still get."""
         return plan.budget - plan.num_chunk_tokens - len(self.decoding.indices())
 
     def extend(self, plan: StepPlan, row: int, count: int) -> None:
-        """Append ``count`` free blocks to the table of ``row``."""
+        """Append ``count`` blocks to the table of ``row``."""
         if count > 0:
             blocks = self.pool.allocate(count)
             self.rows.append_blocks(row, blocks)
@@ -75,7 +70,6 @@ class Epoch:
         return list(found.values())
 
     def _requests_in(self, step: InFlightStep) -> list[Request]:
-        """The live requests that run in a step, whether or not they still have their row."""
         prompts = {chunk.row: chunk.request for chunk in step.chunks}
         requests = list(prompts.values())
         for row in step.sampling_rows.tolist():

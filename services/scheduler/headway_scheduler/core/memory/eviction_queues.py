@@ -1,9 +1,9 @@
-"""In which order free cached blocks are given up: one queue per level of worth, oldest first.
+"""Queues of free cached blocks, oldest first, one per level of worth.
 
-Owns: the queues. Must not know: what makes a block worth more, who frees blocks, or what they hold.
+Owns: the queues. Must not know: what a block holds.
 
-All queues live in one column, each in a segment of its own, so that one look at ``_place`` tells whether a block waits,
-where, and in which queue. A block is taken out from the middle by forgetting its place; its entry is passed over later.
+The queues are segments of one column, so ``_place`` says whether a block is queued, where, and in which queue. Removing
+a block forgets its place; its entry is skipped later.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _NOT_QUEUED = -1
 
 
 class EvictionQueues:
-    """Queues of block numbers below ``num_blocks``, one for each of ``num_levels``; a block is in one at most."""
+    """A block is in at most one queue."""
 
     def __init__(self, num_blocks: int, num_levels: int) -> None:
         self._segment = 2 * num_blocks + 1
@@ -24,12 +24,10 @@ class EvictionQueues:
         self._heads = [level * self._segment for level in range(num_levels)]
         self._tails = list(self._heads)
         self.lengths = [0] * num_levels
-        """Blocks in each queue."""
         self.num_queued = 0
-        """Blocks in all of them."""
 
     def append(self, level: int, blocks: BlockIndices) -> None:
-        """Put blocks that are in no queue at the end of one."""
+        """Put blocks that are in no queue into this one."""
         if self._tails[level] + len(blocks) > (level + 1) * self._segment:
             self._compact(level)
         tail = self._tails[level]
@@ -41,16 +39,16 @@ class EvictionQueues:
         self.num_queued += len(blocks)
 
     def among(self, blocks: BlockIndices) -> BlockIndices:
-        """Those of ``blocks`` that are in a queue, in their order."""
+        """The queued ones of ``blocks``, in their order."""
         queued: BlockIndices = blocks[self._place[blocks] != _NOT_QUEUED]
         return queued
 
     def num_among(self, blocks: BlockIndices) -> int:
-        """How many of ``blocks`` are in a queue."""
+        """How many of ``blocks`` are queued."""
         return int(np.count_nonzero(self._place[blocks] != _NOT_QUEUED))
 
     def take_out(self, blocks: BlockIndices) -> int:
-        """Remove those of ``blocks`` that are in a queue; return how many were."""
+        """Remove the queued ones of ``blocks``; return how many."""
         places = self._place[blocks]
         places = places[places != _NOT_QUEUED]
         if len(places):
@@ -61,7 +59,7 @@ class EvictionQueues:
         return len(places)
 
     def take_oldest(self, level: int, count: int) -> BlockIndices:
-        """Remove the ``count`` oldest blocks of a queue that has as many; shape ``[count]``, oldest first."""
+        """Remove the oldest blocks of a queue, shape ``[count]``."""
         assert count <= self.lengths[level]
         self.lengths[level] -= count
         self.num_queued -= count

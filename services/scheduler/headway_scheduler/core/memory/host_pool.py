@@ -1,9 +1,9 @@
-"""The blocks on the host into which KV blocks are swapped out.
+"""The host blocks into which KV blocks are swapped out.
 
-Owns: which are free. Must not know: requests, what is in a block, or when swapping is worth it.
+Owns: which are free. Must not know: requests.
 
-A step's swap-outs are done before its swap-ins (``headway_proto.step``, rule 1), so what a step swaps in becomes free
-only behind that step: ``release`` notes it, ``complete_plan`` makes it free.
+A step's swap-outs run before its swap-ins (``headway_proto.step``, rule 1), so a block that a step swaps in is free
+only for the next.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from headway_scheduler.core.state.indices import BlockIndices
 
 
 class HostPool:
-    """``num_blocks`` equal blocks, numbered from 0; low numbers are handed out first."""
+    """``num_blocks`` equal blocks, numbered from 0."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -31,18 +31,18 @@ class HostPool:
         return sum(map(len, self._released))
 
     def allocate(self, count: int) -> BlockIndices:
-        """Take ``count`` free blocks, shape ``[count]``; at most ``num_free``."""
+        """Take ``count`` (at most ``num_free``) blocks, shape ``[count]``."""
         assert count <= self.num_free
         blocks = self._free[self._top : self._top + count].copy()
         self._top += count
         return blocks
 
     def release(self, blocks: BlockIndices) -> None:
-        """Give blocks back; they can be allocated again for the next step."""
+        """Give blocks back for the next step."""
         self._released.append(blocks)
 
     def complete_plan(self) -> None:
-        """The step that was put together is sent, or there is none: what was released can be used again."""
+        """Free the released blocks."""
         if not self._released:
             return
         for blocks in self._released:

@@ -1,11 +1,9 @@
-"""The token prefixes that operators have pinned, through the lives of all executors.
+"""The token prefixes that operators have pinned; they outlive executors.
 
-Owns: their names and tokens, and how much of the pool may be pinned.
-Must not know: which blocks hold them (the prefix cache's affair), or how an operator asks.
+Owns: their tokens. Must not know: which blocks hold them.
 
-A pinned prefix holds no block. What is cached of it is evicted last, which is all that pinning means; so a pin costs
-nothing until a request has computed the prefix, and what it may cost then is bounded: with more than a quarter of the
-pool pinned, the rest of the cache would be too small to be of use.
+Cached blocks of a pinned prefix are evicted last. At most a quarter of the pool may be pinned, so that the cache stays
+useful.
 """
 
 import msgspec
@@ -17,18 +15,15 @@ from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 _POOL_SHARE = 4
-"""At most one block in so many is pinned."""
+"""At most one block in this many is pinned."""
 
 
 class PinRefused(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """A prefix that is not pinned; the message is one line naming the field."""
+    """A pin is not allowed; the message names the field."""
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
-    """A pinned prefix. ``num_blocks`` blocks hold it when it is cached whole, ``num_resident_blocks`` do now.
-
-    The last tokens, which fill no block, are not kept. ``num_blocks`` is 0 while the executor is too small for the pin.
-    """
+    """``num_blocks`` is 0 while the executor is too small; ``num_resident_blocks`` are cached now."""
 
     name: str
     tenant: str
@@ -38,7 +33,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
 
 
 class PinnedPrefixes:
-    """Pins by name. Call ``begin`` whenever an executor starts with nothing."""
+    """Pins by name."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._is_caching = limits.enable_prefix_caching
@@ -47,7 +42,7 @@ class PinnedPrefixes:
         self._num_blocks: dict[str, int] = {}
 
     def begin(self, capacity: ExecutorCapacity, cache: PrefixCache, pool: BlockPool) -> None:
-        """Apply the pins to an empty cache, in the order in which they were made, as far as they fit."""
+        """Apply the pins to a new executor, oldest first."""
         self._capacity, self._cache, self._pool = capacity, cache, pool
         self._num_blocks = {}
         for name in self._tokens:
@@ -55,14 +50,14 @@ class PinnedPrefixes:
                 self._apply(name)
 
     def clear(self) -> None:
-        """Forget all pins: another model's tokens mean something else."""
+        """Forget all pins, for another model."""
         self._tokens = {}
 
     def pin(self, name: str, tenant: str, token_ids: Int32Array) -> PinnedPrefix:
-        """Keep the whole blocks of ``token_ids``, int32, shape ``[num_tokens]``; a pin of this name is replaced.
+        """Pin the whole blocks of ``token_ids``, int32 ``[num_tokens]``.
 
         Raises:
-            PinRefused: there is nothing to keep, or too much; what was pinned stays so.
+            PinRefused: it is too short, too large, or not allowed; all pins stay.
         """
         self._check(name, tenant, token_ids)
         self._drop(name)
@@ -71,13 +66,13 @@ class PinnedPrefixes:
         return self._described(name)
 
     def unpin(self, name: str) -> bool:
-        """Keep a prefix no longer; False if there is none of this name."""
+        """Remove a pin; False if there is none."""
         is_known = name in self._tokens
         self._drop(name)
         return is_known
 
     def list(self) -> tuple[PinnedPrefix, ...]:
-        """All pins, in the order in which they were made."""
+        """All pins, oldest first."""
         return tuple(map(self._described, self._tokens))
 
     def _described(self, name: str) -> PinnedPrefix:
@@ -101,7 +96,7 @@ class PinnedPrefixes:
             raise PinRefused(
                 f"prefix: {len(token_ids)} tokens fill no block; allowed: at least {block_size}, the block size"
             )
-        # Seen as unsigned, a negative id is larger than any vocabulary.
+        # As unsigned, a negative id is larger than any vocabulary.
         largest = token_ids[token_ids.view(np.uint32).argmax()]
         if not 0 <= largest < vocab_size:
             raise PinRefused(f"token_ids: {largest} is not allowed; allowed: 0 to {vocab_size - 1}")
@@ -116,7 +111,6 @@ class PinnedPrefixes:
         return 0 < len(self._tokens[name][1]) // self._capacity.block_size <= self._num_free_to_pin(name)
 
     def _num_free_to_pin(self, name: str) -> int:
-        """Blocks that may be pinned under ``name``, those of the present pin of this name included."""
         others = sum(count for other, count in self._num_blocks.items() if other != name)
         return self._capacity.num_blocks // _POOL_SHARE - others
 

@@ -1,24 +1,20 @@
-"""Which blocks hold the KV of which token prefixes, and what each is worth.
+"""Which blocks hold the KV of which token prefixes, and the worth of each.
 
-Owns: the chains of cached blocks, how a prompt is matched against them, and the worth of every block.
-Must not know: who holds a block, which blocks are free, or when one is evicted.
+Owns: chains of cached blocks, matches, worth. Must not know: who holds a block, or when it is evicted.
 
-A full block is known by the block before it and its own token ids (the idea of chaining blocks by their prefix is
-vLLM's automatic prefix caching, the tree of runs SGLang's RadixAttention). What is registered at once, usually a whole
-prompt, is kept as one *run*: the bytes of its tokens and the numbers of its blocks. A *node* is a place in a run; a run
-branches off a node and is found by that node and the tokens of its first block. So matching a prompt compares a few
-byte strings, however many blocks they cover, tokens themselves are compared, not digests (no two prompts can collide),
-and a run is never split: a prompt that differs from some block on is a new run behind the node before it.
+A full block is known by the block before it and its own tokens. (vLLM's automatic prefix caching chains blocks so;
+SGLang's RadixAttention keeps a tree of runs.) Blocks registered together, usually a whole prompt, are one *run*. A
+*node* is a place in a run. A run branches off a node; that node and the tokens of its first block find it. So a match
+compares few byte strings. It compares tokens, not digests: prompts cannot collide. Runs are never split: a prompt that
+differs from some block on is a new run.
 
-Evicting a block cuts its run: what followed cannot be reached any more, and nothing is registered behind it. Nodes are
-never reused.
+Evicting a block cuts its run: later blocks cannot be reached, and nothing is registered behind them. Nodes are never
+reused.
 
-Prompts of one *scope* share blocks, those of different scopes never do: the scope, a string, is part of what a first
-block is found by (the idea is vLLM's cache salt). Scopes without blocks leave nothing behind.
+Only prompts of one *scope* share blocks: it is part of a first block's key (compare vLLM's cache salt).
 
-A block's worth, from least: *once*, it was computed and never found again; *reused*, a request has found it; *pinned*,
-it belongs to a prefix that an operator wants to keep. A pinned prefix is remembered whether blocks hold it or not. It
-*awaits* the branch with its next block, so that a registration costs it nothing unless it is the one awaited.
+A block is worth least if no request has found it again (*once*), more if one has (*reused*), most if *pinned*. A pin
+*awaits* its next branch, so other registrations do no work for it.
 """
 
 from collections.abc import Iterator
@@ -32,16 +28,15 @@ from headway_scheduler.core.memory.cache_log import CacheEntry, CacheLog
 from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
 
 ROOT_NODE = 0
-"""The node before the first block of every prompt."""
+"""The node before every prompt."""
 
 ONCE, REUSED, PINNED = 0, 1, 2
 """What a cached block is worth."""
 
 NUM_WORTHS = 3
-"""How many kinds of cached blocks there are."""
 
 _Branch: TypeAlias = tuple[int | str, bytes]
-"""The node before a run, or its scope if there is none, and the tokens of the run's first block."""
+"""The node before a run (at the root: its scope), and the tokens of the run's first block."""
 
 _PLACE_BITS = 24
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
@@ -50,7 +45,7 @@ _NO_NODE = np.array(-1, dtype=np.int64)
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class _Run:
-    """Blocks registered at once. ``length`` of them can still be reached, ``num_left`` are not yet evicted."""
+    """``length`` blocks can still be reached, ``num_left`` are not yet evicted."""
 
     __slots__ = ("blocks", "branch", "length", "num_left", "number", "parent", "token_bytes")
 
@@ -67,13 +62,13 @@ class _Run:
         return self.number << _PLACE_BITS | place
 
     def continues(self, place: int, token_bytes: bytes) -> bool:
-        """Whether there is a block at ``place`` that can be reached and holds these tokens."""
+        """Whether the block at ``place`` can be reached and holds these tokens."""
         return place < self.length and self.token_bytes.startswith(token_bytes, place * len(token_bytes))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class _Pin:
-    """A prefix to keep: its tokens, the blocks that hold its beginning, and the branch awaited behind them."""
+    """A pinned prefix and the ``blocks`` that hold its beginning."""
 
     __slots__ = ("awaited", "blocks", "num_blocks", "scope", "token_bytes")
 
@@ -86,7 +81,7 @@ class _Pin:
 
 
 class PrefixCache:
-    """``num_blocks`` blocks of ``block_size`` tokens; prompts are given as the bytes of int32 token ids."""
+    """Prompts are given as the bytes of int32 token ids."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * 4
@@ -94,31 +89,30 @@ class PrefixCache:
         self._branches: dict[_Branch, _Run] = {}
         self._last_number = 0
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
-        # Reuse and pins apart: what a pinned block is worth once nobody pins it stays known. Both are 0 for blocks that are
-        # not cached.
+        # Both are 0 for blocks that are not cached. A pinned block keeps its reuse for the time after the pin.
         self._is_reused = np.zeros(num_blocks, dtype=np.int8)
         self._num_pins_of_block = np.zeros(num_blocks, dtype=np.int32)
         self._pins: dict[str, _Pin] = {}
         self._awaited: dict[_Branch, list[_Pin]] = {}
         self.num_cached = 0
-        # What is cached takes one entry per run, each of a block or more and of weight one besides.
+        # The whole cache weighs at most 2 * num_blocks: one entry per run, of weight 1 plus its blocks.
         self._log = CacheLog(most_blocks=4 * num_blocks)
 
     def changes(self, index: int | None, most_blocks: int) -> tuple[tuple[CacheEntry, ...], int]:
-        """What has changed since entry ``index``, about ``most_blocks`` blocks of it, and where to go on.
+        """Changes from ``index`` on, about ``most_blocks`` blocks, and the next index.
 
-        All that is cached, behind a clearing, where ``index`` is None or too long ago.
+        If ``index`` is None or too old: a clearing, then the whole cache.
         """
         if index is None or not self._log.covers(index):
             index = self._log.restart(self._cached_entries())
         return self._log.read(index, most_blocks)
 
     def has_changes_from(self, index: int) -> bool:
-        """Whether there are changes behind what was read."""
+        """Whether there are entries from ``index`` on."""
         return index < self._log.end_index
 
     def _cached_entries(self) -> Iterator[CacheEntry]:
-        # A run is made behind one that is there, so parents come first.
+        # Parents come first, because a run is made after its parent.
         for run in self._runs.values():
             if run.length and self._is_reachable(run.parent):
                 yield self._entry(run)
@@ -129,35 +123,34 @@ class PrefixCache:
         return CacheEntry(run.node(0), run.length, run.parent, tokens, scope)
 
     def holds(self, blocks: BlockIndices) -> NDArray[np.bool_]:
-        """Which of ``blocks`` are in the cache, shape ``[len(blocks)]``."""
+        """Which of ``blocks`` are cached, shape ``[len(blocks)]``."""
         held: NDArray[np.bool_] = self._node_of_block[blocks] != _NO_NODE
         return held
 
     def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
-        """What each of these cached blocks is worth, shape ``[len(blocks)]``: ONCE, REUSED or PINNED."""
+        """ONCE, REUSED or PINNED, shape ``[len(blocks)]``."""
         worth = self._is_reused[blocks]
         if self._pins:
             worth[self._num_pins_of_block[blocks] > 0] = PINNED
         return worth
 
     def num_worth(self) -> list[int]:
-        """How many cached blocks are ONCE, REUSED and PINNED; O(blocks), for operators."""
+        """How many are ONCE, REUSED, PINNED; O(blocks)."""
         cached = (self._node_of_block != _NO_NODE).nonzero()[0]
         counts: list[int] = np.bincount(self.worth_of(cached), minlength=NUM_WORTHS).tolist()
         return counts
 
     def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
-        """The longest cached prefix, at most ``max_blocks`` blocks: their numbers, and the node of the last."""
+        """The longest cached prefix, and its last node."""
         parts, node = self._walk(ROOT_NODE, scope, token_bytes, max_blocks)
         if not parts:
             return NO_BLOCKS, node
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)), node
 
     def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices, scope: str = "") -> int:
-        """Remember that ``blocks`` hold the KV of ``token_bytes`` behind ``parent_node``; return the last one's node.
+        """Record that ``blocks`` hold ``token_bytes`` behind ``parent_node``; return the last node.
 
-        Where other blocks already hold the same, those stay the cached ones: block tables are append-only, so nobody's
-        blocks are exchanged after the fact. Behind a node that can no longer be reached nothing is kept.
+        Blocks that already hold these tokens stay the cached ones: block tables are append-only.
         """
         if parent_node != ROOT_NODE and not self._is_reachable(parent_node):
             return parent_node
@@ -176,24 +169,24 @@ class PrefixCache:
         self._node_of_block[blocks] = np.arange(first_node, end_node)
         self.num_cached += run.length
         if self._log.is_on:
-            self._log.note(self._entry(run))
+            self._log.record(self._entry(run))
         if self._awaited:
             for pin in self._awaited.pop(branch, ()):
                 self._extend(pin)
         return end_node - 1
 
-    def note_reuse(self, blocks: BlockIndices) -> None:
-        """A request has found these cached blocks, which somebody holds."""
+    def record_reuse(self, blocks: BlockIndices) -> None:
+        """Make these cached blocks REUSED."""
         self._is_reused[blocks] = 1
 
     def forget_reuse(self, blocks: BlockIndices) -> None:
-        """These cached blocks have not been found for long: they are worth as much as if they never had."""
+        """Make these cached blocks ONCE again."""
         self._is_reused[blocks] = 0
 
     def forget(self, blocks: BlockIndices) -> BlockIndices:
-        """Cached ``blocks`` will be overwritten: cut their runs.
+        """Cut the runs of these blocks, which will be overwritten.
 
-        Returns cached blocks that are not pinned any more, because they cannot be reached behind these.
+        Returns cached blocks that this unpins.
         """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
@@ -214,14 +207,14 @@ class PrefixCache:
     # ---------------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: str, scope: str, token_bytes: bytes) -> BlockIndices:
-        """Keep a prefix of whole blocks under a name that is not in use; return cached blocks now worth more."""
+        """Pin whole blocks; return cached ones now worth more."""
         pin = self._pins[name] = _Pin(scope, token_bytes, len(token_bytes) // self._block_bytes)
         self._extend(pin)
         changed: BlockIndices = pin.blocks[self._num_pins_of_block[pin.blocks] == 1][::-1]
         return changed
 
     def unpin(self, name: str) -> BlockIndices:
-        """Keep a prefix no longer; return cached blocks now worth less."""
+        """Remove a pin; return cached blocks now worth less."""
         pin = self._pins[name]
         changed = self._shorten(pin, 0)
         self._stop_awaiting(pin)
@@ -229,11 +222,10 @@ class PrefixCache:
         return changed
 
     def num_resident(self, name: str) -> int:
-        """How many blocks hold the beginning of a pinned prefix."""
+        """How many blocks of a pinned prefix are cached."""
         return len(self._pins[name].blocks)
 
     def _extend(self, pin: _Pin) -> None:
-        """Note what has been registered of a pinned prefix behind what was."""
         num_known = len(pin.blocks)
         node = int(self._node_of_block[pin.blocks[-1]]) if num_known else ROOT_NODE
         rest = pin.token_bytes[num_known * self._block_bytes :]
@@ -262,14 +254,13 @@ class PrefixCache:
         pin.awaited = None
 
     def _shorten(self, pin: _Pin, length: int) -> BlockIndices:
-        """Leave only the first ``length`` blocks; return the others that are cached and not pinned any more."""
+        """Keep ``length`` blocks; return cached ones no longer pinned."""
         lost, pin.blocks = pin.blocks[length:], pin.blocks[:length]
         self._num_pins_of_block[lost] -= 1
         changed: BlockIndices = lost[self.holds(lost) & (self._num_pins_of_block[lost] == 0)][::-1]
         return changed
 
     def _shorten_pins(self) -> BlockIndices:
-        """Some pinned blocks have been forgotten: what is behind them is nobody's prefix any more."""
         changed = []
         for pin in self._pins.values():
             forgotten = (~self.holds(pin.blocks)).nonzero()[0]
@@ -294,7 +285,7 @@ class PrefixCache:
         run.num_left -= count
         if first < run.length:
             if self._log.is_on:
-                self._log.note(CacheEntry(run.node(first), run.length - first))
+                self._log.record(CacheEntry(run.node(first), run.length - first))
             run.length = first
             if first == 0:
                 del self._branches[run.branch]
@@ -302,9 +293,7 @@ class PrefixCache:
             del self._runs[run.number]
 
     def _walk(self, node: int, scope: str, token_bytes: bytes, max_blocks: int) -> tuple[list[BlockIndices], int]:
-        """Follow ``token_bytes`` from ``node``, in ``scope`` if that is the root: the blocks passed, in parts, and the
-        node reached.
-        """
+        """Follow ``token_bytes``: the blocks passed, in parts, and the node reached."""
         size = self._block_bytes
         parts: list[BlockIndices] = []
         done = 0
@@ -312,7 +301,7 @@ class PrefixCache:
             first_block = token_bytes[done * size : (done + 1) * size]
             run, place = self._runs.get(node >> _PLACE_BITS), (node & _PLACE_MASK) + 1
             if run is None or not run.continues(place, first_block):
-                # Not the next block of the run that the node is in; then of a run that branches off there.
+                # The node's run does not continue so; perhaps a run that branches off there does.
                 run, place = self._branches.get((scope if node == ROOT_NODE else node, first_block)), 0
                 if run is None:
                     break
@@ -323,7 +312,7 @@ class PrefixCache:
         return parts, node
 
     def _num_equal(self, run: _Run, place: int, token_bytes: bytes, done: int, most: int) -> int:
-        """How many blocks agree from here on; the first is known to, ``most`` could."""
+        """How many blocks agree; at least one does."""
         size = self._block_bytes
         theirs, ours = place * size, done * size
         if run.token_bytes[theirs : theirs + most * size] == token_bytes[ours : ours + most * size]:

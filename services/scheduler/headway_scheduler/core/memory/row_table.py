@@ -1,7 +1,6 @@
-"""The columns of running requests: one entry per row, the same row numbers as on the step wire.
+"""The columns of running requests: one entry per row of the step wire.
 
-Owns: row allocation, token ids, block tables and counters of rows.
-Must not know: queues, budgets, or why a row changes.
+Owns: rows, token ids, block tables, counters. Must not know: why a row changes.
 """
 
 import heapq
@@ -19,29 +18,29 @@ NEVER = np.iinfo(np.int64).max
 
 
 class RowTable:
-    """``max_rows`` rows; the lowest free one is taken first, so that the columns stay dense.
+    """The lowest free row is taken first, so that columns stay dense.
 
-    Columns, shape ``[max_rows]``: ``num_tokens`` known (prompt and received output); ``num_computed_tokens`` after the
-    steps scheduled so far; ``num_blocks`` in the block table; ``last_position`` the position of
-    the last token allowed; ``num_prompt_tokens``;
-    ``owner`` and ``handle`` of the origin; ``decoding`` 1 where the row runs one token each step until its
-    ``due_tick``; ``order_key`` the place in the service order (lower is served first); ``priority`` the class, higher is
-    less urgent; ``tenant`` the place of the tenant in the books of the order; ``curve`` the one of output lengths;
-    ``speculates_from`` the number of computed tokens from which on the row may speculate, and ``is_proven`` whether it pays
-    for it, as far as one knows.
-    ``token_ids`` is ``[max_rows, max_model_len]`` and ``block_table`` ``[max_rows, max_blocks_per_row]``.
+    ``token_ids`` is ``[max_rows, max_model_len]``, ``block_table`` ``[max_rows, max_blocks_per_row]``. Other columns
+    are ``[max_rows]``:
+
+    - ``num_tokens``: prompt and received output; ``num_computed_tokens``: after all scheduled steps.
+    - ``last_position``: of the last token allowed.
+    - ``decoding``: 1 while the row runs one token each step, until its ``due_tick``.
+    - ``order_key``: lower is served first; ``priority``: higher is less urgent.
+    - ``tenant``: index in the order's books; ``curve``: of output lengths.
+    - ``speculates_from``: may speculate from so many computed tokens on; ``is_proven``: it pays.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self.max_rows = max_rows
         self.block_size = block_size
         self.tokens_per_block = np.array(block_size, dtype=np.int32)
-        """The same, for array operations."""
+        """``block_size`` for array operations."""
         self._free_rows = list(range(max_rows))
         self.requests: list[Request | None] = [None] * max_rows
         self.num_live = 0
         self.end = 0
-        """One past the highest row that was ever live: columns are worked on up to here."""
+        """One past the highest row that was ever live: array operations stop here."""
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)
@@ -58,23 +57,20 @@ class RowTable:
         self.speculates_from = np.zeros(max_rows, dtype=np.int32)
         self.is_proven = np.zeros(max_rows, dtype=np.bool_)
         self.horizons = horizons(block_size, max_model_len)
-        """The steps ahead for which memory is foreseen."""
+        """The steps ahead of the memory forecast."""
         max_blocks = -(-max_model_len // block_size)
-        # Untouched pages of these two cost no memory.
+        # np.empty: untouched pages cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
         self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
-        # One flat index costs less than a pair of them.
+        # One flat index costs less than a pair.
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
         self.first_token = np.arange(max_rows, dtype=np.int64) * max_model_len
-        """Where the tokens of each row begin in the flat column."""
+        """Where each row begins in the flat ``token_ids``."""
         self._first_block = np.arange(max_rows, dtype=np.int64) * max_blocks
 
     def take(self, request: Request, blocks: BlockIndices) -> int:
-        """Give ``request`` the lowest free row and copy its state in, with the first blocks of its table.
-
-        How many of its tokens are computed is set when its first chunk is scheduled.
-        """
+        """Give ``request`` the lowest free row, with ``blocks`` as its table."""
         row = heapq.heappop(self._free_rows)
         num_tokens, num_blocks = len(request.token_ids), len(blocks)
         new = request.new
@@ -97,13 +93,13 @@ class RowTable:
         request.num_admitted_tokens = num_tokens
         return row
 
-    def note_speculation(self, row: int, record: SpeculationRecord) -> None:
-        """What is known of the proposals for the request in ``row`` has changed."""
+    def record_speculation(self, row: int, record: SpeculationRecord) -> None:
+        """Copy ``record`` into the columns."""
         self.speculates_from[row] = record.resumes_at
         self.is_proven[row] = record.is_proven
 
     def give_back(self, row: int) -> None:
-        """Free a row. What its request still needs to know of it has been copied before."""
+        """Free a row; its request has copied what it needs."""
         self.request_in(row).row = -1
         self.requests[row] = None
         self.num_live -= 1
@@ -113,18 +109,18 @@ class RowTable:
         heapq.heappush(self._free_rows, row)
 
     def request_in(self, row: int) -> Request:
-        """The request that owns a live row."""
+        """The request of a live row."""
         request = self.requests[row]
         assert request is not None
         return request
 
     def hold_back(self, rows: list[int]) -> None:
-        """Let decoding rows sit out the step to come: what is due for them is due one step later."""
+        """Let decoding rows sit out a step."""
         self.decoding[rows] = 0
         self.due_tick[rows] += 1
 
     def let_decode(self, rows: list[int], *, in_this_step: bool) -> None:
-        """The inverse of ``hold_back``, ``in_this_step`` after all or from the one after it."""
+        """Undo ``hold_back``, before (``in_this_step``) or after that step."""
         self.decoding[rows] = 1
         if in_this_step:
             self.due_tick[rows] -= 1
@@ -140,7 +136,7 @@ class RowTable:
         self.num_blocks[row] += len(blocks)
 
     def append_one_block_each(self, rows: RowIndices, blocks: BlockIndices) -> None:
-        """Extend several rows' block tables by one block each."""
+        """Extend several block tables by one block each."""
         num_blocks = self.num_blocks[rows]
         self._flat_block_table[self._first_block[rows] + num_blocks] = blocks
         self.num_blocks[rows] = num_blocks + ONE
@@ -154,14 +150,11 @@ class RowTable:
         return self.token_ids[row, : self.num_tokens[row]].copy()
 
     def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, prompt and output, that have come back."""
+        """The tokens of a live request."""
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
 
     def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
-        """Append one token to each of ``rows``; return the positions they took, shape ``[len(rows)]``.
-
-        ``first_token`` is what the column of that name has for them.
-        """
+        """Append a token to each row; return their positions, shape ``[len(rows)]``."""
         positions = self.num_tokens[rows]
         self._flat_token_ids[first_token + positions] = token_ids
         self.num_tokens[rows] = positions + ONE

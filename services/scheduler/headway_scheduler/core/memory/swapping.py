@@ -1,10 +1,8 @@
-"""Blocks of preempted requests on the host: who has some there, and which move with the next step.
+"""Blocks of preempted requests on the host, and the moves of the next step.
 
-Owns: the host's blocks, the moves that have not been sent, and what moving has been measured to cost.
-Must not know: queues, budgets, or whose turn it is.
+Owns: host blocks, unsent moves, costs of moving. Must not know: which request is next.
 
-A move is sent with the next step that runs. Until then it is only noted, and a request that ends takes its note with it,
-so that no host block is written twice in one step.
+A request that ends before the next step cancels its swap-out, so that no step writes a host block twice.
 """
 
 import numpy as np
@@ -21,7 +19,7 @@ _Moves = list[tuple[BlockIndices, BlockIndices]]
 
 
 class Swapping:
-    """What one executor's host memory holds. ``policy`` says when moving is worth it."""
+    """``policy`` says when moving pays."""
 
     def __init__(self, num_host_blocks: int, policy: PreemptionPolicy, costs: PreemptionCosts) -> None:
         self.costs = costs
@@ -38,13 +36,13 @@ class Swapping:
 
     @property
     def num_free_host_blocks(self) -> int:
-        """Host blocks that hold nothing of use."""
+        """Host blocks that no request needs."""
         return self._host.num_free + self._host.num_released
 
     def swap_out(self, request: Request, blocks: BlockIndices, num_tokens: int) -> int:
-        """Let the next step copy ``blocks``, which hold ``num_tokens`` tokens, to the host; return how many it copies.
+        """Let the next step copy ``blocks`` (``num_tokens`` tokens); return how many it copies.
 
-        None, if there is no room, or if computing them again is better.
+        It copies none if the host has no room or recomputing is better.
         """
         if not 0 < len(blocks) <= self._host.num_free or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
             return 0
@@ -54,19 +52,19 @@ class Swapping:
         return len(blocks)
 
     def swap_in(self, request: Request, table: BlockIndices, num_shared: int) -> None:
-        """Bring a request's blocks back into its ``table``, but for ``num_shared`` that the prefix cache has."""
+        """Bring a request's blocks into its ``table``, except ``num_shared`` cached ones."""
         host_blocks = request.host_blocks
         if num_shared < len(host_blocks):
             self._in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
         self._give_up(request)
 
     def forget(self, request: Request) -> None:
-        """A request has ended: what the host has of it is of no use any more."""
+        """Release the host blocks of an ended request."""
         self._out.pop(request.arrival, None)
         self._give_up(request)
 
     def take_moves(self) -> tuple[bytes, bytes, int]:
-        """The column groups of blocks to swap out and in with the step that is sent now, and how many they are."""
+        """The column groups to swap out and in now, and the number of blocks."""
         if not self._out and not self._in:
             return NO_MOVES
         moves_out, moves_in = list(self._out.values()), self._in
@@ -74,7 +72,7 @@ class Swapping:
         return _pairs(moves_out), _pairs(moves_in), sum(len(blocks) for blocks, _ in moves_out + moves_in)
 
     def complete_plan(self) -> None:
-        """A step has been put together: what it swaps in can be written again by the next."""
+        """Free the host blocks that this step swaps in."""
         self._host.complete_plan()
 
     def _give_up(self, request: Request) -> None:
@@ -84,7 +82,6 @@ class Swapping:
 
 
 def _pairs(moves: _Moves) -> bytes:
-    """The column group (from, to)."""
     if not moves:
         return b""
     return encode_columns((np.concatenate([source for source, _ in moves]), np.concatenate([end for _, end in moves])))

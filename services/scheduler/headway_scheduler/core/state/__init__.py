@@ -1,4 +1,4 @@
-"""What a request is, and what is counted and told: plain records, which decide nothing."""
+"""Plain records of requests, steps, limits and totals."""
 
 from headway_scheduler.compiled_core import search_path
 

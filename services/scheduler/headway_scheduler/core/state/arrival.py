@@ -1,6 +1,6 @@
-"""What a request asks for, as it comes in.
+"""A request as it arrives.
 
-Owns: the arrival and the name that its answers go by. Must not know: anything that happens to it later.
+Owns: the arrival. Must not know: what happens to it later.
 """
 
 import msgspec
@@ -10,19 +10,17 @@ from headway_proto.sampling import SamplingParams
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Whom the tokens are for: opaque integers that travel with the request."""
+    """The receiver of the tokens: opaque integers."""
 
     owner: int
     handle: int
 
 
 class NewRequestEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request as it arrives. ``token_ids`` int32, shape ``[num_tokens]``: prompt, then output already held.
+    """``token_ids``: int32 ``[num_tokens]``, the prompt and output that its gateway already holds.
 
-    ``max_tokens`` counts output tokens, those already held included. ``ttft_slo_ms`` and ``itl_slo_ms`` are objectives in
-    milliseconds, 0 for none: the first token within the one of its arrival, every further one within the other.
-    ``has_run``: it started before it arrived here, under a scheduler or on a link that is gone; nothing of it is shed.
-    ``num_prompt_logprobs``: of how many prompt tokens, from the second on, log probabilities were told before.
+    ``max_tokens`` includes held output. Objectives of 0: none. ``has_run``: it started elsewhere, so it is not shed.
+    ``num_prompt_logprobs``: prompt tokens, from the second on, whose log probabilities are already reported.
     """
 
     origin: Origin

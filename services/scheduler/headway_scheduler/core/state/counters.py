@@ -1,4 +1,4 @@
-"""Totals that the scheduler keeps for operators.
+"""Totals for operators.
 
 Owns: the counters. Must not know: who reads them.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 
 class PreemptionMode(StrEnum):
-    """What became of the tokens that a preempted request had computed."""
+    """What happened to a preempted request's computed tokens."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -27,7 +27,7 @@ class PreemptionReason(StrEnum):
 
     @property
     def is_for_another(self) -> bool:
-        """Whether it makes way for one that waits."""
+        """Whether the row went to a waiting request."""
         return self in {PreemptionReason.HIGHER_CLASS, PreemptionReason.LATE_FIRST_TOKEN}
 
 
@@ -41,10 +41,8 @@ class Preemption(NamedTuple):
 class WasteReason(StrEnum):
     """Why tokens were computed for nothing.
 
-    ``RECOMPUTE`` and ``NEW_EPOCH``: they are computed a second time, because their request was preempted or a new executor
-    knows nothing of it; counted when it starts again, without what it finds in the cache or on the host. ``SURPLUS``: drawn
-    by steps that were in flight when their request ended, or behind its last token. Proposals that were wrong are not
-    among these: ``num_draft_tokens`` less ``num_accepted_tokens``.
+    ``RECOMPUTE`` and ``NEW_EPOCH``: computed again after a preemption or with a new executor; counted at the restart,
+    less what the cache or the host still has. ``SURPLUS``: drawn after the request's last token.
     """
 
     RECOMPUTE = "recompute"
@@ -53,10 +51,10 @@ class WasteReason(StrEnum):
 
 
 class SchedulerCounters(msgspec.Struct):
-    """Totals since the process started; prompt and prefix tokens count when a request is first admitted.
+    """Totals since the process started; prompt and prefix tokens count at a request's first admission.
 
-    A request admitted again, after a preemption or with a new executor, mostly finds its own blocks. What it finds
-    counts in ``num_prefix_resumed_tokens`` and nowhere else, or the hit rate would rise with every preemption.
+    When admitted again, it finds its own blocks. These count only in ``num_prefix_resumed_tokens``, or preemptions
+    would raise the hit rate.
     """
 
     num_steps: int = 0
@@ -72,7 +70,7 @@ class SchedulerCounters(msgspec.Struct):
     num_prefix_resumed_tokens: int = 0
     num_evicted_blocks: int = 0
     device_us: int = 0
-    """What all steps have taken on the device, as the executor told."""
+    """Device time of all steps, as the executor reported it."""
     num_drafts: int = 0
     """How often tokens were proposed for a request in a step."""
     num_draft_tokens: int = 0

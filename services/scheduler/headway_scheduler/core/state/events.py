@@ -1,6 +1,6 @@
-"""What the core tells the outside after each call: admissions, tokens, ends.
+"""What the core reports after each call: admissions, tokens, ends.
 
-Owns: the shape of these events. Must not know: gateways, frames, or who listens.
+Owns: these events. Must not know: gateways or frames.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ from headway_scheduler.core.state.request import FinishReason
 
 
 class AdmittedEvent(msgspec.Struct, frozen=True):
-    """A request runs for the first time. Times in seconds."""
+    """A request started for the first time. Times in seconds."""
 
     origin: Origin
     num_cached_tokens: int
@@ -31,10 +31,10 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
 
 
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A request ended. Times in seconds; ``first_token_time`` is None if it never had one.
+    """A request ended. Times in seconds, None if that never came.
 
-    ``num_output_tokens`` includes ``num_held_tokens``, which came with it. ``num_predicted_tokens``: the output that was
-    expected of it when it first ran; None where nothing was.
+    ``num_output_tokens`` includes ``num_held_tokens``. ``num_predicted_tokens``: the output expected at its first
+    start.
     """
 
     origin: Origin
@@ -48,14 +48,14 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_held_tokens: int
     tenant: str
     device_us: tuple[int, int] = (0, 0)
-    """What the steps between its first and its first token took on the device, and those until its end; microseconds."""
+    """Device time, in microseconds, of the steps from its start to its first token, and of those after."""
     num_predicted_tokens: int | None = None
     stop_token_id: int = -1
     error: str = ""
 
 
 class LogprobsEvent(msgspec.Struct, frozen=True):
-    """Log probabilities of output token ``index`` of a request."""
+    """Log probabilities of output token ``index``."""
 
     origin: Origin
     index: int
@@ -63,16 +63,16 @@ class LogprobsEvent(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobsEvent(msgspec.Struct, frozen=True):
-    """Log probabilities of tokens of a request's prompt; no token is told twice."""
+    """Log probabilities of prompt tokens, each reported once."""
 
     origin: Origin
     values: PromptLogprobColumns
 
 
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call brought. ``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
+    """``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
-    ``resumed_gaps_s``: for each request that goes on after it had lost its row, the seconds since its token before.
+    ``resumed_gaps_s``: seconds between tokens of requests that lost their row in between.
     """
 
     admitted: tuple[AdmittedEvent, ...] = ()

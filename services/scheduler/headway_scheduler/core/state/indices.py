@@ -1,9 +1,8 @@
-"""The integer type that arrays are indexed with, and a number for arithmetic with them.
+"""The integer types of row and block numbers inside the core.
 
-Owns: the types of row and block numbers inside the core. Must not know: what they number.
+Owns: these types. Must not know: what they number.
 
-On the wire they are int32. Inside, they index other columns all the time, and numpy first converts any other integer
-type to this one: indexing thirty entries by int32 costs five times as much.
+NumPy converts other index types first: indexing thirty entries by int32, as on the wire, costs five times as much.
 """
 
 from typing import TypeAlias
@@ -17,5 +16,5 @@ BlockIndices: TypeAlias = NDArray[np.intp]
 NO_ROWS: RowIndices = np.empty(0, dtype=np.intp)
 NO_BLOCKS: BlockIndices = np.empty(0, dtype=np.intp)
 
-# For array operations. Of a Python number numpy first makes such an array, which takes as long as the operation itself.
+# For array operations: to make an array of a Python number takes NumPy as long as the operation itself.
 ONE: NDArray[np.int32] = np.array(1, dtype=np.int32)

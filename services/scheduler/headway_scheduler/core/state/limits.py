@@ -1,6 +1,6 @@
-"""What bounds the scheduler: the operator's settings and what the executor can hold.
+"""The operator's settings and the executor's capacity.
 
-Owns: the settings of the core. Must not know: where they come from.
+Owns: the core's settings. Must not know: where they come from.
 """
 
 import msgspec
@@ -9,23 +9,7 @@ from headway_proto.step import BackendInfo
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's settings.
-
-    ``max_num_batched_tokens`` tokens per step; ``max_num_seqs`` requests at once; ``max_steps_in_flight`` steps sent
-    and not yet answered; ``max_num_waiting`` requests in the queue, of ``max_waiting_tokens`` tokens in all, and
-    ``max_tenant_waiting`` and ``max_tenant_waiting_tokens`` of each tenant, where 0 is no limit; ``order`` a name in ``ORDERS``; ``batching`` a name in
-    ``BATCHING_POLICIES``; ``reserve`` a name in ``RESERVATIONS``, or "auto" for the batching policy's own; ``budget`` a name
-    in ``TOKEN_BUDGETS``; ``preemption`` a name in ``PREEMPTIONS``.
-
-    ``aging_s``: seconds after which a request that waits, or a prompt of which nothing runs, may be promoted.
-    ``tenant_weights``: shares under the order ``fair``, 1 for tenants that are not named. ``default_ttft_slo_ms`` and ``default_itl_slo_ms``: objectives of requests
-    that name none, 0 for none. ``shed_late``: requests that can no longer meet the objective on their first token are ended
-    before they start. ``prefix_aware``: of requests that the order hardly tells apart, the one with the longest
-    cached prefix starts first. ``prefix_cache_scope``: "shared", or "tenant" if requests of different tenants shall not
-    share cached blocks. ``prefix_wait_tokens``: a request does not start while another computes so many tokens of its prompt
-    or more that it could then find cached; 0: it never waits for that. ``max_speculating_seqs``: nobody speculates while more
-    requests decode.
-    """
+    """``docs/settings.md`` explains each. Policies are names in their registries."""
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -52,13 +36,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor can hold.
+    """What the executor announces.
 
-    ``num_blocks`` blocks of ``block_size`` tokens; requests of ``max_model_len`` tokens; ``max_num_rows`` requests at once;
-    ``num_host_blocks`` blocks beside the device, into which others can be swapped out, at ``swap_us_per_block`` microseconds each way, 0 if unknown;
-    ``max_num_batched_tokens`` tokens in one step, 0 if it sets no limit. ``supports_prompt_logprobs``: whether it reports log
-    probabilities of prompts; ``supports_constraints``: whether outputs may be constrained; ``max_speculative_tokens`` tokens
-    that it proposes for a row in one step, 0 if it does not speculate.
+    Zeros: ``swap_us_per_block`` (one way) unknown, ``max_num_batched_tokens`` unlimited, ``max_speculative_tokens``
+    (per row and step) no speculation.
     """
 
     num_blocks: int
@@ -75,14 +56,14 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: BackendInfo) -> "ExecutorCapacity":
-        """That of an executor that announces ``info``, where everything here has the same name."""
+        """The capacity in ``info``."""
         return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens one request may come to: its last token needs no place in the pool."""
+        """The most tokens of one request; the last needs no place in the pool."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     def most_batched_tokens(self, wanted: int) -> int:
-        """The token budget of a step that the operator sets at ``wanted``."""
+        """The token budget if the operator wants ``wanted``."""
         return min(wanted, self.max_num_batched_tokens) if self.max_num_batched_tokens else wanted

@@ -1,6 +1,6 @@
-"""A step while it is put together, and while it is in flight.
+"""A step while it is planned, and while it is in flight.
 
-Owns: the parts of one step. Must not know: how rows and blocks are chosen.
+Owns: the parts of one step. Must not know: how they are chosen.
 """
 
 from collections.abc import Collection
@@ -18,36 +18,35 @@ from headway_scheduler.core.state.step_shape import StepShape
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefillChunk:
-    """Part of a prompt in a step.
+    """Part of a prompt in a step, from ``start`` on; the last part (``completes``) samples.
 
-    Its tokens begin at position ``start``. When the step returns, ``num_computed_tokens`` tokens of ``request`` are in the blocks of ``row``, provided that the
-    request has not been preempted since (its ``num_preemptions`` is still ``stay``). ``completes``: it samples.
+    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since.
     """
 
-    __slots__ = ("completes", "num_computed_tokens", "request", "row", "start", "stay")
+    __slots__ = ("completes", "num_computed_tokens", "num_preemptions", "request", "row", "start")
 
     def __init__(self, request: Request, row: int, start: int, num_computed_tokens: int, completes: bool) -> None:
         self.request = request
         self.row = row
         self.start = start
-        self.stay = request.num_preemptions
+        self.num_preemptions = request.num_preemptions
         self.num_computed_tokens = num_computed_tokens
         self.completes = completes
 
     @property
     def end_of_prompt_logprobs(self) -> int:
-        """Behind the last position whose log probability follows from these tokens; ``start`` + 1 is the first."""
+        """One past the last position with a log probability from this part; the first is ``start`` + 1."""
         return max(min(self.num_computed_tokens + 1, self.request.new.num_prompt_tokens), self.start + 1)
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether the request still runs where its tokens go."""
+        """Whether the request still has this row."""
         request = self.request
-        return request.row == self.row and request.num_preemptions == self.stay
+        return request.row == self.row and request.num_preemptions == self.num_preemptions
 
 
 class StepLoad(NamedTuple):
-    """What a step had to do, and by when: sent at ``sent_time``, under an objective of ``objective_s`` seconds or none."""
+    """The work of a step, and its objective, if any."""
 
     shape: StepShape
     sent_time: float
@@ -55,7 +54,7 @@ class StepLoad(NamedTuple):
 
 
 class StepPlan:
-    """A step being put together: what is left of the budget, and the parts of the message."""
+    """The rest of the budget, and the parts of the message."""
 
     __slots__ = (
         "_block_ids",
@@ -85,17 +84,17 @@ class StepPlan:
         self.new_requests: list[NewRequest] = []
         self.chunks: list[PrefillChunk] = []
         self.newest_prompts: list[Request] | None = None
-        """Whose prompts were planned or sent last, the latest first, once somebody has asked."""
+        """The requests whose prompts were planned or sent last, latest first; computed on demand."""
         self.num_promised_blocks = 0
-        """Fenced blocks that rows already sit out for."""
+        """Fenced blocks that rows already wait for."""
         self.short_of_blocks = False
         self.sits_out: Collection[int] = ()
-        """Live rows that may not be part of this step, whatever they are doing."""
+        """Live rows that may not be part of this step."""
         self.held_back: list[int] = []
-        """Rows that would decode in this step, and do in the next."""
+        """Decoding rows that sit out only this step."""
         self.max_new_requests = budget
         self.speculating: list[tuple[int, int]] = []
-        """(row, most proposals) of decoding rows that may speculate, rows ascending."""
+        """(row, most proposals), rows ascending."""
         self.num_speculative_tokens = 0
         self._block_rows: list[RowIndices] = []
         self._block_ids: list[BlockIndices] = []
@@ -107,22 +106,22 @@ class StepPlan:
             self._block_ids.append(blocks)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Run ``num_tokens`` tokens of ``row``."""
+        """Run ``num_tokens`` prompt tokens of ``row``."""
         self.num_chunk_tokens += num_tokens
         if num_tokens != 1:
             self.exceptions.append((row, num_tokens))
 
     def let_speculate(self, row: int, num_tokens: int) -> None:
-        """Let ``num_tokens`` tokens be proposed for ``row``, above those before it."""
+        """Allow ``num_tokens`` proposals; rows come in ascending order."""
         self.speculating.append((row, num_tokens))
         self.num_speculative_tokens += num_tokens
 
     def rows_in_prompt(self) -> set[int]:
-        """Rows that run part of their prompt in this step: they cannot leave it any more."""
+        """Rows with a part of their prompt in this step."""
         return {chunk.row for chunk in self.chunks}
 
     def drop_row(self, row: int) -> None:
-        """Forget what was planned for a row that is preempted after all."""
+        """Remove a row that is preempted."""
         self.newest_prompts = None
         self.exceptions = [exception for exception in self.exceptions if exception[0] != row]
         if row in self.held_back:
@@ -148,7 +147,7 @@ class StepPlan:
         return encode_column([*rows, *counts])
 
     def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
-        """The column group (row, tokens) of all exceptions, rows ascending."""
+        """The column group (row, tokens), rows ascending."""
         exceptions = dict(self.exceptions)
         for rows in sitting_out:
             if rows:
@@ -161,12 +160,11 @@ class StepPlan:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class InFlightStep:
-    """A step sent and not yet answered.
+    """A step sent and not answered.
 
-    ``sampling_rows`` ascending: each brings one token. ``leavers``: rows given up since, each with the request that is
-    still owed the token of this step (None: there is none, or nobody wants it). ``digest`` of the mirrored state after the step, if the
-    executor reports it for this one. ``load`` is what the step's time may be judged by, ``num_moved_blocks`` how many blocks it swaps.
-    ``speculating``: of the sampling rows those that may bring more, each with the most proposals it may run.
+    ``sampling_rows``, ascending, bring one token each, those ``speculating`` (row, most proposals) perhaps more.
+    ``leavers``: rows given up since, with the request that is still owed a token, or None. ``digest``: of the mirrored
+    state after the step, if reported.
     """
 
     __slots__ = (
@@ -200,10 +198,10 @@ class InFlightStep:
         self.load = load
         self.num_moved_blocks = num_moved_blocks
         self.leavers: dict[int, Request | None] = {}
-        self._samples = b""  # for each row up to the last that samples whether it does, once somebody has asked
+        self._samples = b""  # one byte per row up to the last that samples; computed on demand
 
     def ran_rows(self) -> set[int]:
-        """The rows that run in this step for the requests that still own them."""
+        """The rows of this step that still belong to the same request."""
         rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks)}
         return rows.difference(self.leavers)
 
@@ -216,7 +214,7 @@ class InFlightStep:
         return row < len(self._samples) and self._samples[row] != 0
 
     def places_of(self, row: int) -> slice:
-        """Where ``row`` is among the sampling rows: one place, or none."""
+        """The place of ``row`` among the sampling rows, if any."""
         place = int(self.sampling_rows.searchsorted(row))
         found = place < len(self.sampling_rows) and self.sampling_rows[place] == row
         return slice(place, place + int(found))

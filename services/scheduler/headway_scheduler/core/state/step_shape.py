@@ -1,17 +1,13 @@
 """What the duration of a step depends on.
 
-Owns: the shape of a step. Must not know: the model that predicts from it.
+Owns: its shape. Must not know: the model of step times.
 """
 
 from typing import NamedTuple
 
 
 class StepShape(NamedTuple):
-    """What the duration of a step depends on.
-
-    ``num_tokens`` and ``num_rows`` of the whole step. ``num_context_tokens``: positions computed before, over all rows.
-    ``num_prefill_pairs``: queries times keys of the chunks of prompts, see ``prefill_pairs``.
-    """
+    """``num_context_tokens``: positions computed before, over all rows."""
 
     num_tokens: int = 0
     num_rows: int = 0
@@ -19,7 +15,7 @@ class StepShape(NamedTuple):
     num_prefill_pairs: int = 0
 
     def with_prompt(self, num_tokens: int, num_computed_tokens: int) -> "StepShape":
-        """The step with one more row, ``num_tokens`` of a prompt of which ``num_computed_tokens`` are computed."""
+        """This step and one more row of a prompt."""
         return StepShape(
             self.num_tokens + num_tokens,
             self.num_rows + 1,
@@ -29,5 +25,5 @@ class StepShape(NamedTuple):
 
 
 def prefill_pairs(num_tokens: int, num_computed_tokens: int) -> int:
-    """Pairs of a query and a key in a chunk: each token attends to all before it and to itself."""
+    """Pairs of a query and a key in a chunk: each token attends to itself and all before."""
     return num_tokens * num_computed_tokens + num_tokens * (num_tokens + 1) // 2

@@ -1,8 +1,8 @@
-"""Which token ids end some running request.
+"""The token ids that end some running request.
 
-Owns: how many running requests stop at each token id. Must not know: which ones, or whether they may stop yet.
+Owns: how many requests stop at each id. Must not know: which ones.
 
-Most requests have the same few stop tokens. So sets are counted first, and the tokens of a set only when it comes or goes.
+Most requests share a few sets of stop tokens, so sets are counted first.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class StopTokens:
-    """``ends_some``, shape ``[vocab_size]``: whether any running request stops at this id."""
+    """``ends_some``, shape ``[vocab_size]``: whether a running request stops here."""
 
     def __init__(self, vocab_size: int) -> None:
         self.ends_some = np.zeros(vocab_size, dtype=np.bool_)
@@ -19,14 +19,14 @@ class StopTokens:
         self._sets_with: Counter[int] = Counter()
 
     def add(self, token_ids: frozenset[int]) -> None:
-        """A request that stops at these ids starts to run."""
+        """Count a running request that stops at these ids."""
         uses = self._uses_of_set.get(token_ids, 0)
         self._uses_of_set[token_ids] = uses + 1
         if not uses:
             self._count(token_ids, 1)
 
     def remove(self, token_ids: frozenset[int]) -> None:
-        """One of them no longer runs."""
+        """Count one such request less."""
         uses = self._uses_of_set[token_ids] - 1
         if uses:
             self._uses_of_set[token_ids] = uses

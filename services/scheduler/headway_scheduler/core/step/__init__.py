@@ -1,4 +1,4 @@
-"""One step: its plan, and what its answer says."""
+"""One step, from its passes to its answer."""
 
 from headway_scheduler.compiled_core import search_path
 

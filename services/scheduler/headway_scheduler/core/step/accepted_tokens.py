@@ -1,6 +1,6 @@
-"""What a step that speculates brings beyond one token a row.
+"""The accepted proposals in an answer.
 
-Owns: reading it out of an answer. Must not know: what becomes of the tokens.
+Owns: how they are read. Must not know: what happens to them.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from headway_scheduler.core.state.indices import RowIndices
 
 
 class AcceptedTokens(NamedTuple):
-    """Of one row: how many tokens might be proposed, how many were, and the tokens that follow its first one."""
+    """A row's allowed and made proposals, and its accepted tokens."""
 
     row: int
     num_allowed: int
@@ -24,15 +24,15 @@ class AcceptedTokens(NamedTuple):
 def split_tokens(
     output: ExecutorOutput, sampling_rows: RowIndices, speculating: list[tuple[int, int]]
 ) -> tuple[Int32Array, list[AcceptedTokens]]:
-    """The first token of each of ``sampling_rows``, and what the ``speculating`` ones, (row, most proposals), have beyond it.
+    """The first tokens of ``sampling_rows``, and the accepted tokens of the ``speculating`` (row, most proposals).
 
     Raises:
-        ValueError: the answer does not fit them.
+        ValueError: the answer does not fit the step.
     """
     token_ids = decode_column(output.sampled_token_ids)
     rows, proposed, accepted = decode_columns(output.accepted_tokens, 3).tolist()
     if rows != [row for row, _ in speculating]:
-        raise ValueError(f"tokens were accepted of the rows {rows!r:.64}")
+        raise ValueError(f"tokens were accepted for the rows {rows!r:.64}")
     failed = {error.row for error in output.errors}
     for (row, num_allowed), num_proposed, num_accepted in zip(speculating, proposed, accepted, strict=True):
         if not 0 <= num_accepted <= num_proposed <= num_allowed or (num_accepted and row in failed):

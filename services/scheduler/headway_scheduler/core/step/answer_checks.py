@@ -1,6 +1,6 @@
-"""Checks an executor's answer against the oldest step in flight, before anything of it counts.
+"""Checks an answer before anything of it counts.
 
-Owns: what makes an answer impossible. Must not know: what becomes of its tokens.
+Owns: which answers are impossible. Must not know: what happens to the tokens.
 """
 
 from collections.abc import Iterable
@@ -18,16 +18,15 @@ from headway_scheduler.core.step.accepted_tokens import AcceptedTokens, split_to
 
 
 class StateMismatch(Exception):  # noqa: N818 - named for what was found
-    """The executor's report cannot follow from the steps that it was sent; only a new epoch helps."""
+    """An answer that cannot follow from the steps sent; only a new epoch helps."""
 
 
 Answer: TypeAlias = tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[AcceptedTokens]]
-"""The step, a token for each row that samples, whether a running request stops at it, and further tokens of rows that
-speculate."""
+"""The step, a token per sampling row, whether a running request stops at it, and accepted proposals."""
 
 
 class AnswerChecks:
-    """Takes the oldest step out of those in flight if the answer fits it."""
+    """Takes the oldest step out of those in flight."""
 
     def __init__(self, epoch: Epoch, stop_tokens: StopTokens) -> None:
         self._in_flight = epoch.in_flight
@@ -38,7 +37,7 @@ class AnswerChecks:
         """The checked answer.
 
         Raises:
-            StateMismatch: it cannot be the answer to the oldest step in flight, which stays there.
+            StateMismatch: it does not fit; the step stays in flight.
         """
         if not self._in_flight or output.step != self._in_flight[0].step:
             raise StateMismatch(f"an answer to step {output.step}, which is not the oldest in flight")
@@ -59,9 +58,9 @@ class AnswerChecks:
         if output.errors:
             token_ids = token_ids.copy()
             for error in output.errors:
-                token_ids[step.places_of(error.row)] = 0  # nobody will see it
+                token_ids[step.places_of(error.row)] = 0  # valid for the check below, and dropped later
         try:
-            # Seen as unsigned, a negative id is outside the vocabulary as well.
+            # As unsigned, a negative id is outside the vocabulary too.
             stops_some = self._ends_some.take(token_ids.view(np.uint32))
             for entry in accepted:
                 self._ends_some[np.asarray(entry.token_ids, dtype=np.int32).view(np.uint32)]
@@ -71,10 +70,10 @@ class AnswerChecks:
         return step, token_ids, stops_some, accepted
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
-        """A row that cannot be would be somebody else's, or end this process."""
+        """A wrong row number would hit another request or end this process."""
         for error in output.errors:
             if not 0 <= error.row < self._max_rows:
-                raise StateMismatch(f"an error of row {error.row} in step {step.step}, which there is not")
+                raise StateMismatch(f"an error of row {error.row}, which does not exist, in step {step.step}")
         for values in output.logprobs:
             place = step.places_of(values.row) if 0 <= values.row < self._max_rows else slice(0, 0)
             if place.start == place.stop:
@@ -84,7 +83,7 @@ class AnswerChecks:
 
 
 def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:
-    """A report of prompts covers exactly the tokens that the step computed of them, once for each row."""
+    """Reports must cover exactly the prompt tokens computed."""
     chunks = {chunk.row: chunk for chunk in step.chunks}
     for row, values in ((entry.row, entry.values) for entry in reported):
         chunk = chunks.pop(row, None)

@@ -1,6 +1,6 @@
-"""Takes in the answers of the executor: tokens, log probabilities, failures of rows, and the ends that follow.
+"""Takes in answers: tokens, log probabilities, failed rows, and the ends that follow.
 
-Owns: the tokens of an answer, row by row. Must not know: how the next step is decided, or who listens.
+Owns: the tokens of an answer. Must not know: who receives them.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColu
 
 
 class Answers:
-    """Tokens enter the columns of all rows at once; only rows that end, failed or speculate are looked at one by one."""
+    """Looks singly only at rows that end, failed or speculate."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Answers:
         """Take in the answer to the oldest step in flight.
 
         Raises:
-            StateMismatch: it cannot be the answer to that step.
+            StateMismatch: it is not that answer.
         """
         step, token_ids, stops_some, accepted = self._checks.take(output)
         self._epoch.pool.complete_step(step.step)
@@ -109,8 +109,7 @@ class Answers:
     # --------------------------------------------------------------------------------------------- the time of steps
 
     def _learn(self, step: InFlightStep, output: ExecutorOutput, now: float, accepted: list[AcceptedTokens]) -> None:
-        """Learn what the step and its moves have cost."""
-        # A step that moved blocks says nothing of steps: its moves may have run before it, or beside the one before.
+        # The time of a step that moved blocks is useless: the moves may have run beside the step before.
         if step.load is not None and not step.num_moved_blocks:
             self._learn_duration(step, step.load, now, accepted)
         self._observer.last_answer_time = now
@@ -121,7 +120,7 @@ class Answers:
     def _learn_duration(self, step: InFlightStep, load: StepLoad, now: float, accepted: list[AcceptedTokens]) -> None:
         if step.speculating:
             num_proposed = sum(entry.num_proposed for entry in accepted)
-            self._speculation.note_step(load.shape, self._observer.duration_s(load, now), num_proposed)
+            self._speculation.record_step(load.shape, self._observer.duration_s(load, now), num_proposed)
         else:
             self._observer.learn(load, now)
 
@@ -130,10 +129,7 @@ class Answers:
     def _prompt_logprobs(
         self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
     ) -> tuple[PromptLogprobsEvent, ...]:
-        """The new part of the step's log probabilities of prompts.
-
-        How far each has been reported follows from the step alone, so that a replay needs no values.
-        """
+        """What is not reported yet; this follows from the step alone, so a replay needs no values."""
         reported = {entry.row: entry.values for entry in output.prompt_logprobs}
         events = []
         for chunk in step.chunks:
@@ -155,7 +151,6 @@ class Answers:
         first_tokens: list[FirstTokenEvent],
         resumed_gaps_s: list[float],
     ) -> None:
-        """Parts of prompts are computed: note first tokens, and enter full blocks into the prefix cache."""
         for chunk in step.chunks:
             request = chunk.request
             if chunk.row in failed or request.status is RequestStatus.FINISHED:
@@ -173,7 +168,6 @@ class Answers:
     def _logprobs(
         self, step: InFlightStep, output: ExecutorOutput, failed: dict[int, str]
     ) -> tuple[LogprobsEvent, ...]:
-        """The log probabilities of tokens that are delivered: not of a failed row, nor of a request that was cancelled."""
         events = []
         num_reported: Counter[int] = Counter()
         for values in output.logprobs:
@@ -190,7 +184,7 @@ class Answers:
     def _late_tokens(
         self, step: InFlightStep, token_ids: Int32Array, failed: dict[int, str]
     ) -> list[tuple[Request, int]]:
-        """The tokens for requests that lost their row after this step was scheduled, rows ascending."""
+        """Tokens of requests that lost their row since, rows ascending."""
         late = []
         for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
             request.num_unreturned -= 1
@@ -245,7 +239,6 @@ class Answers:
         columns: TokenColumns,
         finished: list[FinishedEvent],
     ) -> TokenColumns:
-        """Append the tokens that rows have beyond their first, up to the end of their requests; learn from them."""
         rows, counters = self._rows, self._counters
         entries: list[tuple[int, int, int, int]] = []
         moved: list[int] = []
@@ -254,7 +247,7 @@ class Answers:
             counters.num_draft_tokens += num_proposed
             counters.num_accepted_tokens += len(token_ids)
             request = None if row in step.leavers else rows.requests[row]
-            if request is None:  # it has ended meanwhile, or with its first token
+            if request is None:  # it ended, perhaps with its first token
                 self._state.count_surplus(len(token_ids))
                 continue
             rows.num_computed_tokens[row] += len(token_ids)
@@ -265,7 +258,7 @@ class Answers:
                 num_proposed=num_proposed,
                 num_accepted=len(token_ids),
             )
-            rows.note_speculation(row, request.speculation)
+            rows.record_speculation(row, request.speculation)
             num_taken, end = self._append_to(request, token_ids, entries)
             self._state.count_surplus(len(token_ids) - num_taken)
             if end is not None:
@@ -279,7 +272,7 @@ class Answers:
     def _append_to(
         self, request: Request, token_ids: list[int], entries: list[tuple[int, int, int, int]]
     ) -> tuple[int, FinishedEvent | None]:
-        """Append tokens to a running request until one ends it: how many, and the end."""
+        """Append tokens until one ends the request: how many, and the end."""
         rows, row, origin = self._rows, request.row, request.new.origin
         for place, token_id in enumerate(token_ids):
             num_tokens = int(rows.num_tokens[row])
@@ -293,7 +286,6 @@ class Answers:
         return len(token_ids), None
 
     def _end_at(self, request: Request, num_tokens: int, token_id: int) -> FinishedEvent | None:
-        """End ``request`` if its newest token, ``token_id``, stops it or is the last it may have."""
         new = request.new
         if token_id in new.stop_token_ids and num_tokens - new.num_prompt_tokens >= new.sampling.min_tokens:
             return self._endings.finish(request, FinishReason.STOP, stop_token_id=token_id)

@@ -1,6 +1,6 @@
-"""The decode pass: a block for each decoding row that has come to the end of its last.
+"""The decode pass: a block for each decoding row that has filled its last one.
 
-Owns: which rows are due, and in which order they are served. Must not know: prompts, or how a row is preempted.
+Owns: which rows are due. Must not know: prompts, or how a row is preempted.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from headway_scheduler.core.state.step_plan import StepPlan
 
 
 class DecodePass:
-    """Touches only rows whose due tick is this step: a row that simply decodes costs nothing here."""
+    """Touches only rows whose due tick is this step."""
 
     def __init__(self, epoch: Epoch, making_way: MakingWay) -> None:
         self._epoch = epoch
@@ -24,7 +24,7 @@ class DecodePass:
         self._making_way = making_way
 
     def serve(self, plan: StepPlan) -> None:
-        """Give each due row a block, let it wait for one, or stop it if nothing is left to compute."""
+        """Give each due row a block, let it wait for one, or stop it at its end."""
         rows, decoding, tick = self._rows, self._decoding, np.array(self._epoch.next_step, dtype=np.int64)
         due = (rows.due_tick[: rows.end] == tick).nonzero()[0]
         if decoding.stalled:
@@ -41,7 +41,7 @@ class DecodePass:
         if len(due) > self._pool.num_free:
             self._extend_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
         elif len(due):
-            # There is a block for everyone: no need to ask who is served first.
+            # There is a block for each row, so their order does not matter.
             self._extend(plan, due, num_left, tick)
 
     def _extend(self, plan: StepPlan, due: RowIndices, num_left: Int32Array, tick: NDArray[np.int64]) -> None:

@@ -1,6 +1,6 @@
-"""Which passes make a step, and in which order: what the batching policy says.
+"""Which passes make a step, and in which order.
 
-Owns: the rules in force, and the rows that sit a step out. Must not know: how a pass serves its rows.
+Owns: the rules in force, and which rows sit out. Must not know: how a pass works.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -14,7 +14,7 @@ from headway_scheduler.core.step.prefill_pass import PrefillPass
 
 
 class Passes:
-    """Asks the policy for new rules only when a batch begins or first decodes."""
+    """Asks for rules only when a batch begins or first decodes."""
 
     def __init__(
         self, state: CoreState, epoch: Epoch, admission: Admission, decode: DecodePass, prefill: PrefillPass
@@ -29,17 +29,17 @@ class Passes:
         self._set_rules(any_decoded=False)
 
     def _set_rules(self, *, any_decoded: bool) -> None:
-        """``any_decoded``: whether a decode has run since the last time that nothing ran."""
+        """``any_decoded``: whether this batch has decoded."""
         self._any_decoded = any_decoded
         self.rules = self._batching.rules(any_decoded=any_decoded)
 
     def begin_step(self) -> None:
-        """A step is put together: the batch before it may have ended."""
+        """End the batch if nothing runs."""
         if self._any_decoded and not self._epoch.rows.num_live:
             self._set_rules(any_decoded=False)
 
     def end_step(self, *, has_decoded: bool) -> None:
-        """The step is sent."""
+        """Record that a step was sent."""
         if has_decoded and not self._any_decoded:
             self._set_rules(any_decoded=True)
 
@@ -56,7 +56,7 @@ class Passes:
             self._decode.serve(plan)
 
     def _choose_batch(self, plan: StepPlan) -> None:
-        """Leave out what is part of a step in flight, and what is beyond the size of a batch; O(running)."""
+        """Leave out rows in flight, and rows beyond the batch size; O(running)."""
         epoch, rows = self._epoch, self._epoch.rows
         in_flight = set[int]().union(*(step.ran_rows() for step in epoch.in_flight))
         ready = [row for row in rows.live_rows().tolist() if row not in in_flight]
@@ -67,10 +67,10 @@ class Passes:
         epoch.decoding.hold_back(plan, [row for row in epoch.decoding.indices().tolist() if row in plan.sits_out])
 
     def _run_prompts_alone(self, plan: StepPlan, rules: StepRules) -> bool:
-        """Fill the step with prompts while decodes sit out; whether there was one to run.
+        """Fill the step with prompts while decodes sit out; return whether one ran.
 
-        Not while a decode waits for a block: prompts would take every block that comes free, fill the pool, be
-        preempted, and start again, for ever.
+        None runs while a decode needs a block: prompts would take every free block, be preempted, and start again, for
+        ever.
         """
         epoch = self._epoch
         if epoch.decoding.stalled:

@@ -1,6 +1,6 @@
-"""The prefill pass: the next chunk of each prompt under way, and the starts of waiting requests between and after them.
+"""The prefill pass: chunks of prompts under way, and starts of waiting requests.
 
-Owns: the order in which prompts are served, and the size of their chunks. Must not know: decodes, beyond their number.
+Owns: order and size of chunks. Must not know: which rows decode.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -14,7 +14,7 @@ from headway_scheduler.core.state.step_plan import StepPlan
 
 
 class PrefillPass:
-    """``budget_in_force``: tokens that the newest step with prompts might have had, decodes included."""
+    """``budget_in_force``: tokens allowed in the newest step with prompts."""
 
     def __init__(
         self, state: CoreState, epoch: Epoch, running: RunningRequests, making_way: MakingWay, admission: Admission
@@ -32,7 +32,7 @@ class PrefillPass:
         self._overtakes = state.order.overtakes_prompts
 
     def serve(self, plan: StepPlan, rules: StepRules) -> None:
-        """Prompts under way first, then waiting ones with what is left; before either, waiting ones that the order prefers."""
+        """Serve prompts under way, then waiting ones, or first those that the order prefers."""
         cut = self._admission.cut_of(rules)
         if self._prefilling and self._ranks_classes:
             self._promote_starved(plan.now)
@@ -44,10 +44,7 @@ class PrefillPass:
             self._admission.admit_waiting(plan, cut)
 
     def _promote_starved(self, now: float) -> None:
-        """Let a prompt of which nothing has run for ``aging_s`` seconds go before all classes.
-
-        Requests of higher classes start before it goes on, and there might be some in every step.
-        """
+        """Move prompts without tokens for ``aging_s`` above all classes, which could fill every step."""
         for row in sorted(self._prefilling):
             request = self._rows.request_in(row)
             if request.rank != HEAD_RANK and now - request.served_time >= self._state.limits.aging_s:
@@ -55,7 +52,6 @@ class PrefillPass:
                 self._rows.order_key[row] = request.order_key
 
     def _bound_prompts(self, plan: StepPlan) -> None:
-        """Let the budget say how many prompt tokens may run beside the decodes."""
         rows, decoding = self._rows, self._epoch.decoding.shape()
         self.budget_in_force = plan.budget
         if not decoding.num_rows:
@@ -76,7 +72,7 @@ class PrefillPass:
         self.budget_in_force = plan.budget
 
     def _serve_under_way(self, plan: StepPlan, cut: PromptCut | None) -> None:
-        """The next chunk of each prompt. Waiting requests that the order prefers start before it, if any may (``cut``)."""
+        """Run a chunk of each prompt, after waiting requests that the order prefers."""
         rows = self._rows
         under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
         is_overtaken = cut is not None and self._overtakes and not self._keeps_service_order
@@ -84,7 +80,7 @@ class PrefillPass:
             if cut is not None and is_overtaken:
                 self._admission.admit_waiting(plan, cut, before=request)
             if row not in self._prefilling or rows.requests[row] is not request:
-                continue  # preempted for a request before it
+                continue  # preempted for an earlier request
             num_tokens = 0 if row in plan.sits_out else self._next_chunk(plan, row)
             if num_tokens:
                 end = int(rows.num_computed_tokens[row]) + num_tokens
@@ -95,22 +91,20 @@ class PrefillPass:
 
     @property
     def _keeps_service_order(self) -> bool:
-        """Whether prompts are served in the service order, whatever the order of the queue would like better.
+        """Whether prompts follow the service order, not the queue's.
 
-        Where both differ, they do while a preempted request waits: memory is short then, and it is in the service
-        order that it is taken away. Otherwise one could take what another must wait for, be preempted, and come back first.
+        They do while a preempted request waits: memory is short, and blocks are taken in service order. Otherwise a
+        prompt could take blocks that another waits for, be preempted, and come back first.
         """
         return self._waiting.num_preempted > 0 and not self._ranks_classes
 
     def _prompts_under_way(self) -> list[int]:
-        """Rows in their prompt, in the order in which they are served."""
         if self._keeps_service_order:
             return sorted(self._prefilling, key=self._rows.order_key.__getitem__)
         request_in, place = self._rows.request_in, self._waiting.queue.prompt_place
         return sorted(self._prefilling, key=lambda row: place(request_in(row)))
 
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
-        """How many tokens of its prompt ``row`` can run: bounded by budget and by blocks."""
         rows = self._rows
         computed = int(rows.num_computed_tokens[row])
         wanted = min(int(rows.num_tokens[row]) - computed, self._epoch.budget_left(plan))

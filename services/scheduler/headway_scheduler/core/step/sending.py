@@ -1,6 +1,6 @@
-"""A complete plan becomes a step in flight and the message for it.
+"""Makes a complete plan a step in flight and its message.
 
-Owns: that both say the same, and the digest of the mirrored state. Must not know: how the plan came about.
+Owns: that both agree. Must not know: how the plan was made.
 """
 
 from headway_proto.columns import encode_column
@@ -22,7 +22,7 @@ class Sending:
         self._running = running
 
     def commit(self, plan: StepPlan, total: int) -> SchedulerOutput:
-        """Make the plan, of ``total`` tokens without proposals, a step in flight and the message for it."""
+        """Commit the plan, of ``total`` tokens without proposals."""
         epoch, rows, decoding, step = self._epoch, self._epoch.rows, self._epoch.decoding, self._epoch.next_step
         load = None
         if self._observer.is_worth_it(plan, step):
@@ -47,7 +47,7 @@ class Sending:
         )
         epoch.finished_rows.clear()
         digest = digest_of(rows) if step % DIGEST_INTERVAL_STEPS == 0 else None
-        # What decodes in the next step is what samples in this one: rows that decode, and prompts that are complete.
+        # The rows that decode next are those that sample now: decodes and completed prompts.
         epoch.in_flight.append(
             InFlightStep(
                 step,
@@ -66,6 +66,6 @@ class Sending:
 
 
 def digest_of(rows: RowTable) -> int:
-    """A digest of the state that the executor mirrors."""
+    """The digest of the state that the executor mirrors."""
     live = rows.live_rows()
     return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table)

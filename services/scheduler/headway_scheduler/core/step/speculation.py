@@ -1,24 +1,21 @@
-"""For whom speculation pays, and how far ahead: one record per request, one policy for all of them.
+"""For which requests speculation pays, and how far ahead.
 
-Owns: what is learned of each request's proposals, and the decision. Must not know: rows, blocks, or who proposes.
+Owns: what is learned of proposals, and the decision. Must not know: rows, blocks.
 
-A request *tries* speculation at first and after each pause. What it tries is bounded. Where nothing was proposed, little
-was lost, and it tries again after ``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to
-``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps in a row whose proposals were all wrong it pauses for ``SHORTEST_PAUSE``
-tokens, then twice as many, up to ``LONGEST_PAUSE``; where other requests have come to pauses before it and for none it
-paid meanwhile, its first pause is longer in the same way. A step that speculates is answered before the next one is sent,
-which all that decode in it feel; so those that only try do so together, in one step of ``STEPS_BETWEEN_TRIES`` at most,
-or beside others for whom it pays.
+A request *tries* speculation at first and after each pause. If no proposal is found, it tries again after
+``SHORTEST_SEARCH_PAUSE`` tokens, then after twice as many, up to ``LONGEST_SEARCH_PAUSE``. After ``TRIES`` steps with
+only wrong proposals it pauses for ``SHORTEST_PAUSE`` tokens, then twice as many, up to ``LONGEST_PAUSE``. First pauses
+double in the same way from request to request while none succeeds. The step after one that speculates waits for its
+answer, which slows all rows. So requests try together, once in ``STEPS_BETWEEN_TRIES`` steps, or beside requests for
+which it pays.
 
-A request for which a proposal was right *speculates* until it no longer pays. How many tokens it asks for follows what is
-accepted: twice as many after all were right, one more than were right otherwise. Two conditions have to hold:
+After a right proposal a request *speculates* as long as it pays. It asks for twice as many tokens after all were right,
+otherwise for one more than were right. Two conditions must hold:
 
-- its running mean of accepted tokens per step, misses included, is at least ``LEAST_MEAN``;
-- the batch gains. A step of n rows takes t by the model of step times, and t' with the proposals, by what steps with
-  proposals have taken beyond that lately, for each: who proposes may take time as well. The tokens accepted are worth t / n each, and that must be ``MARGIN`` times t' - t: who speculates
-  ends sooner, but the others wait for it, and until somebody takes the place that comes free a step is not shorter by
-  as much. In a large batch, whose steps already are as long as their arithmetic, a proposal costs as much as a token, and
-  speculation ends by itself; the setting ``max_speculating_seqs`` ends it in any case.
+- Its running mean of accepted tokens per step is at least ``LEAST_MEAN``.
+- The batch gains. A step of n rows takes t, and t' with proposals. Accepted tokens are worth t / n each, together at
+  least ``MARGIN`` times t' - t, since other rows wait. In a large batch a proposal costs as much as a token, so
+  speculation ends by itself.
 """
 
 from collections.abc import Sequence
@@ -35,26 +32,26 @@ LONGEST_PAUSE = 512
 STEPS_BETWEEN_TRIES = 16
 LEAST_MEAN = 0.2
 EARNING_MEAN = 0.5
-"""With this mean of accepted tokens the next pause is a short one again."""
+"""From this mean of accepted tokens on, the next pause is short again."""
 MARGIN = 1.5
 _GAIN = 0.3
 _COST_GAIN = 0.2
 _LARGEST_COST = 2.0
-"""A proposal costs so many times a step at most; one that took longer has waited for something else."""
+"""The most that one proposal may cost, in steps; a step that took longer waited for something else."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SpeculationPolicy:
-    """Decides for the rows of one executor, which proposes ``max_tokens`` tokens a row at most, 0 for never."""
+    """At most ``max_tokens`` proposals a row."""
 
     def __init__(self, max_tokens: int, step_times: StepTimeModel) -> None:
         self.max_tokens = max_tokens
         self._step_times = step_times
         self._first_pause = SHORTEST_PAUSE
-        self._proposal_s = -1.0  # what a proposal costs; below 0 while no step with one was timed
+        self._proposal_s = -1.0  # cost of a proposal; below 0 before the first measurement
 
     def is_time_to_try(self, step: int, num_rows: int) -> bool:
-        """Whether requests that only try may do so in ``step``, beside ``num_rows`` rows that decode."""
+        """Whether requests may try in ``step``."""
         return step % min(STEPS_BETWEEN_TRIES, num_rows) == 0
 
     def choose(
@@ -64,10 +61,9 @@ class SpeculationPolicy:
         step: int,
         objective_s: float | None,
     ) -> list[int]:
-        """How many tokens each candidate may speculate in ``step``, 0 for not at all.
+        """How many tokens each candidate (record, computed tokens) may speculate in ``step``.
 
-        A candidate is a record and the computed tokens of its row, among the rows of ``decoding``, not in a pause.
-        ``objective_s``: what a step should not take longer than.
+        ``decoding`` is the step without proposals; ``objective_s`` bounds its time.
         """
         proven = [(record, position) for record, position in candidates if record.is_proven]
         if proven and not self._pays([record for record, _ in proven], decoding, objective_s):
@@ -100,8 +96,8 @@ class SpeculationPolicy:
                 record.search_pause = SHORTEST_SEARCH_PAUSE
         return True
 
-    def note_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
-        """A step of this shape and so many proposals beside it took ``duration_s`` seconds."""
+    def record_step(self, shape: StepShape, duration_s: float, num_proposed: int) -> None:
+        """Learn from the duration of a step with proposals."""
         alone_s = self._step_times.predict_s(shape)
         if not num_proposed or alone_s is None or not is_step_time(duration_s):
             return
@@ -120,7 +116,7 @@ class SpeculationPolicy:
         num_proposed: int,
         num_accepted: int,
     ) -> None:
-        """A step in which ``num_allowed`` tokens might be proposed has returned; so many are computed now."""
+        """Learn from one row of an answered step."""
         record.num_proposed_tokens += num_proposed
         record.num_accepted_tokens += num_accepted
         record.mean_accepted += _GAIN * (num_accepted - record.mean_accepted)
@@ -144,7 +140,6 @@ class SpeculationPolicy:
             self._pause(record, num_computed_tokens)
 
     def _pause(self, record: SpeculationRecord, num_computed_tokens: int) -> None:
-        """It does not pay: leave it alone for a while."""
         if not record.pause:
             record.pause = self._first_pause
             self._first_pause = min(2 * self._first_pause, LONGEST_PAUSE)

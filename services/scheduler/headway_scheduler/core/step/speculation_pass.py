@@ -1,6 +1,6 @@
-"""The speculation pass: proposals for decoding rows, with what is left of the budget after everything else.
+"""The speculation pass: proposals for decoding rows, with the rest of the budget.
 
-Owns: how many proposals budget, limit and blocks allow. Must not know: when speculation pays (``speculation``).
+Owns: how many proposals fit. Must not know: when speculation pays (``speculation``).
 """
 
 from headway_scheduler.core.admission.core_state import CoreState
@@ -11,7 +11,7 @@ from headway_scheduler.core.step.speculation import SpeculationPolicy
 
 
 class SpeculationPass:
-    """Costs nothing with an executor that does not speculate."""
+    """Costs nothing if the executor does not speculate."""
 
     def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests) -> None:
         self.policy = SpeculationPolicy(epoch.capacity.max_speculative_tokens, state.step_times)
@@ -22,16 +22,16 @@ class SpeculationPass:
         self._running = running
 
     def serve(self, plan: StepPlan) -> None:
-        """Let decoding rows run proposals; O(those that do)."""
+        """Let decoding rows run proposals."""
         if not self.policy.max_tokens or self._losses.is_active:
             return
         rows, decoding, step = self._rows, self._epoch.decoding.indices(), self._epoch.next_step
         if not 0 < len(decoding) <= self._limits.max_speculating_seqs:
             return
-        of_now = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
+        is_ready = rows.num_computed_tokens[decoding] >= rows.speculates_from[decoding]
         if not self.policy.is_time_to_try(step, len(decoding)):
-            of_now &= rows.is_proven[decoding].any()
-        ready = decoding[of_now].tolist()
+            is_ready &= rows.is_proven[decoding].any()
+        ready = decoding[is_ready].tolist()
         if not ready:
             return
         records = [rows.request_in(row).speculation for row in ready]
@@ -40,16 +40,15 @@ class SpeculationPass:
         objective_s = self._running.tightest.tightest_s
         counts = self.policy.choose(candidates, self._epoch.decoding.shape(), step, objective_s)
         for row, record, count in zip(ready, records, counts, strict=True):
-            rows.note_speculation(row, record)
+            rows.record_speculation(row, record)
             num_tokens = self._find_room(plan, row, count)
             if num_tokens > 0:
                 plan.let_speculate(row, num_tokens)
 
     def _find_room(self, plan: StepPlan, row: int, count: int) -> int:
-        """Of ``count`` tokens ahead of a decoding row, those that budget, limit and blocks allow; 0 or less for none.
+        """How many of ``count`` proposals fit; 0 or less for none.
 
-        Blocks that are missing are taken now only if as many as there are rows stay free: the row would have come to them
-        anyway, but not yet, and nobody is to be preempted for proposals that may be wrong.
+        New blocks are taken only if one per row stays free: proposals, perhaps wrong, must not cause a preemption.
         """
         rows, epoch = self._rows, self._epoch
         end = int(rows.num_computed_tokens[row]) + 1

@@ -1,9 +1,8 @@
-"""Whose tokens a step has brought, as columns.
+"""The receivers of a step's tokens, as columns.
 
-Owns: the columns of an answer's tokens. Must not know: when a request ends, or who listens.
+Owns: these columns. Must not know: when a request ends.
 
-A step in which the same rows sample as in the one before looks nobody up again: what does not change while a request has
-its row is kept for as long as the rows are the same array.
+Lookups are kept while the sampling rows are the same array.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class TokenColumns(NamedTuple):
-    """Owner, handle, output index and id of new tokens, one entry each."""
+    """One entry per new token; ``indices`` count output tokens."""
 
     owners: Int32Array
     handles: Int32Array
@@ -25,12 +24,12 @@ class TokenColumns(NamedTuple):
     token_ids: Int32Array
 
     def with_further(self, entries: list[tuple[int, int, int, int]]) -> "TokenColumns":
-        """These and further tokens: owner, handle, output index and id of each."""
+        """Append (owner, handle, output index, token id) entries."""
         columns = np.asarray(entries, dtype=np.int32).T
         return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
 
     def with_late(self, late: list[tuple[Request, int]]) -> "TokenColumns":
-        """These and the tokens of requests that have lost their row, each the newest of its request."""
+        """Append the newest tokens of requests that lost their row."""
         entries = [
             (
                 request.new.origin.owner,
@@ -44,26 +43,26 @@ class TokenColumns(NamedTuple):
 
 
 class SamplingOrigins:
-    """Of the rows that sampled last: whose they are, where their tokens begin (``first_token``), and ``last_position``."""
+    """What is constant for the rows that sampled last."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
-        self._of: RowIndices = NO_ROWS
+        self._sampling_rows: RowIndices = NO_ROWS
         self._owners = self._handles = self._num_prompt_tokens = EMPTY_COLUMN
         self.last_position = EMPTY_COLUMN
         self.first_token = np.empty(0, dtype=np.int64)
 
     def look_up(self, sampling_rows: RowIndices) -> None:
-        """Know whose ``sampling_rows`` are."""
-        if self._of is sampling_rows:
+        """Look up these rows unless they are the last ones."""
+        if self._sampling_rows is sampling_rows:
             return
         rows = self._rows
-        self._of = sampling_rows
+        self._sampling_rows = sampling_rows
         self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
         self._num_prompt_tokens = rows.num_prompt_tokens[sampling_rows]
         self.last_position = rows.last_position[sampling_rows]
         self.first_token = rows.first_token[sampling_rows]
 
     def columns(self, positions: Int32Array, token_ids: Int32Array) -> TokenColumns:
-        """The tokens that these rows have taken at ``positions``."""
+        """The columns of the tokens at ``positions``."""
         return TokenColumns(self._owners, self._handles, positions - self._num_prompt_tokens, token_ids)
