@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLog, FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder

@@ -42,6 +42,7 @@ from headway_scheduler.brake import Brake
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import ExecutorLink
+from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.process import relax_collector
 from headway_scheduler.transport import Transport
@@ -173,7 +174,11 @@ class EngineBench:
             )  # fmt: skip
             self.engine.gateway_frame(b"gateway", self.gateway.encode(submit), self.now)
         self.engine.run(self.now)
-        while self.engine.fleet.cells[0].core is None or self.engine.fleet.cells[0].core._epoch.prefilling or self.engine.fleet.cells[0].core.num_waiting:  # noqa: SLF001
+        while (
+            self.engine.fleet.cells[0].core is None
+            or self.engine.fleet.cells[0].core.prefilling
+            or self.engine.fleet.cells[0].core.num_waiting
+        ):
             self.beat()
 
     def _answer(self) -> bytes:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.brake import MAX_LOSSES
+from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
-from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.live_sequences import Name
 

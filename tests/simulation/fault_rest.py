@@ -113,13 +113,29 @@ MAY_GROW = (
     _MayGrow("*._a[sn]*_limit", None, "the most tokens that an executor takes"),
     # What was learned.
     _MayGrow("engine.fleet.cells[0].core.*lengths._num_*", None, "what was learned of outputs, in columns of one size"),
-    _MayGrow("len(engine.fleet.cells[0].core.*lengths._slot_of_key)", lambda world: 1023, "a curve each, dropped for new ones"),
-    _MayGrow("len(engine.fleet.cells[0].core.*lengths._unpublished)", lambda world: 3 * 64, "observations that do not show yet"),
-    _MayGrow("size(engine.fleet.cells[0].core.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*lengths._slot_of_key)",
+        lambda world: 1023,
+        "a curve each, dropped for new ones",
+    ),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*lengths._unpublished)",
+        lambda world: 3 * 64,
+        "observations that do not show yet",
+    ),
+    _MayGrow(
+        "size(engine.fleet.cells[0].core.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"
+    ),
     _MayGrow("engine.fleet.cells[0].core.*step_times.*", None, "what was learned of step times: seven numbers"),
-    _MayGrow("engine.fleet.cells[0].core.*observer.is_wanted", None, "once somebody has asked for step times they are learned"),
+    _MayGrow(
+        "engine.fleet.cells[0].core.*observer.is_wanted",
+        None,
+        "once somebody has asked for step times they are learned",
+    ),
     _MayGrow("engine.fleet.cells[0].core.*budget.*", None, "the largest step so far"),
-    _MayGrow("len(engine.fleet.cells[0].core.*budget._tail._before)", lambda world: 4, "the newest values of one number"),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*budget._tail._before)", lambda world: 4, "the newest values of one number"
+    ),
     _MayGrow("engine.fleet.cells[0].core.*._first_pause", None, "what was learned of proposals: one number"),
     # What is to be told or looked at next time.
     _MayGrow("len(engine.fleet.cells[0].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
@@ -129,13 +145,17 @@ MAY_GROW = (
     _MayGrow("size(engine.fleet.cells[0].core.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
     _MayGrow("size(engine.fleet.cells[0].core.*._origins.*)", _num_rows, "of the rows that sampled last"),
     _MayGrow("engine.fleet.cells[0].core.rows.end", None, "the highest row that was ever live"),
-    _MayGrow("len(engine.fleet.cells[0].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"
+    ),
     _MayGrow("engine.fleet.cells[0].core.*._any_decoded", None, "asked again when somebody starts"),
     _MayGrow("engine.fleet.cells[0].core.*.budget_in_force", None, "of the newest step with prompts"),
     _MayGrow("engine.fleet.cells[0].core.*.num_tokens_alone", None, "of no meaning while nobody runs alone"),
     _MayGrow("engine.fleet.cells[0].core.*.window._[wn]*", None, "of no meaning while nobody needs a place"),
     _MayGrow("engine.fleet.cells[0].core.*queue._num_*starts", None, "starts since a promotion"),
-    _MayGrow("len(engine.fleet.cells[0].core.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"
+    ),
     _MayGrow(
         "len(engine.fleet.cells[0].core.*queue._arrivals)",
         lambda world: waiting_queue._MAX_HOLES,
@@ -147,7 +167,9 @@ MAY_GROW = (
         lambda world: _core(world)._state.first_tokens._prune_at,
         "objectives are looked at when their time comes, or when there are many",
     ),
-    _MayGrow("engine.fleet.cells[0].core.*first_tokens._prune_at", None, "how many are many: twice those that there were"),
+    _MayGrow(
+        "engine.fleet.cells[0].core.*first_tokens._prune_at", None, "how many are many: twice those that there were"
+    ),
     # Caches, and what was asked to be kept.
     _MayGrow("engine.fleet.cells[0].core.*num_cached", None, "blocks in the prefix cache"),
     _MayGrow("len(engine.fleet.cells[0].core.*cache._runs)", _num_blocks, "each has a block"),
@@ -159,9 +181,17 @@ MAY_GROW = (
     _MayGrow("len(engine.fleet.cells[0].core.*_awaited)", _num_pins, "one for each pin"),
     # The newest of many.
     _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
-    _MayGrow("len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway, or was shed"),
-    _MayGrow("len(engine.fleet.cells[0].core.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
-    _MayGrow("len(engine.fleet.cells[0].core.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
+    _MayGrow(
+        "len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway, or was shed"
+    ),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*queue._tenants)",
+        lambda world: fair_queue.MAX_IDLE_TENANTS,
+        "the order's books",
+    ),
+    _MayGrow(
+        "len(engine.fleet.cells[0].core.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
+    ),
     _MayGrow(
         "len(engine.fleet.cells[0].core.*queue._names)",
         lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),

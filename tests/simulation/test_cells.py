@@ -33,7 +33,9 @@ def finish(world: World) -> None:
     for gateway in world.gateways:
         assert_undisturbed(world, gateway)
     fleet = world.engine.fleet
-    world.run_until(lambda: all(core.num_in_flight == 0 for core in [cell.core for cell in fleet.open_cells] if core), 5)
+    world.run_until(
+        lambda: all(core.num_in_flight == 0 for core in [cell.core for cell in fleet.open_cells] if core), 5
+    )
     assert fleet.num_unfinished == 0
     assert not len(fleet.placement)
     assert not fleet.placement._placed

@@ -41,7 +41,9 @@ def test_only_the_view_reaches_into_the_core():
     assert {name: places for name, places in found.items() if places} == {}
 
 
-@pytest.mark.parametrize("source", ["core.pool.num_free", "self._core.rows", "engine.fleet.cells[0].core.cache.changes(0, 1)"])
+@pytest.mark.parametrize(
+    "source", ["core.pool.num_free", "self._core.rows", "engine.fleet.cells[0].core.cache.changes(0, 1)"]
+)
 def test_reaching_in_is_seen(source: str):
     assert reaches_in(source)
 

@@ -146,9 +146,8 @@ class Scheduler:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the newest step speculates: the next depends on its answer."""
-        in_flight = self._epoch.in_flight
-        return bool(in_flight) and bool(in_flight[-1].speculating)
+        """Whether no step may be scheduled before the newest is answered."""
+        return self._epoch.awaits_answer
 
     def _check_first_tokens(self, now: float) -> None:
         state = self._state

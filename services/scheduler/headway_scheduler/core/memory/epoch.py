@@ -49,6 +49,11 @@ class Epoch:
         """Rows released since the newest step. The next step names them to the executor."""
         self.in_flight: deque[InFlightStep] = deque()
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the newest step speculates: what follows it depends on its answer."""
+        return bool(self.in_flight) and bool(self.in_flight[-1].speculating)
+
     def budget_left(self, plan: StepPlan) -> int:
         """Tokens that the step may still get."""
         return plan.budget - plan.num_chunk_tokens - len(self.decoding.indices())
