@@ -19,14 +19,11 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_statistics import RECENT_QUERIES
 from headway_scheduler.core.policies.batching import PromptCut, StepRules
 from headway_scheduler.core.policies.reservations import Books, ForeseenBlocks, PoolState
+from headway_scheduler.core.policies.token_budget import JoiningRow
 from headway_scheduler.core.state.events import AdmittedEvent
 from headway_scheduler.core.state.indices import BlockIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_plan import StepPlan
-
-STEPS_BETWEEN_FORECASTS = 2
-"""After a refusal because of what is foreseen, which costs something to work out, nobody asks again sooner. With more
-steps, requests would start in bunches, and decodes wait for those."""
 
 MAX_PASSED_OVER = 16
 MAX_DOUBLINGS = 16
@@ -94,9 +91,8 @@ class Admission:
                 return
             if books is None:
                 books = self._open_books()
-            reason = self._admit(plan, request, cut, budget, books, lacks_row=lacks_row)
-            if reason is not None:
-                self.refused = Refused(reason, request)
+            self.refused = self._admit(plan, request, cut, budget, books, lacks_row=lacks_row)
+            if self.refused is not None:
                 return
             for other in passed_over:
                 other.num_passed_over += 1
@@ -140,7 +136,7 @@ class Admission:
 
     def _admit(
         self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, books: Books, *, lacks_row: bool
-    ) -> Reason | None:
+    ) -> Refused | None:
         """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it. None: it has started."""
         rows, pool = self._rows, self._pool
         num_tokens = len(request.token_ids)
@@ -148,7 +144,7 @@ class Admission:
         shared, node = self._prefixes.find(request, token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
         if self._prefix_wait.waits(plan, request, start):
-            return Reason.PREFIX
+            return Refused(Reason.PREFIX, request)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
             num_tokens - start,
@@ -160,11 +156,11 @@ class Admission:
         if request.num_preemptions:
             missing += self.headroom(request)
         if missing > 0 or (lacks_row and chunk > 0):
-            return self._admit_in_place_of_others(plan, request, cut, missing, lacks_row=lacks_row)
+            return self._admit_in_place_of_others(plan, request, cut, books, missing, lacks_row=lacks_row)
         if chunk <= 0:
-            return Reason.TURN
+            return Refused(Reason.TURN, request)
         if not self._keeps_objective(request):
-            return Reason.OBJECTIVE
+            return Refused(Reason.OBJECTIVE, request)
         self._waiting.leave(request)
         self._waiting.queue.note_start(request)
         self._losses.window.note_start(request)
@@ -187,17 +183,17 @@ class Admission:
         return None
 
     def _admit_in_place_of_others(
-        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, *, lacks_row: bool
-    ) -> Reason | None:
+        self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, num_missing: int, *, lacks_row: bool
+    ) -> Refused | None:
         """As ``_admit``, after preempting running requests of lower classes for the blocks or the row that it lacks."""
-        reason = Reason.BLOCKS if num_missing_blocks > 0 else Reason.ROWS
-        if not self._making_way.make_room(plan, request, num_blocks=num_missing_blocks, needs_row=lacks_row):
-            if self._state.reservation.predicts and num_missing_blocks > 0:
+        refused = Refused(Reason.BLOCKS if num_missing > 0 else Reason.ROWS, request)
+        if not self._making_way.make_room(plan, request, num_blocks=num_missing, needs_row=lacks_row):
+            if books.retry_after_steps and num_missing > 0:
                 self._foreseen = self._waiting.queue.first(plan.now)
-                self._ask_again_at = self._epoch.next_step + STEPS_BETWEEN_FORECASTS
-            return reason
-        if num_missing_blocks > 0 and self._epoch.in_flight:
-            return reason  # they come free when the steps in flight have returned
+                self._ask_again_at = self._epoch.next_step + books.retry_after_steps
+            return refused
+        if num_missing > 0 and self._epoch.in_flight:
+            return refused  # they come free when the steps in flight have returned
         budget = self._epoch.budget_left(plan)  # those that made way may have decoded in this step
         return self._admit(plan, request, cut, budget, self._open_books(), lacks_row=False)
 
@@ -215,13 +211,14 @@ class Admission:
 
     def _keeps_objective(self, request: Request) -> bool:
         """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
-        decoding = self._epoch.decoding
-        if not self._state.bounds_prompts or not len(decoding.indices()):
-            return True
+        is_first = not len(self._epoch.decoding.indices())
+        return is_first or self._state.budget.admits_more(lambda: self._joining_row(request))
+
+    def _joining_row(self, request: Request) -> JoiningRow:
         objectives = [self._running.tightest.tightest_ms or 0, request.itl_slo_ms]
         tightest_ms = min((objective for objective in objectives if objective), default=None)
-        return self._state.budget.admits_more(
-            decoding=decoding.shape(),
+        return JoiningRow(
+            decoding=self._epoch.decoding.shape(),
             objective_s=None if tightest_ms is None else tightest_ms / 1e3,
             num_context_tokens=len(request.token_ids),
         )
@@ -241,11 +238,10 @@ class Admission:
         request.scheduled_time = now
         request.device_us_marks = counters.device_us, counters.device_us
         counters.num_prompt_tokens += new.num_prompt_tokens
-        if self._state.predicts:
-            most = request.limit - new.num_prompt_tokens
-            request.num_predicted_tokens = self._state.lengths.predicted_output(
-                request.curve, num_tokens - new.num_prompt_tokens, most
-            )
+        most = request.limit - new.num_prompt_tokens
+        request.num_predicted_tokens = self._state.lengths.predicted_output(
+            request.curve, num_tokens - new.num_prompt_tokens, most
+        )
         self._admitted.append(
             AdmittedEvent(new.origin, num_cached_tokens, new.num_prompt_tokens, new.tenant, request.arrival_time, now)
         )

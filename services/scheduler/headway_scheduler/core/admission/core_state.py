@@ -31,23 +31,16 @@ class CoreState:
         self.counters = SchedulerCounters()
         self.prefix_statistics = PrefixStatistics(self.counters)
         self.is_paused = False
-        self.order = ORDERS[limits.order]
+        order = ORDERS[limits.order]
         self.batching = BATCHING_POLICIES[limits.batching]
         self.reservation = RESERVATIONS[self.batching.reservation if limits.reserve == "auto" else limits.reserve]
         self.preemption = PREEMPTIONS[limits.preemption]
-        self.predicts = self.reservation.predicts or self.order.predicts
-        self.lengths = OutputLengths()
+        self.lengths = OutputLengths(is_used=order.predicts or self.reservation.predicts)
         self.step_times = StepTimeModel()
         self.budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self.step_times)
-        # What depends on step times: the budget, the choice between kinds of preemption, and objectives on first tokens.
-        self.bounds_prompts = limits.budget != "fixed"
-        self.observer = StepObserver(
-            self.budget,
-            is_wanted=self.bounds_prompts or self.preemption.needs_costs,
-            wants_each_prompt=self.bounds_prompts,
-        )
+        self.observer = StepObserver(self.budget, is_wanted=self.preemption.needs_costs)
         self.requests: dict[Origin, Request] = {}
-        queue = self.order.make_queue(
+        queue = order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self.waiting = WaitingRequests(limits, queue)

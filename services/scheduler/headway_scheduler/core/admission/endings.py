@@ -39,9 +39,7 @@ class Endings:
         new = request.new
         del state.requests[new.origin]
         num_output_tokens = num_tokens - new.num_prompt_tokens
-        if state.predicts and num_output_tokens > 0:
-            is_censored = reason is not FinishReason.STOP
-            state.lengths.observe(request.curve, num_output_tokens, is_censored=is_censored)
+        state.lengths.observe(request.curve, num_output_tokens, is_censored=reason is not FinishReason.STOP)
         state.counters.num_finished += 1
         return FinishedEvent(
             origin=new.origin,

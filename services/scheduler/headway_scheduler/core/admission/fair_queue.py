@@ -28,7 +28,8 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from headway_scheduler.core.admission.waiting_queue import Lane, PromptPlace
+from headway_scheduler.core.admission.waiting_queue import UNRANKED, Lane, PromptPlace
+from headway_scheduler.core.state.counters import PreemptionReason
 from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
@@ -94,6 +95,8 @@ class FairQueue:
         self._num_waiting: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
         self._names: list[str] = []
         self._size = 0
+        self._num_preempted = 0
+        """Of the waiting requests."""
         self._charged_rows: RowIndices = NO_ROWS
         self._num_charged: NDArray[np.intp] = np.empty(0, dtype=np.intp)
         """How many of these rows are of each tenant, by its index."""
@@ -120,6 +123,7 @@ class FairQueue:
             self._lift(tenant)
         if request.status is RequestStatus.PREEMPTED:
             request.lane = Lane.RESUMING
+            self._num_preempted += 1
             insort(tenant.resuming, request, key=attrgetter("arrival"))
         else:
             if not tenant.num_live:
@@ -136,6 +140,7 @@ class FairQueue:
             del tenant.waiting[request.arrival]
         else:
             tenant.resuming.remove(request)
+            self._num_preempted -= 1
         self._num_waiting[tenant.index] -= 1
         if not tenant.num_waiting:
             self._last_to_leave = tenant.index
@@ -165,9 +170,32 @@ class FairQueue:
         waiting = iter(self._tenants[first.new.tenant].waiting.values())
         return [request for _, request in zip(range(count), waiting, strict=False)]
 
+    def rank_of(self, priority: int) -> int:
+        """The same for all classes."""
+        del priority
+        return UNRANKED
+
     def prompt_place(self, running: Request) -> PromptPlace:
-        """By the place of its tenant when it started, then by arrival."""
-        return (*running.start_place, running.arrival)
+        """By the place of its tenant when it started, then by arrival; in the service order while a preempted one waits.
+
+        Memory is short then, and it is taken away in the service order. In another order one prompt could take what
+        another must wait for, be preempted, and come back first.
+        """
+        return (running.order_key,) if self._num_preempted else (*running.start_place, running.arrival)
+
+    def may_overtake(self) -> bool:
+        """Unless a preempted request waits, as in ``prompt_place``."""
+        return not self._num_preempted
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """No: service is charged, so that nobody overtakes for ever."""
+        del running, now
+        return False
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        """None: an objective or a class gives no tenant more than its share."""
+        del request
+        return None
 
     def goes_before(self, request: Request, running: Request) -> bool:
         """If its tenant stands before where the other's stood when that started."""

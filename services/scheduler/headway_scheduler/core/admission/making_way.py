@@ -25,7 +25,7 @@ class MakingWay:
         self._rows = epoch.rows
         self._pool = epoch.pool
         self._running = running
-        self._ranks_classes = state.order.ranks_classes
+        self._queue = state.waiting.queue
 
     def preempt(self, plan: StepPlan, row: int, reason: PreemptionReason) -> None:
         """Take a row's blocks away. A request makes way for others ``MAX_WAYS_MADE`` times at most."""
@@ -77,26 +77,26 @@ class MakingWay:
 
     def may_preempt_for(self, request: Request) -> bool:
         """Whether requests of lower classes make way for this one: by the order, or because it is about to be late."""
-        return self._ranks_classes or request.lane == Lane.URGENT
+        return self._queue.reason_to_preempt_for(request) is not None
 
     def make_room(self, plan: StepPlan, request: Request, *, num_blocks: int, needs_row: bool) -> bool:
         """Preempt running requests of lower classes so that ``request`` finds ``num_blocks`` more blocks, or a row.
 
         Once per step, and nobody if that would not be enough. Blocks behind a fence come free without it.
         """
-        if plan.short_of_blocks or not self.may_preempt_for(request):
+        reason = self._queue.reason_to_preempt_for(request)
+        if plan.short_of_blocks or reason is None:
             return False
         num_blocks -= self._pool.num_fenced
         if num_blocks <= 0 and not needs_row:
             return False
         victims = self._victims_for(plan, request, num_blocks)
-        reason = PreemptionReason.HIGHER_CLASS if self._ranks_classes else PreemptionReason.LATE_FIRST_TOKEN
         for row in victims:
             victim = self._rows.request_in(row)
             self.preempt(plan, row, reason)
-            if not self._ranks_classes:
+            if reason is PreemptionReason.LATE_FIRST_TOKEN:
                 # Or it would come back first and take what it has just made room for.
-                self._state.waiting.queue.move(victim, Lane.NORMAL)
+                self._queue.move(victim, Lane.NORMAL)
         return bool(victims)
 
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:

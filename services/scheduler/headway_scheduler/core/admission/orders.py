@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.waiting_queue import (
-    UNRANKED,
+    ClassQueue,
     KeyedQueue,
     ValueOf,
     WaitingQueue,
     by_arrival,
-    rank_of_class,
 )
 from headway_scheduler.core.state.request import Request
 
@@ -51,18 +50,10 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs.
-    ``overtakes_prompts``: a waiting request may start before prompts under way go on.
-    """
+    """``predicts``: its queue asks for predicted outputs, so they must be learned."""
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
-    ranks_classes: bool = False
     predicts: bool = False
-    overtakes_prompts: bool = False
-
-    def rank_of(self, priority: int) -> int:
-        """The rank of a new request of this class."""
-        return rank_of_class(priority) if self.ranks_classes else UNRANKED
 
 
 def _by_start_time(request: Request) -> int:
@@ -82,11 +73,8 @@ def _shortest(settings: QueueSettings) -> WaitingQueue:
 
 ORDERS: dict[str, Order] = {
     "fcfs": Order(_keyed(by_arrival)),
-    "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
+    "priority": Order(lambda settings: ClassQueue(by_arrival, settings.aging_s)),
     "shortest": Order(_shortest, predicts=True),
-    "fair": Order(
-        lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
-        overtakes_prompts=True,
-    ),
+    "fair": Order(lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens)),
     "deadline": Order(_keyed(_by_start_time)),
 }

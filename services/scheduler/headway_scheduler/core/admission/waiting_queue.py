@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_scheduler.core.state.counters import PreemptionReason
 from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
@@ -85,8 +86,20 @@ class WaitingQueue(Protocol):
     def first_few(self, count: int) -> list[Request]:
         """Up to ``count`` requests that are served next and that the order does not care to tell apart."""
 
+    def rank_of(self, priority: int) -> int:
+        """The rank of a new request of this class."""
+
     def prompt_place(self, running: Request) -> PromptPlace:
         """The place of a running request's prompt among those under way, lower is served first."""
+
+    def may_overtake(self) -> bool:
+        """Whether a waiting request may start before prompts under way go on."""
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """Whether a prompt under way must go before all classes, because it was overtaken for too long."""
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        """Why running requests of lower classes make way for a waiting one; None: they do not."""
 
     def goes_before(self, request: Request, running: Request) -> bool:
         """Whether a waiting request is to start before the prompt of a running one goes on."""
@@ -198,9 +211,27 @@ class KeyedQueue:
             heapq.heappush(self._heap, key)
         return found
 
+    def rank_of(self, priority: int) -> int:
+        """The same for all classes."""
+        del priority
+        return UNRANKED
+
     def prompt_place(self, running: Request) -> PromptPlace:
         """By rank and first start."""
         return (running.order_key,)
+
+    def may_overtake(self) -> bool:
+        """No."""
+        return False
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """No: nobody overtakes."""
+        del running, now
+        return False
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        """Its first token is about to be late."""
+        return PreemptionReason.LATE_FIRST_TOKEN if request.lane == Lane.URGENT else None
 
     def goes_before(self, request: Request, running: Request) -> bool:
         """If its rank does: within a rank, what has started is not delayed by what has not."""
@@ -272,3 +303,24 @@ class KeyedQueue:
                 return member[1]
             heapq.heappop(self._arrivals)
         return None
+
+
+class ClassQueue(KeyedQueue):
+    """A queue that ranks classes: a class never waits for one below it."""
+
+    def rank_of(self, priority: int) -> int:
+        """By class."""
+        return rank_of_class(priority)
+
+    def may_overtake(self) -> bool:
+        """Yes: ``goes_before`` says which request."""
+        return True
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """After ``aging_s`` seconds without a chunk: there might be requests of higher classes in every step."""
+        return running.rank != HEAD_RANK and now - running.served_time >= self._aging_s
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        """Its class is higher."""
+        del request
+        return PreemptionReason.HIGHER_CLASS

@@ -89,9 +89,10 @@ class OutputLengths:
     Ages, lengths and limits are numbers of output tokens, 0 or more.
     """
 
-    def __init__(self, *, max_curves: int = 1024, half_life: int = 512) -> None:
+    def __init__(self, *, max_curves: int = 1024, half_life: int = 512, is_used: bool = True) -> None:
         assert max_curves >= 4
         assert max_curves & (max_curves - 1) == 0
+        self._is_used = is_used
         self._edges, self._widths, self._bin_of_age = _EDGES, _WIDTHS, _BIN_OF_AGE
         self._num_bins = len(self._widths)
         self._growth = 2.0 ** (1 / half_life)
@@ -135,6 +136,8 @@ class OutputLengths:
 
     def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
         """The curve that a request belongs to, for as long as it lives. Makes it if there is none."""
+        if not self._is_used:
+            return ALL_REQUESTS
         bucket = num_prompt_tokens.bit_length()
         tenant_slot = self._use(tenant, _NO_BUCKET, parent=ALL_REQUESTS, level=1)
         slot = self._use(tenant, bucket, parent=tenant_slot, level=2)
@@ -146,7 +149,7 @@ class OutputLengths:
 
         It shows in the answers no later than ``_MOST_UNPUBLISHED`` observations on.
         """
-        if num_output_tokens <= 0:
+        if num_output_tokens <= 0 or not self._is_used:
             return
         slot = self._slot_of(curve)
         self._weigh_in(slot, num_output_tokens, is_censored=is_censored)
@@ -191,6 +194,8 @@ class OutputLengths:
 
         The mean is that of the smaller of length and limit, given that the request has not ended so far.
         """
+        if not self._num_observed:
+            return None
         slot = self._slot_of(curve)
         if self._is_stale[slot]:
             self._bring_up_to_date(np.array([slot], dtype=np.intp))

@@ -32,6 +32,9 @@ class PoolState(NamedTuple):
     num_unused: int
 
 
+STEPS_BETWEEN_FORECASTS = 2
+"""A forecast costs time. With more steps, requests would start in bunches, and decodes would wait for them."""
+
 AskPool: TypeAlias = Callable[[], PoolState]
 
 
@@ -40,6 +43,8 @@ class Books(Protocol):
 
     owed_blocks: int
     """Free blocks that nobody else may take."""
+    retry_after_steps: int
+    """For so many steps after a refusal the answer is not worth working out again."""
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
         """Blocks that are missing for ``request`` to start; 0 or less: it fits.
@@ -56,7 +61,7 @@ class Books(Protocol):
 
 
 class Reservation(Protocol):
-    """Opens the books. ``predicts``: it asks what has been learned of outputs."""
+    """Opens the books. ``predicts``: they ask for predicted outputs, so these must be learned."""
 
     @property
     def predicts(self) -> bool: ...  # noqa: D102 - told above
@@ -67,6 +72,8 @@ class Reservation(Protocol):
 
 class PromisedBlocks:
     """Books that add up: what each request has been promised, less what it holds."""
+
+    retry_after_steps = 0
 
     def __init__(self, block_size: int, owed_blocks: int, *, wants_prompt: bool, wants_all: bool) -> None:
         self.owed_blocks = owed_blocks
@@ -139,6 +146,7 @@ class ForeseenBlocks:
     """Books that look ahead: the most blocks that all will probably hold at once."""
 
     owed_blocks = 0
+    retry_after_steps = STEPS_BETWEEN_FORECASTS
 
     def __init__(self, rows: RowTable, lengths: OutputLengths, pool: PoolState) -> None:
         live = rows.live_rows()

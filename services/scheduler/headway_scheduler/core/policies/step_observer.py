@@ -21,16 +21,16 @@ SPECULATIONS_ALIKE = 4
 class StepObserver:
     """Feeds a budget, and the model of step times that it was made with.
 
-    ``is_wanted``: somebody asks for step times. ``wants_each_prompt``: each step with a prompt counts, not one now and then.
+    ``is_wanted``: something besides the budget asks for step times.
     """
 
-    def __init__(self, budget: TokenBudget, *, is_wanted: bool, wants_each_prompt: bool) -> None:
-        self.is_wanted = is_wanted
+    def __init__(self, budget: TokenBudget, *, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted or budget.needs_step_times
         self.last_answer_time = 0.0
         """When the newest answer came, in seconds."""
         self._budget = budget
-        self._stride_with_prompt = 1 if wants_each_prompt else PROMPTS_ALIKE
-        self._stride_without_prompt = PROMPTS_ALIKE if wants_each_prompt else DECODES_ALIKE
+        self._stride_with_prompt = 1 if budget.needs_step_times else PROMPTS_ALIKE
+        self._stride_without_prompt = PROMPTS_ALIKE if budget.needs_step_times else DECODES_ALIKE
         self.begin_epoch()
 
     def begin_epoch(self) -> None:

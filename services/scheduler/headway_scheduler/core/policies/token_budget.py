@@ -22,7 +22,7 @@ What ``slo`` adds to the prediction:
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepTimeModel, is_step_time
 from headway_scheduler.core.state.step_shape import StepShape
@@ -37,66 +37,70 @@ _GROWTH = 2
 """A step is at most so many times as large as one that has been seen to work."""
 
 
-class TokenBudget(Protocol):
-    """What the scheduler asks of a budget.
+class PromptLoad(NamedTuple):
+    """The prompt tokens that could run in a step, and the rows that decode beside them.
 
-    ``objective_s``: the tightest inter-token objective among the rows that decode, seconds; None if nobody has one.
+    ``objective_s``: the tightest inter-token objective of those rows, seconds; None if none has one. ``num_computed_tokens``:
+    how far the first prompt to be served has come. ``num_left``: an upper bound of the prompt tokens that wait.
+    ``is_urgent``: a request is about to miss its objective for the first token.
     """
+
+    decoding: StepShape
+    objective_s: float | None
+    num_computed_tokens: int
+    num_left: int
+    is_urgent: bool
+
+
+class JoiningRow(NamedTuple):
+    """A row with ``num_context_tokens`` that would come to decode beside ``decoding``.
+
+    ``decoding`` should count the rows that will decode once their prompts are computed as well. ``objective_s`` is the
+    tightest objective, the new row's own among them.
+    """
+
+    decoding: StepShape
+    objective_s: float | None
+    num_context_tokens: int
+
+
+class TokenBudget(Protocol):
+    """Asks for the load only if its answer depends on it, since working that out costs time."""
+
+    @property
+    def needs_step_times(self) -> bool: ...  # noqa: D102 - whether it must learn from each step with a prompt
 
     @property
     def margin(self) -> float: ...  # noqa: D102 - what predictions are multiplied by before they are held to an objective
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
-        """The most prompt tokens that may run beside ``decoding``, the decoding rows alone; 0 or more.
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        """The most tokens of a step with prompts, decodes included. The answer to ``ask`` is None if nothing decodes."""
 
-        ``num_computed_tokens`` is how far the first prompt to be served has come, ``num_left`` an upper bound of the
-        prompt tokens that wait. ``is_urgent``: a request is about to miss its objective for the first token.
-        """
-
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``; if not, all were late.
-
-        ``decoding`` should count the rows that will decode once their prompts are computed as well, ``objective_s`` be the
-        tightest objective with the new row's own among them.
-        """
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
+        """Whether one more row may come to decode; if not, all would be late."""
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
         """Learn from a step that ran, and let the model of step time that the budget was made with learn."""
 
 
 class FixedBudget:
-    """``max_num_batched_tokens`` less the decodes, whatever it costs."""
+    """``max_num_batched_tokens``, whatever it costs."""
 
     margin = 1.0
+    needs_step_times = False
 
     def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
-        """What the decodes leave."""
-        del objective_s, num_computed_tokens, num_left, is_urgent
-        return max(self._max_num_batched_tokens - decoding.num_tokens, 0)
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        """The same for every load."""
+        del ask
+        return min(most, self._max_num_batched_tokens)
 
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         """Always."""
-        del decoding, objective_s, num_context_tokens
+        del ask
         return True
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
@@ -143,6 +147,8 @@ class TailRatio:
 class SloBudget:
     """The largest allotment whose step is predicted to keep the objective."""
 
+    needs_step_times = True
+
     def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
@@ -155,19 +161,17 @@ class SloBudget:
         """The 99th percentile of actual over predicted time."""
         return self._tail.value
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        """The decodes, and the prompt tokens that may run beside them."""
+        load = ask()
+        return most if load is None else min(most, load.decoding.num_rows + self.prompt_tokens(load))
+
+    def prompt_tokens(self, load: PromptLoad) -> int:
         """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
 
         Its tokens are taken to be of one prompt, which attention makes the most expensive case.
         """
+        decoding, objective_s, num_computed_tokens, num_left, is_urgent = load
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
@@ -191,8 +195,9 @@ class SloBudget:
             num_tokens -= num_tokens % LARGE_TILE_TOKENS
         return max(num_tokens - decoding.num_tokens, least)
 
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         """Whether decodes with one more row and the least allotment of prompt tokens keep the objective."""
+        decoding, objective_s, num_context_tokens = ask()
         if objective_s is None or not decoding.num_rows:
             return True
         joined = StepShape(
