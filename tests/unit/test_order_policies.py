@@ -59,7 +59,7 @@ def test_fair_serves_prompts_in_the_service_order_while_a_preempted_request_wait
     queue = queue_of("fair", [prompt, back])
     for request in (prompt, back):
         queue.remove(request)
-        queue.note_start(request)
+        queue.record_start(request)
     place = queue.prompt_place(prompt)
     queue.push(preempted(back))
     assert not queue.may_overtake()
@@ -95,7 +95,7 @@ def test_fair_takes_turns_between_tenants() -> None:
         request = queue.first(0.0)
         assert request is not None
         queue.remove(request)
-        queue.note_start(request)
+        queue.record_start(request)
         turns.append(request.new.tenant)
     assert sorted(turns[:2]) == sorted(turns[2:4]) == sorted(turns[4:]) == ["a", "b"]
 
@@ -113,7 +113,7 @@ def test_whoever_has_waited_too_long_is_promoted_in_all_but_fair(order: str) -> 
         request = queue.first(20.0)
         assert request is not None
         queue.remove(request)
-        queue.note_start(request)
+        queue.record_start(request)
         started.append(request)
     assert len(started) == STARTS_PER_PROMOTION + 1
 

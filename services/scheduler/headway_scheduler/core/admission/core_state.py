@@ -1,6 +1,6 @@
-"""The state of the core that outlives an executor, and the policies that the settings name.
+"""The state that outlives an executor, and the policies that the settings name.
 
-Owns: the objects. Must not know: rows, blocks or steps; those belong to an epoch.
+Owns: these objects. Must not know: rows, blocks or steps.
 """
 
 from headway_scheduler.core.admission.fair_queue import burst_tokens_of
@@ -23,7 +23,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class CoreState:
-    """Policies, totals, what was learned, and the live requests. ``capacity`` is that of the newest executor."""
+    """``capacity`` is that of the newest executor."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
         self.limits = limits
@@ -50,12 +50,12 @@ class CoreState:
         self.num_started = 0
 
     def count_surplus(self, num_tokens: int) -> None:
-        """Count tokens that were computed and that nobody wants."""
+        """Count computed tokens that nobody wants."""
         if num_tokens:
             self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
 
     def _predicted_output(self, request: Request) -> int:
-        """Output tokens still to be expected; as many as it may have where nothing is known."""
+        """Up to its limit if nothing is known."""
         age = len(request.token_ids) - request.new.num_prompt_tokens
         most = request.limit - request.new.num_prompt_tokens
         predicted = self.lengths.predicted_output(request.curve, age, most)

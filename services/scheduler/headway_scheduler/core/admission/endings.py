@@ -1,6 +1,6 @@
-"""The end of a request, wherever it stands.
+"""The end of a request in any state.
 
-Owns: that nothing of it stays behind, and the event of its end. Must not know: why requests end.
+Owns: the release of what it holds. Must not know: why requests end.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -59,7 +59,7 @@ class Endings:
         )
 
     def _device_us_of(self, request: Request) -> tuple[int, int]:
-        """The time of steps on the device until its first token, and from then on, in microseconds."""
+        """Device time before and after its first token, microseconds."""
         if request.scheduled_time is None:
             return 0, 0
         start, first = request.device_us_marks

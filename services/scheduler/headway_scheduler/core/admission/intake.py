@@ -1,4 +1,4 @@
-"""A request comes in: it is checked, gets its place in the order, and waits.
+"""The arrival of a request.
 
 Owns: the fields of a new request. Must not know: rows or steps.
 """
@@ -34,7 +34,6 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
 
 
 def _watch_first_token(state: CoreState, request: Request, objective_s: float) -> None:
-    """Work out when a request has to start for its first token to be in time."""
     state.observer.is_wanted = True
     prefill_s = state.step_times.prefill_s(request.new.num_prompt_tokens, 0) or 0.0
     request.latest_start = request.arrival_time + objective_s - prefill_s

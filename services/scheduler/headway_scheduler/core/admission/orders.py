@@ -1,21 +1,17 @@
-"""Who is served first: the order policies by name.
+"""The order policies by name: which request is served first.
 
 Owns: the orders and their registry. Must not know: how a queue is kept, rows, or blocks.
 
 - ``fcfs``: by arrival.
-- ``priority``: by class, then by arrival. A waiting request may preempt running ones of lower classes where it lacks a
-  row or blocks, so that a class never waits for one below it.
-- ``shortest``: by the tokens that are still to be computed, prompt and predicted output together (shortest job first;
-  where nothing is known of the output, its longest). An output token counts for ``OUTPUT_TOKEN_WORK`` prompt tokens,
-  because it takes a step of its own.
-- ``fair``: by what each tenant has had so far (``fair_queue``). A tenant that sends little starts before the prompts under
-  way of one that floods, and finds a row that those who run their share may not take.
-- ``deadline``: by the time at which a prompt has to start for its first token to be in time (least slack first);
-  requests without an objective come after all that have one, by arrival.
+- ``priority``: by class, then by arrival. A request may preempt lower classes for a row or blocks.
+- ``shortest``: by the tokens still to compute, prompt and predicted output. An output token counts as
+  ``OUTPUT_TOKEN_WORK`` prompt tokens, because it takes its own step.
+- ``fair``: by the service of each tenant (``fair_queue``).
+- ``deadline``: by the latest start that keeps the first token in time; then requests without an objective.
 
-All but ``fair``, which has a bound of its own, promote what has waited too long (``waiting_queue``). Among those that
-run, the order is always by rank and first start: who started first keeps the blocks. By arrival, whoever an order lets
-overtake would give its blocks to each of those that start after it.
+All but ``fair``, which has its own bound, promote requests that waited too long (``waiting_queue``). Running requests
+are ordered by rank and first start. By arrival, a request that overtook others would lose its blocks to them when they
+start.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,10 +33,8 @@ _MICROSECONDS = 1e6
 
 
 class QueueSettings(NamedTuple):
-    """What an order makes its queue from.
-
-    ``aging_s``: seconds after which a request may be promoted; ``tenant_weights``: by name; ``predicted_output``: the output
-    tokens still to be expected of a request; ``burst_tokens``: as ``FairQueue`` takes it.
+    """``aging_s``: seconds until a request may be promoted. ``tenant_weights``: by name. ``predicted_output``: output
+    tokens still expected. ``burst_tokens``: as in ``FairQueue``.
     """
 
     aging_s: float
@@ -50,7 +44,7 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``predicts``: its queue asks for predicted outputs, so they must be learned."""
+    """``predicts``: its queue uses predicted outputs, so they must be learned."""
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     predicts: bool = False

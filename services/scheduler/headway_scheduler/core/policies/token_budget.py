@@ -1,23 +1,22 @@
-"""How many prompt tokens may run beside the decodes of a step: the token budgets by name.
+"""The token budgets by name: how many prompt tokens may run beside the decodes of a step.
 
 Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
 
-- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
-  a budget that the operator finds by profiling).
-- ``slo``: as many as keep the predicted step within the inter-token objective of those that decode. The paper's profile
-  is taken online, by ``StepTimeModel``, and the budget follows contexts and batch as they change.
+- ``fixed``: the rest of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4: the operator
+  finds it by profiling).
+- ``slo``: as many as keep the predicted step within the inter-token objective. ``StepTimeModel`` is the profile,
+  learned online.
 
-What ``slo`` adds to the prediction:
+``slo`` adds to the prediction:
 
-- *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
-  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
-  up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
-  it, whatever the model's bias. A request whose first token would be late may spend the margin.
-- *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
-- *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 128, or 64 in steps below 256, as matrix
-  products compute them: with 128-token tiles a step of 576 takes as long as one of 640, and few devices gain as much
-  from smaller ones as that costs.
-- *Progress*: where even no prompt token fits, 64 run all the same, so that prompts are late but never starve.
+- *A margin*: the 99th percentile of actual over predicted time, by stochastic approximation (Robbins and Monro, 1951)
+  as in Angelopoulos, Candes and Tibshirani, "Conformal PID control for time series prediction", 2023: up by 99 parts
+  after a step beyond it, down by 1 part otherwise. So one step in a hundred is beyond it, whatever the model's bias.
+  For an urgent request the margin is spent.
+- *No extrapolation*: a step is at most twice as large as one that has worked.
+- *Whole tiles*: a step that cuts a prompt has a multiple of 128 tokens, or of 64 below 256, as matrix products compute
+  them: with 128-token tiles, 576 tokens take as long as 640. Smaller tiles rarely gain what they cost.
+- *Progress*: at least 64 prompt tokens run, so prompts are late but never starve.
 """
 
 from collections import deque
@@ -28,21 +27,21 @@ from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepTimeMo
 from headway_scheduler.core.state.step_shape import StepShape
 
 SMALL_TILE_TOKENS = 64
-"""The least allotment, and what steps below ``LEAST_OF_LARGE_TILES`` are whole multiples of."""
+"""The least allotment, and the tile of steps below ``LEAST_OF_LARGE_TILES``."""
 LARGE_TILE_TOKENS = 128
 LEAST_OF_LARGE_TILES = 256
 FIRST_STEP_TOKENS = 256
 """The largest step while nothing is known."""
 _GROWTH = 2
-"""A step is at most so many times as large as one that has been seen to work."""
+"""A step is at most so many times as large as one that has worked."""
 
 
 class PromptLoad(NamedTuple):
-    """The prompt tokens that could run in a step, and the rows that decode beside them.
+    """The prompt tokens that could run beside ``decoding``.
 
-    ``objective_s``: the tightest inter-token objective of those rows, seconds; None if none has one. ``num_computed_tokens``:
-    how far the first prompt to be served has come. ``num_left``: an upper bound of the prompt tokens that wait.
-    ``is_urgent``: a request is about to miss its objective for the first token.
+    ``objective_s``: the tightest inter-token objective of the decoding rows, seconds. ``num_computed_tokens``: of the
+    first prompt. ``num_left``: an upper bound of the waiting prompt tokens. ``is_urgent``: a first token is about to be
+    late.
     """
 
     decoding: StepShape
@@ -53,10 +52,10 @@ class PromptLoad(NamedTuple):
 
 
 class JoiningRow(NamedTuple):
-    """A row with ``num_context_tokens`` that would come to decode beside ``decoding``.
+    """A row with ``num_context_tokens`` that would decode beside ``decoding``.
 
-    ``decoding`` should count the rows that will decode once their prompts are computed as well. ``objective_s`` is the
-    tightest objective, the new row's own among them.
+    ``decoding`` should include rows still in their prompt. ``objective_s`` is the tightest of all, the row's own
+    included.
     """
 
     decoding: StepShape
@@ -65,22 +64,22 @@ class JoiningRow(NamedTuple):
 
 
 class TokenBudget(Protocol):
-    """Asks for the load only if its answer depends on it, since working that out costs time."""
+    """It asks for the load only if its answer depends on it, since that costs time."""
 
     @property
-    def needs_step_times(self) -> bool: ...  # noqa: D102 - whether it must learn from each step with a prompt
+    def needs_step_times(self) -> bool: ...  # whether it must learn from each step with a prompt
 
     @property
-    def margin(self) -> float: ...  # noqa: D102 - what predictions are multiplied by before they are held to an objective
+    def margin(self) -> float: ...  # the factor of predictions before they are compared with an objective
 
     def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        """The most tokens of a step with prompts, decodes included. The answer to ``ask`` is None if nothing decodes."""
+        """Return the most tokens of a step with prompts, decodes included. ``ask`` returns None if nothing decodes."""
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
-        """Whether one more row may come to decode; if not, all would be late."""
+        """Whether one more row may decode without making all late."""
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Learn from a step that ran, and let the model of step time that the budget was made with learn."""
+        """Learn from a step, and let the model of step times learn."""
 
 
 class FixedBudget:
@@ -94,17 +93,14 @@ class FixedBudget:
         self._step_time = step_time
 
     def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        """The same for every load."""
         del ask
         return min(most, self._max_num_batched_tokens)
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
-        """Always."""
         del ask
         return True
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Let the model of step time learn."""
         del objective_s
         self._step_time.observe(shape, duration_s)
 
@@ -112,8 +108,8 @@ class FixedBudget:
 class TailRatio:
     """The 99th percentile of actual over predicted time, online. ``value`` is at least 1.
 
-    The size of a correction follows the mean deviation of the ratio from 1, so that it is right for a quiet device and
-    for a noisy one; a single outlier moves the value by one correction, however far out it is.
+    A correction follows the mean deviation of the ratio from 1, so it suits quiet and noisy devices. An outlier counts
+    as one correction, however far out it is.
     """
 
     _PERCENTILE = 0.99
@@ -127,7 +123,7 @@ class TailRatio:
         self._before: deque[float] = deque(maxlen=PERSISTENT_RUN)
 
     def observe(self, ratio: float) -> None:
-        """Take the ratio of a step's actual to its predicted time."""
+        """Add the ratio of a step."""
         self._before.append(self.value)
         deviation = min(abs(ratio - 1.0), 3 * self._deviation)
         self._deviation = max(
@@ -138,7 +134,7 @@ class TailRatio:
         self.value = min(max(self.value + correction, 1.0), self._LARGEST)
 
     def forget_run(self) -> None:
-        """The last steps are explained by a device that has changed its speed: they tell nothing about the tail."""
+        """Undo the last steps: the device has changed its speed, so they say nothing about the tail."""
         if self._before:
             self.value = min(self.value, self._before[0])
             self._before.clear()
@@ -158,18 +154,16 @@ class SloBudget:
 
     @property
     def margin(self) -> float:
-        """The 99th percentile of actual over predicted time."""
         return self._tail.value
 
     def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        """The decodes, and the prompt tokens that may run beside them."""
         load = ask()
         return most if load is None else min(most, load.decoding.num_rows + self.prompt_tokens(load))
 
     def prompt_tokens(self, load: PromptLoad) -> int:
-        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
+        """Return the largest allotment that keeps the objective, and the least one if none does.
 
-        Its tokens are taken to be of one prompt, which attention makes the most expensive case.
+        All tokens count as one prompt's, which is the worst case for attention.
         """
         decoding, objective_s, num_computed_tokens, num_left, is_urgent = load
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
@@ -196,7 +190,7 @@ class SloBudget:
         return max(num_tokens - decoding.num_tokens, least)
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
-        """Whether decodes with one more row and the least allotment of prompt tokens keep the objective."""
+        """The least allotment of prompt tokens must fit as well."""
         decoding, objective_s, num_context_tokens = ask()
         if objective_s is None or not decoding.num_rows:
             return True
@@ -210,7 +204,7 @@ class SloBudget:
         return predicted_s is None or predicted_s * self._tail.value <= objective_s
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Learn from a step: the tail from what was predicted for it, then the model."""
+        """The tail learns first, from the prediction before the model learns."""
         if not is_step_time(duration_s):
             return
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
