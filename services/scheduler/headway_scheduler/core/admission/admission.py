@@ -1,6 +1,6 @@
 """Admission: the checks before a waiting request starts.
 
-Owns: these checks, and the newest refusal. Must not know: the queue's order, how running rows are served, or messages.
+Owns: these checks, and the newest refusal. Must not know: the queue's order, or how a running row is served.
 """
 
 import msgspec
@@ -68,7 +68,7 @@ class Admission:
         self.refused = Refused(reason)
 
     def admit_waiting(self, plan: StepPlan, cut: PromptCut, *, before: Request | None = None) -> None:
-        """Start waiting requests in order, only those that go ``before`` a running one, until one is refused."""
+        """Start waiting requests in order until one is refused, only those that go ``before`` a running one."""
         books: Books | None = None
         self.refused = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
@@ -113,7 +113,7 @@ class Admission:
         return None
 
     def _is_soon_after_refusal(self) -> bool:
-        """If nothing runs, the answer would never change, so it is never too soon."""
+        """Never if nothing runs, since the answer would not change."""
         return self._epoch.next_step < self._ask_again_at and self._rows.num_live > 0
 
     def _lacks_row(self, request: Request) -> bool:
@@ -121,7 +121,7 @@ class Admission:
         return self._rows.num_live >= num_rows - self._waiting.queue.num_kept_rows(request, num_rows)
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
-        """The longest cached prefix among the next few of equal standing, and the requests that it passes over.
+        """The longest cached prefix among the next few, and the requests that it passes over.
 
         Each is passed over at most ``MAX_PASSED_OVER`` times.
         """
@@ -185,7 +185,6 @@ class Admission:
     def _admit_in_place_of_others(
         self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, num_missing: int, *, lacks_row: bool
     ) -> Refused | None:
-        """Preempt requests of lower classes for the missing blocks or row, then try again."""
         refused = Refused(Reason.BLOCKS if num_missing > 0 else Reason.ROWS, request)
         if not self._making_way.make_room(plan, request, num_blocks=num_missing, needs_row=lacks_row):
             if books.retry_after_steps and num_missing > 0:
@@ -198,12 +197,10 @@ class Admission:
         return self._admit(plan, request, cut, budget, self._open_books(), lacks_row=False)
 
     def headroom(self, request: Request) -> int:
-        """Return the blocks that must stay free when a preempted request starts again, or it would soon be preempted
-        again.
+        """Return the blocks that must stay free when a preempted request starts, or it would soon be preempted again.
 
         One block per row lasts about ``block_size`` steps. The number doubles with each preemption, up to an eighth of
-        the pool: those steps then yield more tokens than a preemption wastes. It is 0 if nothing else runs, so each
-        request comes back.
+        the pool: those steps then yield more tokens than a preemption wastes. Alone, a request needs none.
         """
         if not request.num_preemptions or not self._rows.num_live:
             return 0
@@ -256,7 +253,7 @@ class Admission:
             statistics.note_tenant(new.tenant, num_tokens, num_cached_tokens)
 
     def take_admitted(self) -> tuple[AdmittedEvent, ...]:
-        """Return the requests with a first start since the last call."""
+        """Return the first starts since the last call."""
         admitted = tuple(self._admitted)
         self._admitted.clear()
         return admitted
@@ -275,14 +272,14 @@ class Admission:
         return Reason.TURN if self.refused is None else self.refused.reason_for(request)
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
-        """Return the blocks that a request needs, without the prefix cache, and those free and not promised."""
+        """Return its blocks without the prefix cache, and the free blocks not promised."""
         first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self._epoch.max_num_batched_tokens)
         books = self._open_books()
         num_needed = books.num_needed(request, first_chunk) + self.headroom(request)
         return num_needed, self._pool.num_free - books.owed_blocks
 
     def steps_until_shortage(self) -> int | None:
-        """Return the steps until running requests probably lack blocks if no other starts; O(running).
+        """Return the steps until running requests probably lack blocks; O(running).
 
         None means never, or that output lengths are not learned.
         """
@@ -297,7 +294,6 @@ class Admission:
 
 
 def _sampling_for_row(request: Request) -> SamplingParams:
-    """A report of the prompt is not sent twice."""
     sampling = request.new.sampling
     if sampling.prompt_logprobs == NO_LOGPROBS or request.is_owed_prompt_logprobs:
         return sampling

@@ -55,7 +55,6 @@ class CoreState:
             self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
 
     def _predicted_output(self, request: Request) -> int:
-        """Up to its limit if nothing is known."""
         age = len(request.token_ids) - request.new.num_prompt_tokens
         most = request.limit - request.new.num_prompt_tokens
         predicted = self.lengths.predicted_output(request.curve, age, most)

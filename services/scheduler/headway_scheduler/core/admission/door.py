@@ -70,7 +70,7 @@ def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:
-    """Return why a request cannot go on with another executor; None if it can."""
+    """Return why a request cannot go on with another executor, or None."""
     largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
     if not same_model:
         return "the executor that took over runs another model"

@@ -10,7 +10,7 @@ difference that the paper allows: the service of two tenants that always wait di
 * longest prompt, OUTPUT_WEIGHT * tokens that fit the pool)`` (Theorem 4.4), times the weight.
 
 In the paper a prompt runs in one step; here it may take many. So running prompts are served by their tenants' counters
-at the start, and a waiting request of a tenant below starts first (start-time fair queueing: Goyal, Vin and Cheng,
+at the start, and a waiting request of a tenant with less starts first (start-time fair queueing: Goyal, Vin and Cheng,
 SIGCOMM 1996). The charge for a prompt lets no other overtake it.
 """
 
@@ -46,7 +46,7 @@ BURST_REQUESTS = 4
 def burst_tokens_of(longest_request: int, pool_tokens: int) -> int:
     """Return how many weighted tokens a returning tenant may catch up on.
 
-    At most half the pool: a quarter of the difference that the paper allows.
+    Half the pool is a quarter of the difference that the paper allows.
     """
     return min(BURST_REQUESTS * longest_request, pool_tokens // 2)
 
@@ -74,8 +74,8 @@ class _Tenant:
 
 
 class FairQueue:
-    """``weights``: relative shares of tenants, 1 by default. ``burst_tokens``: how far a returning tenant may lag
-    behind, in weighted tokens.
+    """``weights``: shares of tenants, 1 by default. ``burst_tokens``: how far a returning tenant may lag behind, in
+    weighted tokens.
     """
 
     def __init__(self, weights: Mapping[str, float], burst_tokens: Callable[[], int]) -> None:
@@ -186,9 +186,9 @@ class FairQueue:
         return self._standing(self._tenants[request.new.tenant]) < running.start_place
 
     def num_kept_rows(self, request: Request, num_rows: int) -> int:
-        """If its tenant runs its share, keep a few, so that a new tenant need not wait for an end.
+        """If its tenant runs its share, keep a few for a new tenant.
 
-        The share counts one tenant more, for one that runs nothing now.
+        So the share counts one tenant more.
         """
         tenant = self._tenants[request.new.tenant]
         num_running = tenant.num_live - tenant.num_waiting
@@ -239,7 +239,7 @@ class FairQueue:
         return float(self._counters[tenant.index]), tenant.num_live - tenant.num_waiting
 
     def _lift(self, tenant: _Tenant) -> None:
-        """Algorithm 2, lines 6 to 13, less the burst."""
+        """Algorithm 2, lines 6 to 13."""
         end = len(self._names)
         waits = self._num_waiting[:end] > 0
         if waits.any():

@@ -1,6 +1,6 @@
 """Recovery after lost steps: one request runs alone, or few start at a time.
 
-Owns: the request that runs alone. Must not know: why steps were lost, or which request is suspected.
+Owns: the request that runs alone. Must not know: why steps were lost.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class LossRecovery:
         self.num_tokens_alone = num_tokens
 
     def has_done_its_trial(self, rows: RowTable) -> bool:
-        """Whether all wanted tokens of ``alone`` are in flight or returned."""
+        """Whether all wanted tokens of ``alone`` are in flight."""
         if self.alone is None or self.alone.row < 0:
             return False
         num_coming = int(rows.num_computed_tokens[self.alone.row]) + 1
@@ -42,7 +42,7 @@ class LossRecovery:
         self.window.narrow((request, rows.num_tokens_of(request) + num_steps) for request in requests)
 
     def begin_step(self, rows: RowTable) -> None:
-        """Release requests that have made progress; O(window)."""
+        """Release requests with progress; O(window)."""
         for request in self.window.unproven():
             self.window.record_tokens(request, rows.num_tokens_of(request))
         self.window.begin_step()

@@ -48,7 +48,7 @@ class MakingWay:
         plan.short_of_blocks = True
 
     def _swap_out(self, request: Request, row: int) -> None:
-        """Copy computed blocks to the host if that is cheaper than computing them again."""
+        """Copy blocks to the host if that is cheaper than recomputing them."""
         rows = self._rows
         num_tokens = int(rows.num_computed_tokens[row])
         if num_tokens == int(rows.last_position[row]):
@@ -59,8 +59,7 @@ class MakingWay:
     def obtain_block(self, plan: StepPlan, row: int) -> bool:
         """Whether a block is free for ``row``, after preempting later requests if needed.
 
-        The row sits out if a step in flight will free a block for it, or if all later requests already run in this
-        step.
+        The row sits out if a step in flight will free a block, or if all later requests already run in this step.
         """
         while not self._pool.num_free:
             plan.short_of_blocks = True
@@ -76,13 +75,13 @@ class MakingWay:
         return True
 
     def may_preempt_for(self, request: Request) -> bool:
-        """Whether requests of lower classes are preempted for this one."""
+        """Whether lower classes are preempted for this request."""
         return self._queue.reason_to_preempt_for(request) is not None
 
     def make_room(self, plan: StepPlan, request: Request, *, num_blocks: int, needs_row: bool) -> bool:
-        """Preempt requests of lower classes for ``num_blocks`` more blocks or a row.
+        """Preempt requests of lower classes for blocks or a row.
 
-        It preempts once per step, and none if all were not enough. Blocks behind a fence come free anyway.
+        Once per step, and none if all were not enough. Blocks behind a fence come free anyway.
         """
         reason = self._queue.reason_to_preempt_for(request)
         if plan.short_of_blocks or reason is None:

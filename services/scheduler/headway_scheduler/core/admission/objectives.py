@@ -1,7 +1,6 @@
 """The latency objectives of live requests.
 
-Owns: the tightest inter-token objective, and the requests about to miss a first-token objective.
-Must not know: queues or rows.
+Owns: the tightest inter-token objective, and the first tokens at risk. Must not know: queues or rows.
 """
 
 import heapq
@@ -56,8 +55,7 @@ class Danger(Enum):
 class FirstTokenWatch:
     """Reports when a waiting request is at risk of missing its first-token objective, and when it is too late.
 
-    Too late is its ``latest_start``, and at risk ``GUARD_SHARE`` of the objective before. O(log n) per request, O(1) if
-    nothing is due.
+    It is too late at its ``latest_start``, and at risk for ``GUARD_SHARE`` of the objective before. O(log n) per request.
     """
 
     GUARD_SHARE = 0.5
@@ -69,7 +67,7 @@ class FirstTokenWatch:
         """When ``due`` next has a change to report, in seconds."""
 
     def watch(self, request: Request, objective_s: float) -> None:
-        """Watch a waiting request with a ``latest_start``; ``objective_s`` in seconds."""
+        """Watch a waiting request; ``objective_s`` in seconds."""
         assert request.latest_start is not None
         at_risk = max(request.arrival_time, request.latest_start - self.GUARD_SHARE * objective_s)
         heapq.heappush(self._due, (at_risk, 2 * request.arrival, Danger.AT_RISK, request))

@@ -4,14 +4,13 @@ Owns: the orders and their registry. Must not know: how a queue is kept, rows, o
 
 - ``fcfs``: by arrival.
 - ``priority``: by class, then by arrival. A request may preempt lower classes for a row or blocks.
-- ``shortest``: by the tokens still to compute, prompt and predicted output. An output token counts as
-  ``OUTPUT_TOKEN_WORK`` prompt tokens, because it takes its own step.
-- ``fair``: by the service of each tenant (``fair_queue``).
-- ``deadline``: by the latest start that keeps the first token in time; then requests without an objective.
+- ``shortest``: by the tokens still to compute. An output token counts as ``OUTPUT_TOKEN_WORK`` prompt tokens, because
+  it takes its own step.
+- ``fair``: by the service of each tenant.
+- ``deadline``: by the latest start that keeps the first token in time.
 
-All but ``fair``, which has its own bound, promote requests that waited too long (``waiting_queue``). Running requests
-are ordered by rank and first start. By arrival, a request that overtook others would lose its blocks to them when they
-start.
+All but ``fair``, which has its own bound, promote requests that waited too long. Running requests are ordered by rank
+and first start. By arrival, a request that overtook others would lose its blocks to them later.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +32,8 @@ _MICROSECONDS = 1e6
 
 
 class QueueSettings(NamedTuple):
-    """``aging_s``: seconds until a request may be promoted. ``tenant_weights``: by name. ``predicted_output``: output
-    tokens still expected. ``burst_tokens``: as in ``FairQueue``.
+    """``aging_s``: seconds until a request may be promoted. ``predicted_output``: expected tokens, or the limit if
+    unknown.
     """
 
     aging_s: float
@@ -44,7 +43,7 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``predicts``: its queue uses predicted outputs, so they must be learned."""
+    """``predicts``: its queue needs predicted outputs."""
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
     predicts: bool = False

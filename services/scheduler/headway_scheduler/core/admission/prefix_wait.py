@@ -1,6 +1,6 @@
-"""Waiting for a shared prefix: one request computes it, and the others find it cached.
+"""Waiting for a shared prefix, which one request computes and the others find cached.
 
-Owns: which requests wait for it. Must not know: the queue's order, or how blocks enter the cache.
+Owns: which requests wait. Must not know: the queue's order, or how blocks enter the cache.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ class PrefixWait:
     def waits(self, plan: StepPlan, request: Request, start: int) -> bool:
         """Whether a running request computes enough tokens of this prompt from ``start`` on.
 
-        Only new prompts in this step or in flight count, so each step of waiting brings its end nearer.
+        Only prompts in this step or in flight count, so each step of waiting brings its end nearer.
         """
         if not self._is_enabled:
             return False
@@ -51,9 +51,7 @@ class PrefixWait:
         return False
 
     def _mark_of(self, request: Request) -> int:
-        """The last token that a shared prefix must contain: most different prompts differ there. -1 if the request is
-        too short.
-        """
+        """The last token of the least shared prefix, where most prompts differ. -1 if the request is too short."""
         place = self._least_tokens - 1
         if request.mark < 0 and place < len(request.token_ids):
             request.mark = int(request.token_ids[place])

@@ -1,6 +1,6 @@
 """The requests with a row, from taking it to giving it up.
 
-Owns: rows, blocks, stop tokens and objectives change together. Must not know: which request starts or is preempted.
+Owns: rows, blocks, stop tokens and objectives, which change together. Must not know: which request starts or is preempted.
 """
 
 from headway_scheduler.core.admission.core_state import CoreState
@@ -30,7 +30,7 @@ class RunningRequests:
         self._overlaps_own_steps = state.batching.overlaps_own_steps
 
     def take_row(self, request: Request, table: BlockIndices, num_shared: int) -> int:
-        """Give a request a row with this block table, whose first ``num_shared`` blocks are cached."""
+        """Give a request a row; the first ``num_shared`` blocks of ``table`` are cached."""
         rows, state = self._rows, self._state
         if request.start < 0:
             request.start = state.num_started
@@ -65,7 +65,7 @@ class RunningRequests:
             self._epoch.prefilling.add(row)
 
     def keep_tokens(self, request: Request, reason: WasteReason) -> None:
-        """Copy tokens from the row; computed ones may be lost for this ``reason``."""
+        """Copy tokens from the row. ``reason``: why computed ones may be lost."""
         rows, row = self._rows, request.row
         request.token_ids = rows.tokens_of(row)
         request.lost_work = int(rows.num_computed_tokens[row]), reason
@@ -73,7 +73,7 @@ class RunningRequests:
             request.last_token_time = self._state.observer.last_answer_time
 
     def release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> None:
-        """Give up a row and its blocks. ``owed_tokens``: the request still gets tokens of steps in flight."""
+        """Give up a row and its blocks. ``owed_tokens``: steps in flight still owe tokens."""
         rows, epoch = self._rows, self._epoch
         request = rows.request_in(row)
         num_tokens = int(rows.num_tokens[row])
@@ -108,7 +108,7 @@ class RunningRequests:
         return in_flight[-1].step
 
     def newest_prompts(self, plan: StepPlan) -> list[Request]:
-        """Return a few running requests with prompts planned or in flight, latest first."""
+        """Return a few running prompts, planned or in flight, latest first."""
         if plan.newest_prompts is None:
             newest: dict[int, Request] = {}
             for chunks in (plan.chunks, *(step.chunks for step in reversed(self._epoch.in_flight))):

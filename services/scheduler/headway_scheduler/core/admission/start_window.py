@@ -1,6 +1,6 @@
 """Slow start after a loss: few requests of the lost steps run at once.
 
-Owns: the requests without progress since. Must not know: why steps were lost, or which request is suspected.
+Owns: the requests without progress since. Must not know: why steps were lost.
 
 After a second loss, each request in the window must be tried alone. With width w, N requests start in N / w rounds, and
 w are left to try: w near the square root of N makes the sum small.
@@ -35,12 +35,12 @@ class StartWindow:
         return [request for request, _ in self._goals.values()]
 
     def narrow(self, goals: Iterable[tuple[Request, int]]) -> None:
-        """Require a place of these requests, beside earlier ones, until each reaches its goal of tokens."""
+        """Limit these requests, beside earlier ones, until each reaches its goal of tokens."""
         self._goals |= {request.new.origin: (request, goal) for request, goal in goals}
         self._width = WINDOWS_PER_ROOT * math.isqrt(len(self._goals))
 
     def record_tokens(self, request: Request, num_tokens: int) -> None:
-        """Free its place if it has reached its goal."""
+        """Free its place at its goal."""
         if num_tokens >= self._goals[request.new.origin][1]:
             del self._goals[request.new.origin]
 

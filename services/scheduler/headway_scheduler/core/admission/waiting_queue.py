@@ -1,12 +1,12 @@
 """Waiting requests in service order.
 
-Owns: the order; no request waits for ever. Must not know: why a request waits.
+Owns: the order. Must not know: why a request waits.
 
-A key, lower first, is the rank (the class, where classes are ranked), the lane (``Lane``), the order's value, and the
-arrival. Keys change only at events, so a queue is a heap.
+A key, lower first, is the rank (the class, where classes are ranked), the lane, the order's value, and the arrival.
+Keys change only at events, so a queue is a heap.
 
-The oldest waiting request is promoted after ``aging_s`` seconds, but only once in ``STARTS_PER_PROMOTION`` starts. More
-promotions would turn each order into ``fcfs`` under overload.
+No request waits for ever: the oldest is promoted after ``aging_s`` seconds, but only once in ``STARTS_PER_PROMOTION``
+starts. More promotions would turn each order into ``fcfs`` under overload.
 
 Where classes are ranked, a promoted request stands behind the highest class only. After ``STARTS_PER_PROMOTION`` starts
 of that class in a row, the next promotion goes to the head.
@@ -66,7 +66,7 @@ class Lane(IntEnum):
 
 
 class WaitingQueue(Protocol):
-    """The questions of the scheduler to a queue. ``now`` in seconds."""
+    """``now`` is in seconds."""
 
     def __len__(self) -> int: ...
 
@@ -276,7 +276,7 @@ class KeyedQueue:
         return None
 
     def _oldest(self) -> Request | None:
-        """The oldest, preempted ones included: where classes are ranked, they wait as well."""
+        """Preempted requests count: where classes are ranked, they wait as well."""
         while self._arrivals:
             member = self._members.get(self._arrivals[0])
             if member is not None:

@@ -1,6 +1,6 @@
 """The requests without a row.
 
-Owns: the queue and its totals change together. Must not know: why a request waits.
+Owns: the queue and its totals, which change together. Must not know: why a request waits.
 """
 
 from headway_scheduler.core.admission.waiting_queue import WaitingQueue

@@ -1,8 +1,8 @@
 """The limits on waiting requests and tokens, in all and per tenant.
 
-Owns: the counts and the refusal. Must not know: the order of service.
+Owns: the counts. Must not know: the order of service.
 
-Waiting prompts take memory, so tokens count. If none waits, any length may, or it could never run.
+Prompts take memory, so tokens count. If none waits, any length may, or it could never run.
 """
 
 from headway_scheduler.core.admission.door import RequestRejected

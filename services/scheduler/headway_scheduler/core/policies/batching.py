@@ -2,26 +2,22 @@
 
 Owns: the policies and their registry. Must not know: rows, blocks, queues, or the service order.
 
-The scheduler reads a policy's ``StepRules`` once per step, never per row.
-
 - ``static``: requests start together when nothing runs, and none joins once the first decodes (the baseline of Yu et
   al., Orca, OSDI 2022, section 3, figure 3). Prompts may take several steps. A preempted request starts again with the
   next batch.
 - ``orca``: iteration-level scheduling (Orca, Algorithm 1). ``max_bs`` is ``max_num_seqs``, ``n_workers`` is
-  ``max_steps_in_flight``, and a K/V slot is a place in a block. A request is in one batch in flight, so ``n_workers``
-  batches alternate, as pipeline stages need.
+  ``max_steps_in_flight``, a K/V slot is a place in a block. A request is in one batch in flight, so batches alternate,
+  as pipeline stages need.
 - ``prefill_first``: whole prompts, in their own steps, before any decode (Kwon et al., SOSP 2023; vLLM's V0 engine).
-- ``chunked``: decodes first, then chunks of prompts (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4: stall-free
-  batching).
+- ``chunked``: decodes first, then chunks of prompts (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4).
 - ``split_fuse``: decodes and pieces of prompts fill the budget exactly (Holmes et al., DeepSpeed-FastGen,
-  arXiv:2401.08671, 2024: Dynamic SplitFuse). A waiting prompt is also cut where memory ends, so the policy reserves
-  nothing by default.
+  arXiv:2401.08671, 2024). A waiting prompt is also cut where memory ends, so by default the policy reserves nothing.
 
-Progress: the running request that is served first can always have its next block, since it may preempt all others and
-fits alone. So decodes must not be held back for ever. Once one of them lacks a block, they are served before the next
-prompt. They also run if memory leaves a step no prompt.
+Progress: the first running request can always have its next block, since it may preempt all others and fits alone. So
+decodes must not be held back for ever. Once one lacks a block, decodes run before the next prompt. They also run if
+memory leaves a step no prompt.
 
-The papers have no token budget. Here a whole prompt starts only in a step with room for it; one that is longer than any
+The papers have no token budget. Here a whole prompt starts only in a step with room for it. A prompt longer than any
 step starts in its own step and goes on in the next.
 """
 
@@ -37,9 +33,9 @@ class PromptCut(Enum):
     AT_BUDGET_OR_MEMORY = "at the end of the token budget or of the free blocks"
 
     def first_chunk(self, num_left: int, *, budget: int, step_budget: int, room: int) -> int:
-        """Return how many of ``num_left`` prompt tokens may run in a step; 0 or less: it waits.
+        """Return how many of ``num_left`` prompt tokens may run; 0 or less: it waits.
 
-        ``budget`` is the rest of ``step_budget``. ``room`` is the number of tokens that free blocks hold.
+        ``budget`` is the rest of ``step_budget``, ``room`` the tokens that free blocks hold.
         """
         chunk = min(num_left, budget)
         if self is PromptCut.NOWHERE:
@@ -48,8 +44,8 @@ class PromptCut(Enum):
 
 
 class StepRules(NamedTuple):
-    """``admits``: waiting requests may start. ``prompts_run_alone``: decodes sit out while a prompt can run, unless a
-    decode waits for a block. ``cut``: where a waiting prompt may be cut.
+    """``admits``: waiting requests may start. ``prompts_run_alone``: decodes sit out while a prompt can run, unless one
+    waits for a block. ``cut``: where a waiting prompt may be cut.
     """
 
     admits: bool = True
@@ -58,9 +54,8 @@ class StepRules(NamedTuple):
 
 
 class BatchingPolicy(Protocol):
-    """``overlaps_own_steps``: a request may join a step before its last one has returned.
-
-    ``reservation``: the one that the policy was published with.
+    """``overlaps_own_steps``: a request may join a step before its last one has returned. ``reservation``: the default
+    one.
     """
 
     @property
@@ -70,7 +65,7 @@ class BatchingPolicy(Protocol):
     def reservation(self) -> str: ...
 
     def rules(self, *, any_decoded: bool) -> StepRules:
-        """Return the rules of the next steps. ``any_decoded``: a decode has run since the core was empty."""
+        """Return the rules of the next steps. ``any_decoded``: a decode has run since nothing ran."""
 
 
 class SameEveryStep(NamedTuple):
@@ -86,7 +81,7 @@ class SameEveryStep(NamedTuple):
 
 
 class BatchByBatch(NamedTuple):
-    """Requests start until the first decodes, and not again before the last has ended."""
+    """No request starts between the first decode and the last end."""
 
     gathering: StepRules
     running: StepRules

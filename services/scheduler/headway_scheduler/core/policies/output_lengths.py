@@ -5,24 +5,17 @@ Owns: survival curves of output lengths, and the curve of each request. Must not
 One curve holds all requests, one those of a tenant, one those of a tenant with prompts of similar length (the same
 power of two). A curve is a life table: lengths fall into bins, six per octave, and a bin's hazard is the share of the
 requests reaching it that end in it. A request that was cut (at ``max_tokens``, aborted, failed) is at risk up to its
-length and is no end. This is the product-limit estimate (Kaplan and Meier, "Nonparametric estimation from incomplete
-observations", JASA 53, 1958) over grouped ages. The classic table counts a cut inside a bin as half a case (Cutler and
-Ederer, "Maximum utilization of the life table method in analyzing survival", J. Chronic Diseases 8, 1958). Here the
-passed part of the bin counts, since limits are not spread over a bin. Powers of two, the usual limits, are bin edges.
-Ends are spread evenly within a bin.
+length and is no end: the product-limit estimate (Kaplan and Meier, JASA 53, 1958) over grouped ages. The classic table
+counts a cut inside a bin as half a case (Cutler and Ederer, J. Chronic Diseases 8, 1958). Here the passed part of the
+bin counts, since limits are not spread over a bin. Powers of two, the usual limits, are bin edges.
 
 Shrinkage: a hazard averages its own observations and ``_PARENT_WEIGHT`` imagined ones of the next wider curve (the
-posterior mean under a beta prior). A new tenant starts as the average one, answers do not jump, and the wider curve
-decides in the tail.
+posterior mean under a beta prior). So a new tenant starts as the average one, and answers do not jump.
 
-Beyond the longest known request, survival stays constant up to the limit. If all requests were cut at 100 tokens,
-limits of 1,000 and 50 predict 1,000 and 50. No length is predicted at an age that fewer than ``_LEAST_AT_RISK`` others
-reached.
+Beyond the longest known request, survival stays constant up to the limit: if all requests were cut at 100 tokens, a
+limit of 1,000 predicts 1,000. No length is predicted at an age that fewer than ``_LEAST_AT_RISK`` others reached.
 
-Observations fade by half every ``half_life`` newer ones of their curve. After a start, short outputs are
-over-represented until long ones end.
-
-Answers depend only on the order of ``curve_of`` and ``observe``: questions change nothing.
+Observations fade by half every ``half_life`` newer ones of their curve. Questions change no later answer.
 """
 
 from collections import OrderedDict
@@ -74,9 +67,8 @@ _BIN_OF_AGE = np.repeat(np.arange(len(_EDGES), dtype=np.uint8), np.concatenate((
 class OutputLengths:
     """At most ``max_curves`` curves (a power of two, 4 or more). A new one replaces the least recently used.
 
-    A curve's name is an integer for an int64 column. The name of a dropped curve means ``ALL_REQUESTS``. A curve takes
-    about 8 KiB, and 1 KiB for each of the steps of ``chances_to_go_on``. Ages, lengths and limits count output tokens.
-    Unless ``is_used``, it learns nothing.
+    A curve's name fits an int64 column. The name of a dropped curve means ``ALL_REQUESTS``. A curve takes 8 KiB, and 1
+    KiB for each of the steps of ``chances_to_go_on``. Unless ``is_used``, nothing is learned.
     """
 
     def __init__(self, *, max_curves: int = 1024, half_life: int = 512, is_used: bool = True) -> None:
@@ -125,7 +117,7 @@ class OutputLengths:
         self._has_chances = np.zeros(max_curves * edges, dtype=np.bool_)
 
     def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
-        """Return the curve of a request for its whole life."""
+        """Return the curve of a request."""
         if not self._is_used:
             return ALL_REQUESTS
         bucket = num_prompt_tokens.bit_length()
@@ -135,10 +127,9 @@ class OutputLengths:
         return int(self._names[slot])
 
     def observe(self, curve: int, num_output_tokens: int, *, is_censored: bool) -> None:
-        """Learn from a request that ended by itself after ``num_output_tokens``, or that was cut there
-        (``is_censored``).
+        """Learn from a request that ended after ``num_output_tokens``, or was cut there (``is_censored``).
 
-        Answers show it after at most ``_MOST_UNPUBLISHED`` observations.
+        It shows after at most ``_MOST_UNPUBLISHED`` observations.
         """
         if num_output_tokens <= 0 or not self._is_used:
             return
@@ -158,12 +149,10 @@ class OutputLengths:
         """Return the probabilities, float64 ``[n, m]``, that requests still run after ``steps`` (``[m]``).
 
         ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``. Answers are multiples of 1 /
-        1024, so that sums are exact. They are 0 from the limit on, and where nothing is known. A request older than all
-        that is known goes on for ``t`` steps with chance ``age / (age + t)`` (Pareto's tail with exponent 1, as heavy
-        as a tail gets).
+        1024, so sums are exact. They are 0 from the limit on, and where nothing is known. A request older than all
+        known ones goes on for ``t`` steps with chance ``age / (age + t)`` (Pareto's tail with exponent 1).
 
-        All ages in a bin get the answer for its middle. It is kept until new observations show, or ``steps`` is another
-        array.
+        All ages in a bin share an answer, which is kept until new observations show or ``steps`` is another array.
         """
         slots = self._slots_of(curves)
         self._bring_up_to_date(slots)
@@ -181,7 +170,7 @@ class OutputLengths:
         return chances
 
     def predicted_output(self, curve: int, num_generated: int, limit: int) -> int | None:
-        """Return the mean output tokens in all, up to ``limit``, rounded up; None if nothing is known."""
+        """Return the mean output in all, up to ``limit``, rounded up; None if nothing is known."""
         if not self._num_observed:
             return None
         slot = self._slot_of(curve)
@@ -198,7 +187,6 @@ class OutputLengths:
     # Curves by name.
 
     def _use(self, tenant: str, bucket: int, *, parent: int, level: int) -> int:
-        """The slot of a key becomes the most recently used."""
         key = (tenant, bucket)
         slot = self._slot_of_key.get(key)
         if slot is None:
@@ -254,7 +242,6 @@ class OutputLengths:
         self._unpublished.append(slot)
 
     def _publish(self) -> None:
-        """Show the observations in answers."""
         changed = np.unique(np.array(self._unpublished, dtype=np.intp))
         self._published_weights[changed] = self._weights[changed]
         self._published_newest_weight[changed] = self._newest_weight[changed]
@@ -265,7 +252,7 @@ class OutputLengths:
     # From weights to tables.
 
     def _bring_up_to_date(self, slots: NDArray[np.intp]) -> None:
-        """Make the tables of ``slots``, wider curves first."""
+        """Wider curves come first."""
         stale = slots[self._is_stale[slots]]
         if not len(stale):
             return
@@ -297,7 +284,7 @@ class OutputLengths:
         self._hazards[slots] = hazards
 
     def _make_tables(self, slots: NDArray[np.intp]) -> None:
-        """The survival function at whole ages is linear within a bin; its sum up to an age is quadratic."""
+        """Survival is linear within a bin, so its sum is quadratic."""
         survival = np.ones((len(slots), self._num_bins + 1))
         passing = 1 - self._hazards[slots]
         np.maximum(passing, 0, out=passing)

@@ -2,15 +2,15 @@
 
 Owns: this arithmetic and the registry. Must not know: queues, budgets, or the block pool.
 
-Nothing is set aside: blocks promised to running requests and not held yet count as taken. Numbers of tokens are places
-in the cache; the very last token needs none.
+Nothing is set aside: promised blocks that running requests do not hold yet count as taken. A request's very last token
+needs no place in the cache.
 
 - ``none``: the first chunk fits. This fills memory best and preempts most.
 - ``prompt``: the whole prompt and one token fit, beside the rest of running prompts.
-- ``full``: everything up to ``max_tokens`` fits, so no request is ever preempted (Orca's Algorithm 1, lines 23 to 26;
+- ``full``: everything up to ``max_tokens`` fits, so no request is preempted (Orca's Algorithm 1, lines 23 to 26;
   TensorRT-LLM's GUARANTEED_NO_EVICT).
-- ``predicted``: the probable peak of all requests fits (``output_lengths``, ``memory_forecast``). If nothing is known
-  of a request, one token is expected, as with ``prompt``.
+- ``predicted``: the probable peak of all requests fits (``output_lengths``, ``memory_forecast``). Of an unknown request
+  one token is expected.
 """
 
 from collections.abc import Callable, Collection
@@ -46,17 +46,17 @@ class Books(Protocol):
     """For so many steps after a refusal it is not worth asking again."""
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """Return the blocks that ``request`` lacks to start; 0 or less: it fits.
+        """Return the blocks that ``request`` lacks; 0 or less: it fits.
 
         ``chunk_end``: its computed tokens after the first chunk. ``num_shared``: its cached blocks. ``num_free``: free
         blocks beside them.
         """
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """Return the blocks that it needs without the prefix cache, for operators."""
+        """Return its blocks without the prefix cache, for operators."""
 
     def record_start(self, request: Request, chunk_end: int, num_held: int) -> None:
-        """Record that it has started and holds so many blocks."""
+        """Record a start with so many blocks."""
 
 
 class Reservation(Protocol):
@@ -84,7 +84,7 @@ class PromisedBlocks:
         return self.num_needed(request, chunk_end) - num_shared - (num_free - self.owed_blocks)
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """A prompt gets one more token, so that it does not stall at once."""
+        """With its next token, so that it does not stall at once."""
         if self._wants_all:
             num_tokens = request.limit - 1
         elif self._wants_prompt:
@@ -130,7 +130,7 @@ class FullReservation:
     predicts = False
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """O(rows), only when a request wants to start."""
+        """O(rows)."""
         del prefilling, lengths, pool
         live = rows.live_rows()
         owed = int(np.sum(-(-rows.last_position[live] // rows.block_size) - rows.num_blocks[live]))
@@ -163,7 +163,7 @@ class ForeseenBlocks:
         self._forecast.add_all(num_tokens, chances)
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """The peak may fit while the first chunk does not fit now, or the other way round."""
+        """Its peak and its first chunk must both fit."""
         missing_now = -(-chunk_end // self._block_size) - num_shared - num_free
         return max(self._num_beyond(request) - num_shared, missing_now)
 
@@ -176,11 +176,11 @@ class ForeseenBlocks:
         self._forecast.add(len(request.token_ids), self._chances_of(request))
 
     def steps_until_shortage(self) -> int | None:
-        """Return about how many steps until running requests probably need more blocks; None: never."""
+        """Return the steps until running requests probably lack blocks; None: never."""
         return self._forecast.steps_until(self._num_usable)
 
     def _num_beyond(self, request: Request) -> int:
-        """Blocks by which the peak exceeds the pool. Alone, every accepted request fits."""
+        """Alone, every accepted request fits."""
         if not self._num_running:
             return -self._num_usable
         return self._forecast.peak_with(len(request.token_ids), self._chances_of(request)) - self._num_usable
@@ -203,7 +203,7 @@ class PredictedReservation:
     predicts = True
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """O(rows), only when a request wants to start."""
+        """O(rows)."""
         del prefilling
         return ForeseenBlocks(rows, lengths, pool())
 

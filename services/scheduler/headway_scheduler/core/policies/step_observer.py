@@ -1,9 +1,8 @@
 """The measurement of step times.
 
-Owns: which steps are measured, and how long each took. Must not know: what is learned from them.
+Owns: which steps are measured, and how long each took. Must not know: what is learned.
 
-A step takes the time since its sending or since the answer before, whichever is later. Steps run one after another, and
-requests see this gap.
+A step's time begins when it is sent, or with the answer before if that is later: requests see this gap.
 """
 
 from headway_scheduler.core.policies.token_budget import TokenBudget
@@ -19,7 +18,7 @@ SPECULATIONS_ALIKE = 4
 
 
 class StepObserver:
-    """Feeds a budget and its model of step times. ``is_wanted``: something besides the budget needs step times."""
+    """``is_wanted``: something besides the budget needs step times."""
 
     def __init__(self, budget: TokenBudget, *, is_wanted: bool) -> None:
         self.is_wanted = is_wanted or budget.needs_step_times
@@ -56,7 +55,7 @@ class StepObserver:
         return True
 
     def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
-        """Return the work of a step, its plan and the rows that decode."""
+        """Return the work of a step."""
         chunks = plan.chunks
         shape = StepShape(
             decoding.num_tokens + plan.num_chunk_tokens,
@@ -67,7 +66,7 @@ class StepObserver:
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
     def duration_s(self, load: StepLoad, now: float) -> float:
-        """Return how long a step with this load took."""
+        """Return the time of a step."""
         return now - max(load.sent_time, self.last_answer_time)
 
     def learn(self, load: StepLoad, now: float) -> None:

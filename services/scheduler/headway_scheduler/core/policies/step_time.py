@@ -6,24 +6,22 @@ A step's time is a sum over its shape. Coefficients are at least 0, so more work
 
     constant + rows + tokens + tokens beyond 128 + tokens beyond 256 + context + pairs of prefill attention
 
-Up to a knee a step is bound by reading the weights, beyond it by arithmetic. On data-centre accelerators the knee lies
+Up to a knee a step is bound by reading weights, beyond it by arithmetic. The knee of data-centre accelerators lies
 between 128 and 256 tokens (operations per byte: about 140 on A100, 180 on H200, 260 on H100).
 
 Learning is recursive least squares with four changes:
 
 - *Relative errors*: both sides are divided by the prediction, since noise grows with the duration.
-- *Directional forgetting* (Kulhavy, "Restricted exponential forgetting in real-time identification", Automatica 23(5),
-  1987): evidence fades only along the features of the new step, or an hour of decodes would erase the cost of prompts.
-  So that no mixture of coefficients is believed for ever, a little is added to the diagonal up to a ceiling (Bittanti,
-  Bolzern and Campi, "Convergence and exponential convergence of identification algorithms with directional forgetting
-  factor", Automatica 26(5), 1990).
-- *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964), against their running scale and the
-  model's uncertainty. ``PERSISTENT_RUN`` of one sign in a row are believed: the device has probably changed its speed,
-  so the covariance is widened along the coefficients, which then scale alike.
+- *Directional forgetting* (Kulhavy, Automatica 23(5), 1987): evidence fades only along the features of the new step, or
+  an hour of decodes would erase the cost of prompts. The diagonal grows up to a ceiling, so that no mixture of
+  coefficients is believed for ever (Bittanti, Bolzern and Campi, Automatica 26(5), 1990).
+- *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964). ``PERSISTENT_RUN`` of one sign in a
+  row are believed: the device has probably changed its speed, so the covariance is widened along the coefficients,
+  which then scale alike.
 - *Constraints*: coefficients are projected to 0 or above in the metric of the covariance, which moves the least known
-  ones (Simon and Chia, "Kalman filtering with state equality constraints", IEEE Trans. AES 38(1), 2002).
+  ones (Simon and Chia, IEEE Trans. AES 38(1), 2002).
 
-Plain floats are faster than numpy for such small matrices, and do not depend on a machine's linear algebra.
+Plain floats are faster than numpy here, and the same on every machine.
 """
 
 from math import sqrt
@@ -79,7 +77,7 @@ _Row: TypeAlias = tuple[float, ...]
 
 
 def is_step_time(duration_s: float) -> bool:
-    """Whether a step can take ``duration_s`` seconds; false for NaN."""
+    """Whether a step can take so long; not NaN."""
     return _SHORTEST_S <= duration_s <= _LONGEST_S
 
 
@@ -106,9 +104,7 @@ def _diagonal(variance: float) -> list[_Row]:
 
 
 class StepTimeFigures(NamedTuple):
-    """A model for operators, in seconds per unit. ``relative_error``: mean of abs(actual / predicted - 1) over the
-    latest steps.
-    """
+    """A model for operators, in seconds per unit. ``relative_error``: mean of abs(actual / predicted - 1)."""
 
     num_observed: int
     num_shifts: int
@@ -157,7 +153,7 @@ class StepTimeModel:
         )
 
     def predict_s(self, shape: StepShape) -> float | None:
-        """Return the seconds of a step of this shape; None until one after ``WARM_UP_STEPS`` was observed."""
+        """Return the seconds of a step; None until one after ``WARM_UP_STEPS`` was observed."""
         if self._num_observed <= WARM_UP_STEPS:
             return None
         num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape
@@ -177,11 +173,9 @@ class StepTimeModel:
         return max(duration_s, _SHORTEST_S)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
-        """Return the seconds that ``num_tokens`` prompt tokens behind ``num_computed_tokens`` add to steps that run
-        anyway.
+        """Return the seconds that ``num_tokens`` of a prompt add to steps; None if no prompt was observed.
 
-        At least 0; None if no prompt was observed. The steps count as beyond the knee, so every token pays its
-        arithmetic.
+        The steps count as beyond the knee, so every token pays its arithmetic.
         """
         if not self._knows_prefill:
             return None
@@ -235,7 +229,7 @@ class StepTimeModel:
         self._covariance = _diagonal(self._prior_variance)
 
     def _is_believed(self, error: float) -> bool:
-        """Count a residual beyond the limit; whether enough of its sign came in a row."""
+        """Count a residual beyond the limit."""
         sign = 1 if error > 0 else -1
         self._run = self._run + sign if self._run * sign > 0 else sign
         if abs(self._run) < PERSISTENT_RUN:
@@ -245,7 +239,7 @@ class StepTimeModel:
         return True
 
     def _spread(self, scaled: _Row) -> tuple[_Row, float]:
-        """The covariance times ``scaled``, and the variance of the prediction along it."""
+        """The covariance times ``scaled``, and the prediction's variance."""
         a, b, c, d, e, f, g = scaled
         gains: _Row = tuple(
             [p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance]
@@ -258,7 +252,6 @@ class StepTimeModel:
         return self._spread(scaled)
 
     def _drift(self, unit: float) -> None:
-        """Add variance to well-known coefficients."""
         for place, row in enumerate(self._covariance):
             if row[place] < _DRIFT_CEILING * unit:
                 self._covariance[place] = (*row[:place], row[place] + _DRIFT_VARIANCE * unit, *row[place + 1 :])
@@ -294,7 +287,7 @@ class StepTimeModel:
         self._coefficients = coefficients if min(coefficients) >= 0.0 else self._at_least_zero(coefficients)
 
     def _at_least_zero(self, coefficients: _Row) -> _Row:
-        """The best coefficients, by the covariance, with the negative ones at 0."""
+        """The best coefficients with the negative ones at 0."""
         values = list(coefficients)
         # Each entry: a place held at 0, and how all coefficients move with it while those before it are held.
         held: list[tuple[int, list[float]]] = []

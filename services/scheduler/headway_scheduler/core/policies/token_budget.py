@@ -2,21 +2,21 @@
 
 Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
 
-- ``fixed``: the rest of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4: the operator
-  finds it by profiling).
-- ``slo``: as many as keep the predicted step within the inter-token objective. ``StepTimeModel`` is the profile,
-  learned online.
+- ``fixed``: the rest of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4: a profile
+  finds it).
+- ``slo``: as many as keep the predicted step within the inter-token objective. ``StepTimeModel`` learns the profile
+  online.
 
 ``slo`` adds to the prediction:
 
 - *A margin*: the 99th percentile of actual over predicted time, by stochastic approximation (Robbins and Monro, 1951)
   as in Angelopoulos, Candes and Tibshirani, "Conformal PID control for time series prediction", 2023: up by 99 parts
   after a step beyond it, down by 1 part otherwise. So one step in a hundred is beyond it, whatever the model's bias.
-  For an urgent request the margin is spent.
+  Urgent requests use it up.
 - *No extrapolation*: a step is at most twice as large as one that has worked.
-- *Whole tiles*: a step that cuts a prompt has a multiple of 128 tokens, or of 64 below 256, as matrix products compute
-  them: with 128-token tiles, 576 tokens take as long as 640. Smaller tiles rarely gain what they cost.
-- *Progress*: at least 64 prompt tokens run, so prompts are late but never starve.
+- *Whole tiles*: a step that cuts a prompt has a multiple of 128 tokens, or of 64 below 256. With 128-token tiles,
+  matrix products take as long for 576 tokens as for 640.
+- *Progress*: at least 64 prompt tokens run, so prompts never starve.
 """
 
 from collections import deque
@@ -37,11 +37,10 @@ _GROWTH = 2
 
 
 class PromptLoad(NamedTuple):
-    """The prompt tokens that could run beside ``decoding``.
+    """The prompt tokens that could run beside ``decoding``, whose tightest objective is ``objective_s``.
 
-    ``objective_s``: the tightest inter-token objective of the decoding rows, seconds. ``num_computed_tokens``: of the
-    first prompt. ``num_left``: an upper bound of the waiting prompt tokens. ``is_urgent``: a first token is about to be
-    late.
+    ``num_computed_tokens``: of the first prompt. ``num_left``: an upper bound of the waiting prompt tokens.
+    ``is_urgent``: a first token is about to be late.
     """
 
     decoding: StepShape
@@ -54,8 +53,7 @@ class PromptLoad(NamedTuple):
 class JoiningRow(NamedTuple):
     """A row with ``num_context_tokens`` that would decode beside ``decoding``.
 
-    ``decoding`` should include rows still in their prompt. ``objective_s`` is the tightest of all, the row's own
-    included.
+    ``objective_s`` is the tightest of all.
     """
 
     decoding: StepShape
@@ -64,7 +62,7 @@ class JoiningRow(NamedTuple):
 
 
 class TokenBudget(Protocol):
-    """It asks for the load only if its answer depends on it, since that costs time."""
+    """It asks for the load only if needed, since that costs time."""
 
     @property
     def needs_step_times(self) -> bool: ...  # whether it must learn from each step with a prompt
@@ -73,13 +71,13 @@ class TokenBudget(Protocol):
     def margin(self) -> float: ...  # the factor of predictions before they are compared with an objective
 
     def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        """Return the most tokens of a step with prompts, decodes included. ``ask`` returns None if nothing decodes."""
+        """Return the most tokens of a step with prompts. ``ask`` returns None if nothing decodes."""
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         """Whether one more row may decode without making all late."""
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Learn from a step, and let the model of step times learn."""
+        """Learn from a step, as the model of step times does."""
 
 
 class FixedBudget:
@@ -106,10 +104,9 @@ class FixedBudget:
 
 
 class TailRatio:
-    """The 99th percentile of actual over predicted time, online. ``value`` is at least 1.
+    """The 99th percentile of actual over predicted time, at least 1.
 
-    A correction follows the mean deviation of the ratio from 1, so it suits quiet and noisy devices. An outlier counts
-    as one correction, however far out it is.
+    A correction follows the mean deviation from 1, so it suits quiet and noisy devices, and no outlier counts more.
     """
 
     _PERCENTILE = 0.99
@@ -134,7 +131,7 @@ class TailRatio:
         self.value = min(max(self.value + correction, 1.0), self._LARGEST)
 
     def forget_run(self) -> None:
-        """Undo the last steps: the device has changed its speed, so they say nothing about the tail."""
+        """Undo the last steps: the device has changed its speed."""
         if self._before:
             self.value = min(self.value, self._before[0])
             self._before.clear()
@@ -161,9 +158,9 @@ class SloBudget:
         return most if load is None else min(most, load.decoding.num_rows + self.prompt_tokens(load))
 
     def prompt_tokens(self, load: PromptLoad) -> int:
-        """Return the largest allotment that keeps the objective, and the least one if none does.
+        """Return the largest allotment that keeps the objective, or the least one.
 
-        All tokens count as one prompt's, which is the worst case for attention.
+        All tokens count as one prompt's, the worst case for attention.
         """
         decoding, objective_s, num_computed_tokens, num_left, is_urgent = load
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
@@ -204,7 +201,7 @@ class SloBudget:
         return predicted_s is None or predicted_s * self._tail.value <= objective_s
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """The tail learns first, from the prediction before the model learns."""
+        """The tail learns before the model does."""
         if not is_step_time(duration_s):
             return
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
