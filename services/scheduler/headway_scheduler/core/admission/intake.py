@@ -1,4 +1,4 @@
-"""A request comes in: it is checked, gets its place in the order, and waits.
+"""The arrival of a request.
 
 Owns: the fields of a new request. Must not know: rows or steps.
 """
@@ -20,12 +20,11 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)
     state.waiting.room.check(new.tenant, len(new.token_ids))
-    rank = state.order.rank_of(new.priority)
+    rank = state.waiting.queue.rank_of(new.priority)
     request = Request(new, arrival=state.num_arrivals, rank=rank, limit=limit, now=now)
     state.num_arrivals += 1
     request.itl_slo_ms = new.itl_slo_ms or state.limits.default_itl_slo_ms
-    if state.predicts:
-        request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
+    request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
     state.requests[new.origin] = request
     ttft_slo_ms = new.ttft_slo_ms or state.limits.default_ttft_slo_ms
     # The first token may have come before, or be late already for what was not its own doing.
@@ -35,7 +34,6 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
 
 
 def _watch_first_token(state: CoreState, request: Request, objective_s: float) -> None:
-    """Work out when a request has to start for its first token to be in time."""
     state.observer.is_wanted = True
     prefill_s = state.step_times.prefill_s(request.new.num_prompt_tokens, 0) or 0.0
     request.latest_start = request.arrival_time + objective_s - prefill_s
