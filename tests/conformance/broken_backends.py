@@ -48,7 +48,7 @@ class WrappedBackend:
 
 
 class TellsOfFirstTokensOnly(WrappedBackend):
-    """Reports the log probability of one token per row, however many the row has."""
+    """Reports the log probability of one token per row."""
 
     found_by = ("proposals_change_no_token",)
 
@@ -59,7 +59,7 @@ class TellsOfFirstTokensOnly(WrappedBackend):
 
 
 class ForgetsWhatFollowsProposals(WrappedBackend):
-    """Keeps the first draw and leaves a proposal in the place of the last accepted token."""
+    """Leaves a proposal in the place of the last accepted token."""
 
     found_by = ("proposals_change_no_token",)
 
@@ -88,7 +88,7 @@ class SortsBlocks(WrappedBackend):
 
 
 class ReadsTheTableOfAnEarlierStep(WrappedBackend):
-    """Keeps a row's table from the row's first step, and appends without checking which row is new."""
+    """Appends to a row's table without checking which row is new."""
 
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_1")
 
@@ -144,7 +144,7 @@ class ReadsTheTableTooLate(WrappedBackend):
 
 
 class KeepsTheParametersOfARow(WrappedBackend):
-    """A row that was used before keeps its first sampling parameters."""
+    """A used row keeps its first sampling parameters."""
 
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_2")
 
@@ -160,7 +160,7 @@ class KeepsTheParametersOfARow(WrappedBackend):
 
 
 class StartsEveryRowAtZero(WrappedBackend):
-    """Counts computed tokens itself, and forgets that a new row may start with some."""
+    """Forgets that a new row may start with computed tokens."""
 
     found_by = ("a_prefix_that_is_there", "a_prefix_of_the_same_step", "swapped_out_and_in", "copied_blocks")
 
@@ -178,7 +178,7 @@ class StartsEveryRowAtZero(WrappedBackend):
 
 
 class CountsRowsThatSitOut(WrappedBackend):
-    """Advances every live row by one if the step does not list it, also rows that sit out."""
+    """Advances rows that sit out."""
 
     found_by = ("rows_that_sit_out",)
 
@@ -219,7 +219,7 @@ class AlwaysHasHostBlocks(WrappedBackend):
 
 
 class ReportsOtherTokens(WrappedBackend):
-    """Reports tokens other than the likeliest, with their right log probabilities."""
+    """Reports tokens other than the likeliest."""
 
     found_by = ("logprobs_among_rows_without",)
 
@@ -241,7 +241,7 @@ class ReportsOtherTokens(WrappedBackend):
 
 
 class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
-    """Reports for each token of a prompt the log probability of the one before it: off by one."""
+    """Reports for each token of a prompt the log probability of the one before it."""
 
     found_by = ("prompts_that_are_reported", "parameters_mixed_in_a_batch")
 
@@ -267,7 +267,7 @@ class ForgetsPromptsOfChunks(WrappedBackend):
 
 
 class SwapsInBeforeOut(WrappedBackend):
-    """Reads host blocks before the step has written them, and overwrites device blocks before they are saved."""
+    """Reads host blocks before the step has written them."""
 
     found_by = ("out_and_in_in_one_step", "moved_within_one_step")
 
@@ -297,7 +297,7 @@ class SwapsOutAfterTheStep(WrappedBackend):
 
 
 class FreesHostBlocksThatWereRead(WrappedBackend):
-    """Treats a host block as empty once it was swapped in."""
+    """Treats a host block as empty after a swap-in."""
 
     found_by = ("host_blocks_keep_what_was_last_written",)
 
@@ -313,8 +313,6 @@ class FreesHostBlocksThatWereRead(WrappedBackend):
 
 
 class IgnoresCopies(WrappedBackend):
-    """Never copies a block."""
-
     found_by = ("copied_blocks", "swapped_in_then_copied")
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -322,8 +320,6 @@ class IgnoresCopies(WrappedBackend):
 
 
 class CopiesFirst(WrappedBackend):
-    """Copies before it swaps in."""
-
     found_by = ("swapped_in_then_copied",)
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -350,7 +346,7 @@ class AnswersInOrderOfArrival(WrappedBackend):
 
 
 class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
-    """Accepts a new row only if the old one was listed as finished, and ignores an epoch's first step."""
+    """Ignores an epoch's first step, and new rows whose old ones did not finish."""
 
     found_by = ("a_new_epoch", "rows_of_an_earlier_epoch_later", "an_epoch_lost_to_an_impossible_step")
 
@@ -395,7 +391,7 @@ class CutsSeeds(WrappedBackend):
 
 
 class TakesOutputForPrompt(WrappedBackend):
-    """Takes all tokens of a new row as its prompt, also those of a preempted request."""
+    """Takes all tokens of a new row as its prompt."""
 
     found_by = ("preempted_and_computed_again", "swapped_out_and_in")
 
@@ -445,8 +441,6 @@ class ReportsLogprobsForAll(WrappedBackend):
 
 
 class OneErrorFailsAll(WrappedBackend):
-    """Raises if one row fails."""
-
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
     def execute(self, batch):
@@ -490,8 +484,6 @@ class RunsRowByRow(WrappedBackend):
 
 
 class DrawsAfterEveryChunk(WrappedBackend):
-    """Draws a token after every chunk of a prompt."""
-
     found_by = ("chunks_of_one_token", "prompts_beside_decodes", "every_split_of_a_prompt")
 
     def execute(self, batch):
@@ -511,8 +503,6 @@ class ChunksOfWholeBlocks(WrappedBackend):
 
 
 class CannotRunAnEmptyStep(WrappedBackend):
-    """Treats a step without rows as an error."""
-
     found_by = ("empty_steps", "rows_that_sit_out", "rows_of_an_earlier_epoch_later")
 
     def execute(self, batch):
@@ -522,7 +512,7 @@ class CannotRunAnEmptyStep(WrappedBackend):
 
 
 class ForgetsNewsOfAnEmptyStep(WrappedBackend):
-    """Returns early from a step without rows, and misses its changes."""
+    """Misses the changes of a step without rows."""
 
     found_by = ("a_row_admitted_to_sit_out",)
 
@@ -533,8 +523,6 @@ class ForgetsNewsOfAnEmptyStep(WrappedBackend):
 
 
 class Hangs(WrappedBackend):
-    """Never finishes a step."""
-
     found_by = ("empty_steps",)
     executes_inline = True
     timeout_s = 0.2
@@ -544,8 +532,6 @@ class Hangs(WrappedBackend):
 
 
 class AnswersAfterClose(WrappedBackend):
-    """Answers after ``close``."""
-
     found_by = ("closed_twice",)
 
     def close(self):

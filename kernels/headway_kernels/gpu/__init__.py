@@ -2,5 +2,5 @@
 
 Each launches on the current stream, allocates nothing, reads nothing back and branches on no value that only the device
 knows, so that a CUDA graph can capture a step. With ``TRITON_INTERPRET=1`` set before the import, Triton's kernels run
-on a CPU, slowly. ``headway_kernels.reference`` has each in plain torch.
+on a CPU.
 """

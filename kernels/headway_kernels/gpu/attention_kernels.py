@@ -1,6 +1,6 @@
 """The attention kernels: the plan of a step, its chunks, its decodes, and the joining of a decode's splits.
 
-Owns: how a grid goes through the rows of a batch. Must not know: how the kernels are launched or tuned.
+Owns: how a grid goes through a batch. Must not know: launches, tuning.
 """
 
 import triton
@@ -22,7 +22,7 @@ def plan_kernel(
     TOKENS_PER_TILE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
 ):
-    """Count the splits and the query tiles of all rows: one program."""
+    """One program counts the splits and the query tiles of all rows."""
     row = tl.arange(0, PADDED_ROWS)
     real = row < num_rows
     start = tl.load(query_start + row, mask=real, other=0)
@@ -64,7 +64,7 @@ def chunk_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Chunks: an item is a query tile of a row and a key-value head, with all query heads of its group.
+    """An item is a query tile of a row and a key-value head, with all query heads of its group.
 
     The tile is token after token, so that its tokens and the diagonal stay close together.
     """
@@ -89,7 +89,7 @@ def chunk_kernel(
         pointers = query + (line * query_stride + column)[:, None] + component[None, :]
         queries = tl.load(pointers, mask=real[:, None] & in_head[None, :], other=0.0)
 
-        # Tiles [low, full_low) and [full_high, high) are seen in part: the window's edge and the diagonal.
+        # Queries see tiles [low, full_low) and [full_high, high) in part: the window's edge and the diagonal.
         lowest = past + first_token
         end = past + tl.minimum(first_token + TOKENS, num_tokens)
         # A padding vector attends as the last token does, so that it sees something; it is not stored.
@@ -199,10 +199,9 @@ def decode_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Decodes: an item is a split of a row and a key-value head, with all query heads of its group.
+    """An item is a split of a row and a key-value head, with all query heads of its group.
 
-    The group's keys and values are read once. A row with one split gets its result here; other rows leave one part per
-    split.
+    A row with one split gets its result here; other rows leave one part per split.
     """
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)

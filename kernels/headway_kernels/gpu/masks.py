@@ -1,6 +1,6 @@
-"""Exclude tokens by a bit mask: a forbidden token of a constrained row gets a logit of minus infinity.
+"""Exclude tokens by a bit mask: a forbidden token gets a logit of minus infinity.
 
-Owns: the kernel. Must not know: what a mask stands for, or how a token is drawn.
+Owns: the kernel. Must not know: a mask's meaning, drawing.
 """
 
 import triton

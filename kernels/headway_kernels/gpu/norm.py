@@ -1,7 +1,6 @@
 """Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), with the addition before it.
 
-Owns: adding a sublayer's output to the residual stream and normalising the sum, in one pass over memory. Must not know:
-which sublayer, or what reads the result.
+Owns: adding to the residual stream and normalising, in one pass over memory. Must not know: sublayers.
 """
 
 import triton
@@ -21,7 +20,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
     spilling).
 
     The sum is rounded to the dtype before it is normalised in float32, and the normalised row before the product, as in
-    three operators. Moves ``4 T C`` elements (2 without ``delta``); about ``5 T C`` FLOPs.
+    three operators.
     """
     num_tokens, width = hidden.shape
     if num_tokens == 0:

@@ -1,7 +1,6 @@
 """Queries, keys and values between their product and attention.
 
-Owns: normalising query and key heads, rotating them, and storing keys and values in the pool. Must not know: the source
-of the rotations, requests, or the pool's readers.
+Owns: normalising heads, rotating them, storing keys and values. Must not know: requests, the pool's readers.
 
 Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), per
 head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
@@ -37,12 +36,10 @@ def rotate_and_store(
     heads, value heads; channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables.
     ``slots`` int32 ``[T]``, distinct: block times block size plus offset, or -1 to store nothing. ``cosines``,
     ``sines`` float32 ``[context, head_dim / 2]``, contiguous. ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size,
-    head_dim]``, contiguous, key heads first. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head with
-    ``eps``, both or neither.
+    head_dim]``, contiguous, key heads first. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head,
+    both or neither.
 
     Normalised heads are rounded to the dtype before and after the product with the weight, then rotated in float32.
-    Moves ``(2 num_heads + 4 num_kv_heads) head_dim`` elements and ``4 head_dim`` bytes of table per token; 3 FLOPs per
-    rotated channel, 4 more if normalised.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:

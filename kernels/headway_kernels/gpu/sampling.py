@@ -1,7 +1,6 @@
 """Draw the next token of each row, in Triton: penalties, bias, temperature, top-k, top-p and min-p, without a sort.
 
-Owns: the order of the stages and the choice among their variants. Must not know: requests, steps, or the source of
-parameters.
+Owns: the order of the stages and their variants. Must not know: requests, steps, the source of parameters.
 
 The rule, also in ``headway_kernels.reference.sample``: ``p`` is the float32 softmax of the adjusted logits divided by
 the temperature, and ``floor(p * 2^52)`` a token's weight. Tokens rank by ``p``, equal ones by lower id. Top-k, top-p
@@ -9,8 +8,8 @@ and min-p each keep a beginning of the ranking. The draw inverts the cumulative 
 of their ids, at the row's Philox uniform. Sums of integer weights are exact, so the rest of the batch cannot change a
 token.
 
-Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at the
-threshold are kept, lowest ids first. The stages:
+Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at it
+are kept, lowest ids first. The stages:
 
 1. ``statistics``, per chunk of the vocabulary: largest logit, its first place, sum of exponentials;
 2. ``merge``, per row: the scale of the distribution; greedy rows end here;
@@ -21,8 +20,8 @@ threshold are kept, lowest ids first. The stages:
 6. ``weigh``, per chunk: the weight above the threshold and the number of tokens at it;
 7. ``draw``, per row: the chunk in which the uniform falls, then the token.
 
-The shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size.
-The host chooses only which stages run.
+Shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size. The
+host chooses only the stages.
 """
 
 from typing import Literal
@@ -59,9 +58,8 @@ def sample(
     ``out_token_ids`` (int32, ``[n]``; -1 for padding and for rows without a finite largest logit) and ``out_status``
     (int32, ``[n]``; 1 for the latter, otherwise 0).
 
-    ``variant`` is the most that a row of the batch needs: "greedy", "random" (also min-p), or "truncated" (top-k or
-    top-p). ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices
-    for it.
+    ``variant`` is the most that a row needs: "greedy", "random" (also min-p), or "truncated" (top-k or top-p).
+    ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices for it.
     """
     if adjusted:
         adjust_logits(logits, rows, positions, columns, token_store, workspace)

@@ -1,6 +1,6 @@
 """Draw a token: invert the cumulative weights of the kept tokens at the row's uniform number.
 
-Owns: the stages ``weigh`` and ``draw``, and the generator of uniform numbers. Must not know: why a token is kept.
+Owns: the stages ``weigh`` and ``draw``, uniform numbers. Must not know: why a token is kept.
 """
 
 import triton
@@ -23,7 +23,7 @@ _RNG_ROUNDS = tl.constexpr(10)
 
 @triton.jit
 def _uniform(seed, position):
-    """One uniform number in [0, 1) with 53 random bits: Philox4x32-10 under the key ``seed`` (Salmon et al., 2011)."""
+    """53 random bits in [0, 1): Philox4x32-10 under the key ``seed`` (Salmon et al., 2011)."""
     low = tl.full((), 0xFFFFFFFF, tl.uint64)
     k0 = seed & low
     k1 = seed >> 32

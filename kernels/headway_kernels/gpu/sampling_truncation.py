@@ -52,7 +52,7 @@ def _survey_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """How many tokens (with top-k), or how much probability, lie at or above each surveyed probability."""
+    """Count tokens (with top-k), or probability, at or above each surveyed probability."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -87,7 +87,7 @@ def _list_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Choose the highest cutoff that surely keeps enough; list the bits of the probabilities from there upward."""
+    """Choose the highest cutoff that surely keeps enough; list the probabilities from there upward."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -115,7 +115,7 @@ def _list_kernel(
     bits = bits_of(probability_of(logits, row_max, row_scale, row_share))
     listed = (bits >= cutoff) & (places < vocab_size)
     ones = listed.to(tl.int32)
-    # Chunks append in any order: the use of the list does not depend on it.
+    # Chunks append in any order; nothing depends on it.
     first = tl.atomic_add(list_length_ptr + i, tl.sum(ones, 0), sem="relaxed")
     tl.store(words_ptr + i * vocab_size + first + tl.cumsum(ones, 0) - 1, bits, mask=listed)
 
@@ -177,7 +177,7 @@ def _threshold_kernel(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Apply top-k, then top-p to what is left; then take the stricter of that and min-p."""
+    """Apply top-k, then top-p to the rest; then take the stricter of that and min-p."""
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return

@@ -1,11 +1,9 @@
 """The interface between the executor and a backend, which runs the model.
 
-Owns: the ``ExecutorBackend`` protocol, its input, its output, and the errors a backend may raise. Must not know:
-sockets, frames, epochs, or any particular backend.
+Owns: ``ExecutorBackend``, its types and errors. Must not know: sockets, frames, epochs, any backend.
 
-``BatchState`` checks each diff and keeps counters and block tables. A backend keeps what needs the *values* of tokens:
-token ids per row, sampling state, the KV pool. A step needs no token values, so a backend may get step k + 1 before it
-has reported step k.
+``BatchState`` keeps counters and block tables; a backend keeps token ids, sampling state and the KV pool. A step needs
+no token values, so a backend may get step k + 1 before it has reported step k.
 """
 
 from collections.abc import Callable
@@ -35,10 +33,8 @@ def _nobody_is_warned(what: str) -> None:
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a backend.
+    """The settings of a backend; it decides those that are 0 or "auto".
 
-    ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide. ``swap_space_mib`` is main memory for
-    swapped-out blocks. ``max_num_seqs`` limits the live rows, ``max_num_batched_tokens`` the tokens of one step.
     ``quantization``: "none", "int8" or "fp8". ``speculation``: "off", "ngram", or "draft" with the checkpoint
     ``draft_model``. A long opening calls ``progress(what, done, total)``; ``warn`` gets one line about anything unusual
     in a model.
@@ -65,9 +61,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``.
+    """A row that becomes live. ``token_ids`` int32, shape ``[num_tokens]``.
 
-    When the step runs, its blocks hold the first ``num_computed_tokens``: shared, swapped in or copied.
+    Its blocks already hold the first ``num_computed_tokens``.
     """
 
     row: int
@@ -82,14 +78,14 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     A backend applies the fields in this order. It forgets ``finished_rows`` (after a new epoch: every earlier row),
     takes ``new_rows`` and ``new_blocks`` (shape ``[2, n]``: row, block; new rows included), and runs ``rows`` (shape
-    ``[r]``, ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``.
-    ``samples[i]`` is 1 where it draws the next token, at position ``num_computed_tokens[i] + num_scheduled_tokens[i]``.
+    ``[r]``, ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``. If
+    ``samples[i]`` is 1, it draws the token behind them.
 
-    ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) belongs to the executor and changes with later steps:
-    a backend that runs ahead keeps its own copy. Position p of a row is in block ``block_table[row, p // block_size]``.
+    Position p of a row is in block ``block_table[row, p // block_size]``. The table changes with later steps: a backend
+    that runs ahead keeps its own copy.
 
-    ``num_speculative_tokens`` (shape ``[r]``, or None) is how many proposed tokens the backend may run behind each
-    row's one token (rule 9 of ``headway_proto.step``). Blocks cover the proposals.
+    ``num_speculative_tokens`` (shape ``[r]``, or None) limits the proposed tokens behind each row's one token (rule 9
+    of ``headway_proto.step``). Blocks cover them.
     """
 
     step: int
@@ -107,12 +103,12 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step; all entries have rows ascending.
 
-    ``sampled_token_ids`` int32: one per row with ``samples == 1``, ``ERRORED_ROW`` where ``errors`` has the row.
-    ``move_time_us`` is that of the ``move_blocks`` before the step, and not in ``device_time_us``. ``prompt_logprobs``
-    are there if the backend announces ``supports_prompt_logprobs``.
+    ``sampled_token_ids`` int32: one per row with ``samples == 1``; ``ERRORED_ROW`` if ``errors`` has the row.
+    ``device_time_us`` does not contain ``move_time_us``.
 
-    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has one entry per row that could speculate,
-    or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
+    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has an entry for each row that could
+    speculate, or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked
+    for them.
     """
 
     sampled_token_ids: Int32Array
@@ -126,19 +122,19 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ExecutorBackend(Protocol):
-    """Four calls. A backend is a no-argument callable in the entry point group ``headway.executor_backends``."""
+    """Four calls. The entry point group ``headway.executor_backends`` names its constructors, which take no arguments."""
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """Load the model, reserve the KV pool, warm up.
 
         Raises:
-            BackendConfigError: a setting cannot be honoured; the message has its name, value and what is allowed.
+            BackendConfigError: a setting cannot be honoured; names its value and what is allowed.
             ModelFilesError: the checkpoint is missing, damaged or unsupported.
         """
         ...
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        """Run one step. Steps take effect in the order of the calls.
+        """Run one step. Steps take effect in order.
 
         Raises:
             StepOutOfMemoryError: the scheduler sends smaller steps from then on.
@@ -148,10 +144,9 @@ class ExecutorBackend(Protocol):
         ...
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
+        """Swap out, swap in, then copy blocks before the next ``execute``. Each int32, shape ``[2, n]``.
 
-        Earlier steps have taken effect; the next step's ``finished_rows`` and ``new_rows`` have not. The time is
-        reported with the next step's result.
+        The next step's ``finished_rows`` and ``new_rows`` take effect later. Its result reports the time.
 
         Raises:
             Exception: as of ``execute``; the next step is then not run.
@@ -159,12 +154,12 @@ class ExecutorBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. May be called twice; ``execute`` raises afterwards."""
+        """Release everything, once or twice; ``execute`` raises afterwards."""
         ...
 
 
 class StepOutOfMemoryError(RuntimeError):
-    """The device has too little memory for a step of ``num_tokens`` tokens; a smaller one may fit."""
+    """The device has too little memory for ``num_tokens`` tokens."""
 
     def __init__(self, num_tokens: int, detail: str) -> None:
         super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
@@ -172,12 +167,12 @@ class StepOutOfMemoryError(RuntimeError):
 
 
 class DeviceLostError(RuntimeError):
-    """Every call of the device fails from now on; only a new process can use it again (exit code 4)."""
+    """Only a new process can use the device again (exit code 4)."""
 
 
 class BackendConfigError(ValueError):
-    """A setting that this backend or model cannot honour (exit code 2)."""
+    """The backend cannot honour a setting (exit code 2)."""
 
 
 class ModelFilesError(ValueError):
-    """A checkpoint that cannot be served (exit code 3)."""
+    """The checkpoint cannot be served (exit code 3)."""

@@ -1,6 +1,6 @@
 """The executor's configuration.
 
-Owns: the settings, their defaults, help and ranges. Must not know: flags, files, environment variables.
+Owns: settings, defaults, help, ranges. Must not know: flags, files, environment variables.
 """
 
 import math
@@ -122,7 +122,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
                     raise _refusal("curve_keys", self.curve_keys, f"a directory with {name}")
 
     def backend_config(self) -> BackendConfig:
-        """The backend's part of the settings."""
+        """The settings for the backend."""
         return BackendConfig(
             model=self.model,
             device=self.device,

@@ -1,6 +1,6 @@
-"""Random weights instead of a checkpoint, to measure a model's speed with only its config.json.
+"""Random weights, to measure a model's speed with only its config.json.
 
-Owns: the distribution, and the interface of a checkpoint. Must not know: what a tensor is for, beyond its shape.
+Owns: their distribution. Must not know: what a tensor is for.
 """
 
 import math
@@ -16,7 +16,7 @@ _NORM_SUFFIX = "norm.weight"
 
 
 class RandomCheckpoint:
-    """A ``weights.Checkpoint`` of tensors with ``shapes``, drawn from their names and ``seed``.
+    """A ``weights.Checkpoint``, drawn from names and ``seed``.
 
     Normal, with a variance that keeps activations of order one; norms are ones.
     """
@@ -35,7 +35,7 @@ class RandomCheckpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
     @property
     def num_parameters(self) -> int:
@@ -46,7 +46,7 @@ class RandomCheckpoint:
         return name in self._shapes
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``."""
+        """Draw a tensor."""
         shape = self._shapes[name]
         if name.endswith(_NORM_SUFFIX):
             return torch.ones(shape, dtype=self._dtype, device=self._device)

@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face checkpoint directory: safetensors only, read through memory mapping.
+"""The tensors of a Hugging Face checkpoint: safetensors only, read through memory mapping.
 
-Owns: finding and checking the files, reading tensors, and the fingerprint. Must not know: what a tensor is for.
+Owns: finding and checking files, reading tensors, the fingerprint. Must not know: what a tensor is for.
 
 Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
@@ -31,7 +31,7 @@ _PAGE_BYTES = 4096
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
-    """The header of one tensor: its file's name, dtype (in safetensors' form) and shape."""
+    """``dtype`` is in safetensors' form."""
 
     file: str
     dtype: str
@@ -71,8 +71,7 @@ class Checkpoint:
         return sum(math.prod(header.shape) for header in self.headers.values())
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
-        """Check that the checkpoint has the ``expected`` tensors (name to shape) in a supported dtype, and no others
-        but ``ignored``.
+        """Check for exactly the ``expected`` tensors (name to shape), and perhaps ``ignored`` ones.
 
         Raises:
             ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
@@ -97,7 +96,7 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``, in its own dtype. Read-only: its storage may be the mapped file."""
+        """Return a tensor in its own dtype. Read-only: its storage may be the mapped file."""
         tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
         return tensor
 
@@ -149,13 +148,13 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def _check_file_name(file: object) -> None:
-    """A shard is a plain file of the directory; another path could point outside it."""
+    """A path could point outside of the directory."""
     if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
         raise ModelFilesError(f"{_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name")
 
 
 def _open(path: Path) -> Any:
-    """Map one file; the library checks that the header is sane and that tensors neither overlap nor overrun."""
+    """The library checks the header, and that tensors neither overlap nor overrun."""
     if path.is_dir():
         raise ModelFilesError(f"{path}: is a directory; allowed: a file")
     if not path.is_file():

@@ -1,6 +1,6 @@
 """``python -m headway_conformance --backend NAME``: every scenario on an installed backend.
 
-Owns: the flags, the table and the exit code. Must not know: what a scenario does.
+Owns: flags, table, exit code. Must not know: what a scenario does.
 
 Exit code 0: everything passed or does not apply. 1: something failed. 2: it could not be checked.
 """

@@ -1,6 +1,6 @@
 """The form of a step's answer, whatever the tokens are.
 
-Owns: the checks of a ``StepResult`` against its step. Must not know: which tokens are right.
+Owns: the checks of a ``StepResult``. Must not know: which tokens are right.
 """
 
 import itertools
@@ -20,10 +20,10 @@ _ROUNDING = 1e-5
 
 
 class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer to a step must contain.
+    """The required answer to a step.
 
-    ``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``. ``has_moves``: blocks were
-    moved before. ``prompts``: the reported prompts, rows ascending.
+    ``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``; ``prompts``: reported
+    prompts, rows ascending.
     """
 
     where: str
@@ -35,7 +35,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedPrompt(msgspec.Struct, frozen=True):
-    """The part of a prompt that a step reports: positions ``first`` to ``end - 1``, and the number of alternatives."""
+    """A step reports positions ``first`` to ``end - 1`` of a prompt."""
 
     row: int
     first: int
@@ -44,7 +44,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Check the form of a result. Raises ``ConformanceFailure``: says what is wrong, in one line."""
+    """Raise ``ConformanceFailure``: says in one line what is wrong."""
     require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
     tokens = _check_tokens(asked, result)
     errors = _check_errors(asked, result)
@@ -61,9 +61,7 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
 
 
 def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[StepResult, tuple[int, ...]]]:
-    """Split the result of a speculating step into parts with one token a row: first tokens, second ones and so on.
-
-    Each part comes with its rows.
+    """Split a speculating step's result into parts with one token a row, each with its rows.
 
     Raises:
         ConformanceFailure: there are more or fewer tokens or log probabilities than ``accepted_tokens`` says.
@@ -182,7 +180,7 @@ def _check_times(asked: AskedStep, result: StepResult) -> None:
 
 
 def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
-    """The result must fit into its message; a numpy number, for example, does not."""
+    """A numpy number, for example, does not fit into its message."""
     output = ExecutorOutput(
         epoch=1,
         step=0,

@@ -1,7 +1,7 @@
 """The executor's side of a step, without frames: from a message to the backend and back.
 
-Owns: ``BatchState``, the calls of the backend in the order of ``headway_executor.loop``, and waiting. Must not know:
-what is scheduled, or what a result should be.
+Owns: ``BatchState``, calls of the backend as in ``headway_executor.loop``, waiting. Must not know: the script, right
+results.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,7 @@ from headway_proto.step import BackendInfo, SchedulerOutput
 
 
 class ExecutorSide:
-    """An open backend behind a ``BatchState``, on its own thread unless it executes inline. A step may take
-    ``timeout_s``.
-    """
+    """An open backend behind a ``BatchState``, on its own thread unless it executes inline."""
 
     def __init__(
         self, create_backend: Callable[[], ExecutorBackend], config: BackendConfig, *, timeout_s: float
@@ -31,7 +29,7 @@ class ExecutorSide:
         self._state = BatchState(self.info)
 
     def begin_epoch(self) -> None:
-        """Forget every row, as after a ``NewEpoch``. The next step informs the backend."""
+        """Forget every row, as after a ``NewEpoch``."""
         self._state.begin_epoch()
 
     def submit(self, output: SchedulerOutput) -> Future[StepResult]:
@@ -47,7 +45,7 @@ class ExecutorSide:
         return execute(self._backend, batch)
 
     def wait(self, future: Future[StepResult]) -> StepResult:
-        """The result of a step.
+        """Wait for a step's result.
 
         Raises:
             ConformanceFailure: it did not come in time.
@@ -56,7 +54,7 @@ class ExecutorSide:
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Count the accepted proposals of a step. Raises ``ConformanceFailure``: the number is impossible."""
+        """Count accepted proposals. Raises ``ConformanceFailure``: the number is impossible."""
         accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)
@@ -64,7 +62,6 @@ class ExecutorSide:
             raise ConformanceFailure(f"accepted_tokens: {error}") from error
 
     def close(self) -> None:
-        """Close the backend."""
         self._backend.close()
 
 
@@ -79,7 +76,7 @@ def execute(backend: ExecutorBackend, batch: StepBatch) -> Future[StepResult]:
 
 
 def wait(future: Future[StepResult], timeout_s: float) -> StepResult:
-    """The result of a step; see ``ExecutorSide.wait``."""
+    """See ``ExecutorSide.wait``."""
     try:
         return future.result(timeout_s)
     except FutureTimeoutError as error:

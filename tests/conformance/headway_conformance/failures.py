@@ -9,14 +9,14 @@ class ConformanceFailure(AssertionError):  # noqa: N818 (it names the finding)
 
 
 class NotApplicable(Exception):  # noqa: N818 (it is an outcome, not an error)
-    """The scenario needs something that this backend announces it does not have; the message names it."""
+    """The backend announces that it lacks something; the message names it."""
 
 
 class CannotCheck(Exception):  # noqa: N818 (it says so)
-    """The suite lacks something itself, such as a package; this says nothing about the backend."""
+    """The suite lacks something, such as a package."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ``ConformanceFailure`` with ``message`` unless ``condition`` holds."""
+    """Raise ``ConformanceFailure`` unless ``condition`` holds."""
     if not condition:
         raise ConformanceFailure(message)

@@ -1,6 +1,6 @@
 """One scenario: a name, the sentence that it proves, and the script.
 
-Owns: the shape of a scenario. Must not know: any of them, or how backends are opened.
+Owns: its shape. Must not know: any scenario, opening backends.
 """
 
 from collections.abc import Callable

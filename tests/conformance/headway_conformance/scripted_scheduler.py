@@ -1,11 +1,11 @@
 """A scheduler reduced to its arithmetic: it runs a script and writes it as step messages.
 
-Owns: rows, blocks and host blocks, the messages of ``headway_proto.step``, and which results still count. Must not
-know: policies (the script decides), the backend, or which tokens are right.
+Owns: rows, blocks, host blocks, messages, and which results still count. Must not know: policies (the script decides),
+the backend, right tokens.
 
-It learns tokens only from results, so with several steps in flight it schedules a token before it knows the one before.
-Rows, blocks and the entries of a message are shuffled, so that a backend cannot rely on their order. Freed ones are
-used again first, in the same step if possible.
+With several steps in flight it schedules a token before it knows the one before. It shuffles rows, blocks and the
+entries of a message, so that a backend cannot rely on their order. It reuses freed ones first, in the same step if
+possible.
 """
 
 import random
@@ -37,7 +37,7 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight: the required answer, the drawing requests, and those with reported prompts, rows ascending."""
+    """``prompts`` have their rows ascending."""
 
     asked: AskedStep
     drawings: tuple[_Drawing, ...]
@@ -57,8 +57,6 @@ class _Diff:
 
 
 class _Places:
-    """The free rows, blocks and host blocks of one epoch, shuffled; freed ones are used again first."""
-
     def __init__(self, info: BackendInfo, chance: random.Random) -> None:
         self.rows = list(range(info.max_num_rows))
         self.blocks = list(range(info.num_blocks))
@@ -82,7 +80,7 @@ class _Places:
 
 
 class ScriptedScheduler:
-    """Drives ``executor``; at most ``depth`` steps are in flight, each of at most ``max_num_batched_tokens`` tokens."""
+    """Drives ``executor``, with at most ``depth`` steps in flight."""
 
     def __init__(self, executor: ExecutorSide, *, max_num_batched_tokens: int, depth: int = 1, seed: int = 0) -> None:
         self.depth = depth
@@ -98,7 +96,7 @@ class ScriptedScheduler:
         self._abandoned: list[Future[StepResult]] = []
         self._begin()
 
-    # What a script decides; it takes effect with the next step.
+    # These take effect with the next step.
 
     def admit(
         self,
@@ -131,7 +129,7 @@ class ScriptedScheduler:
         request.blocks = []
 
     def preempt(self, request: ScriptedRequest) -> None:
-        """Free its row and blocks and ignore its steps in flight; ``admit`` starts it again from its tokens."""
+        """Free its row and blocks and ignore its steps in flight; ``admit`` starts it again."""
         request.life += 1
         self.finish(request)
 
@@ -141,7 +139,7 @@ class ScriptedScheduler:
         self.finish(request)
 
     def swap_in(self, request: ScriptedRequest, *, row: int | None = None) -> None:
-        """Give a swapped request a row and its blocks back. Waits for its tokens, which the message must contain."""
+        """Give a swapped request a row and its blocks, after its results: the message must contain its tokens."""
         self.drain()
         num_computed, host_blocks = request.num_computed, request.host_blocks
         request.host_blocks = []
@@ -149,7 +147,7 @@ class ScriptedScheduler:
         self._diff.host_blocks_read += host_blocks
 
     def drop(self, request: ScriptedRequest) -> None:
-        """Give up a swapped request and free its host blocks; the backend gets no message about it."""
+        """Give up a swapped request; the backend gets no message about it."""
         self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
@@ -162,19 +160,19 @@ class ScriptedScheduler:
         return host_blocks
 
     def copy_from_host(self, host_blocks: Sequence[int]) -> list[int]:
-        """Swap host blocks in, which keep their contents; return the blocks, for ``admit``."""
+        """Swap host blocks in; return the blocks, for ``admit``."""
         blocks = self._free.reserve(len(host_blocks))
         self._diff.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
 
     def copy_blocks(self, sources: Sequence[int]) -> list[int]:
-        """Copy blocks; return the copies, for ``admit``."""
+        """Return copies of blocks, for ``admit``."""
         copies = self._free.reserve(len(sources))
         self._diff.copies += zip(sources, copies, strict=True)
         return copies
 
     def new_epoch(self) -> None:
-        """Open a new epoch: rows, blocks, host blocks and results in flight are forgotten."""
+        """Forget rows, blocks, host blocks and results in flight."""
         for flight in self._flights:
             self._abandoned.append(flight.future)
         for request in self.live.values():
@@ -204,11 +202,10 @@ class ScriptedScheduler:
 
     @property
     def max_speculative_tokens(self) -> int:
-        """The most proposals of a row in one step."""
         return self._executor.info.max_speculative_tokens
 
     def step_speculating(self, most: int) -> int:
-        """Send one step in which each decoding row may run ``most`` proposals; return how many were accepted.
+        """Let each decoding row run ``most`` proposals in one step; return how many were accepted.
 
         Live rows in their prompt sit out.
         """
@@ -231,7 +228,7 @@ class ScriptedScheduler:
         return self._take_parts(asked, drawings, result)
 
     def _take_parts(self, asked: AskedStep, drawings: tuple[_Drawing, ...], result: StepResult) -> int:
-        """Take a speculating step's draws, one per row and part; return how many proposals were accepted."""
+        """Take one draw per row and part; return how many proposals were accepted."""
         by_row = {drawing.request.row: drawing for drawing in drawings}
         num_accepted = 0
         for place, (part, rows) in enumerate(parts_of(result, asked.sampling_rows)):
@@ -273,18 +270,17 @@ class ScriptedScheduler:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for every step in flight, those of earlier epochs too: the backend must still finish them."""
+        """Wait for every step in flight, also of earlier epochs: the backend must still finish them."""
         while self._flights:
             self._collect()
         while self._abandoned:
             self._executor.wait(self._abandoned.pop(0))
 
     def submit_raw(self, output: SchedulerOutput) -> None:
-        """Send a message that the scheduler does not record."""
+        """Send a message without recording it."""
         self._executor.submit(output)
 
     def other_free_row(self, row: int) -> int:
-        """A free row that is not ``row``."""
         return next(free for free in self._free.rows if free != row)
 
     @property
@@ -293,7 +289,6 @@ class ScriptedScheduler:
 
     @property
     def reports_prompts(self) -> bool:
-        """Whether the backend announces that it reports log probabilities of prompts."""
         return self._executor.info.supports_prompt_logprobs
 
     @property

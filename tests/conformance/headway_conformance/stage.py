@@ -1,6 +1,6 @@
 """The tools of a scenario: the backend under test, a model, prompts, and an oracle.
 
-Owns: opening and closing backends for one scenario, and random prompts. Must not know: any scenario, or the backend.
+Owns: opening and closing backends, random prompts. Must not know: any scenario.
 """
 
 import random
@@ -45,7 +45,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage:
-    """A context manager that closes what it opened. ``model`` is the directory of the checkpoint."""
+    """Closes what it opened. ``model`` is the checkpoint's directory."""
 
     def __init__(self, target: Target, *, model: Path, family: str, seed: str) -> None:
         self.size = target.size
@@ -93,7 +93,7 @@ class Stage:
         )
 
     def execute(self, backend: ExecutorBackend, batch: StepBatch) -> StepResult:
-        """One step on a backend that the scenario opened itself, with its result."""
+        """Run one step on a backend that the scenario opened itself."""
         return wait(execute(backend, batch), self._target.timeout_s)
 
     def prompt(self, length: int) -> list[int]:
@@ -107,7 +107,7 @@ class Stage:
         return ScriptedRequest(self.prompt(length), max_tokens or self.size.num_output, sampling, foreseen)
 
     def verify(self, *requests: ScriptedRequest) -> None:
-        """Check the draws of every request; all must have ended without an error.
+        """Check the draws of requests, which must have ended without an error.
 
         Raises:
             ConformanceFailure: one has not, or drew something else.
@@ -128,7 +128,7 @@ class Stage:
         self.verify_output(request)
 
     def verify_output(self, request: ScriptedRequest) -> None:
-        """Check a request's draws so far, and its error if it has one."""
+        """Check a request's draws so far, and its error, if any."""
         assert self._oracle is not None, "verify comes after scheduler"
         self._oracle.check(request)
 

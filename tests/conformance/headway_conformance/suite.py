@@ -1,6 +1,6 @@
 """All scenarios, and running one against a backend.
 
-Owns: their order, and the handling of errors. Must not know: what the scenarios do.
+Owns: their order, the handling of errors. Must not know: what they do.
 """
 
 import enum
@@ -67,10 +67,10 @@ def check(
     tolerance: float | None = None,
     timeout_s: float = STEP_TIMEOUT_S,
 ) -> Outcome:
-    """Run one scenario on closed backends from ``create_backend``, opened with ``device``, ``dtype`` and ``options``.
+    """Run one scenario on closed backends from ``create_backend``.
 
-    The tiny checkpoints are in ``directory``. ``numerics`` and ``tolerance``: see ``Target``. A step that takes
-    ``timeout_s`` counts as never finished.
+    Checkpoints are in ``directory``. ``numerics`` and ``tolerance``: see ``Target``. A step that takes ``timeout_s``
+    counts as never finished.
 
     Raises:
         ConformanceFailure: the backend does not conform; the message says how.
@@ -103,5 +103,5 @@ def check(
 
 
 def scenario_named(name: str) -> Scenario:
-    """The scenario of this name; raises ``KeyError``."""
+    """Raises ``KeyError``."""
     return {scenario.name: scenario for scenario in SCENARIOS}[name]

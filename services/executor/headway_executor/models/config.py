@@ -1,7 +1,6 @@
 """A checkpoint's config.json, checked and in one form for every family.
 
-Owns: ``ModelConfig``, ``RopeConfig``, and the typed reading of JSON fields. Must not know: tensors, or how a model
-computes.
+Owns: ``ModelConfig``, typed JSON fields. Must not know: tensors.
 """
 
 import json
@@ -22,10 +21,9 @@ MAX_SIZE = 1 << 24
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding of one model.
+    """Rotary position embedding; ``rope`` explains the fields.
 
-    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3"; it decides which fields matter (see ``rope``). The
-    frequencies were trained for ``original_context`` tokens.
+    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3".
     """
 
     kind: str = "default"
@@ -45,8 +43,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and variants of one decoder-only model.
 
-    ``context`` is the longest sequence in tokens, rope scaling included. ``sliding_windows`` holds per layer how many
-    positions a query sees, its own included, or None for all. ``dtype`` is the checkpoint's.
+    ``context`` is the longest sequence, rope scaling included. ``sliding_windows``: how many positions a query sees per
+    layer, its own included; None: all.
     """
 
     architecture: str
@@ -71,14 +69,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFields:
-    """Typed access to one JSON object; an error names the file, the field, its value and what is allowed."""
+    """Typed access to one JSON object.
+
+    A method returns its default if the field is absent or null, and raises ``ModelFilesError`` for other values.
+    """
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
         self.values = values
 
     def refuse(self, field: str, allowed: str) -> ModelFilesError:
-        """The error for ``field``, to be raised by the caller."""
+        """Return the error for ``field``."""
         try:
             value = repr(self.values.get(field))[:64]
         except ValueError:  # An integer with more digits than Python writes.
@@ -86,7 +87,7 @@ class ConfigFields:
         return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
     def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        """An integer between ``low`` and ``high``; ``default`` if absent or null, required if that is None."""
+        """An integer in a range; required without a ``default``."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -95,11 +96,11 @@ class ConfigFields:
         return value
 
     def optional_integer(self, field: str) -> int | None:
-        """A positive integer, or None if absent or null."""
+        """A positive integer or None."""
         return None if self.values.get(field) is None else self.integer(field)
 
     def number(self, field: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than ``above``; ``default`` if absent or null, required if that is None."""
+        """A finite number; required without a ``default``."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -112,11 +113,11 @@ class ConfigFields:
         return number
 
     def optional_number(self, field: str) -> float | None:
-        """A positive number, or None if absent or null."""
+        """A positive number or None."""
         return None if self.values.get(field) is None else self.number(field)
 
     def flag(self, field: str, *, default: bool) -> bool:
-        """A boolean; ``default`` if absent or null."""
+        """A boolean."""
         value = self.values.get(field)
         if value is None:
             return default
@@ -125,7 +126,7 @@ class ConfigFields:
         return value
 
     def section(self, field: str) -> "ConfigFields | None":
-        """A nested object, or None if absent, null or empty."""
+        """A nested object; None if it is empty."""
         value = self.values.get(field)
         if value is None or value == {}:
             return None
@@ -134,7 +135,7 @@ class ConfigFields:
         return ConfigFields(f"{self.source}: {field}", value)
 
     def token_ids(self, field: str) -> tuple[int, ...]:
-        """One token id or a list of them, ascending; empty if absent or null."""
+        """One token id or a list of them, ascending."""
         value = self.values.get(field)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
@@ -146,7 +147,7 @@ def read_json_object(path: Path) -> ConfigFields:
     """Read a JSON file that holds one object.
 
     Raises:
-        ModelFilesError: the file cannot be read, is not JSON, or holds something else.
+        ModelFilesError: the file cannot be read, or holds something else.
     """
     try:
         values = json.loads(path.read_bytes())

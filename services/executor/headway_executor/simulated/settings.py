@@ -1,6 +1,6 @@
-"""The settings of the simulated backend: its options, the model that it stands for, and the sizes of its pools.
+"""The settings of the simulated backend.
 
-Owns: parsing and checking. Must not know: rows, steps, or what is done with the settings.
+Owns: parsing and checking. Must not know: rows, steps.
 """
 
 import json
@@ -27,11 +27,11 @@ _SWAP_BYTES_PER_US = 25_000
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The backend's own options, given as text.
 
-    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model if there is no checkpoint directory. A
-    step takes ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens``
+    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model without a checkpoint directory. A step
+    takes ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens``
     microseconds, and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s); it
-    waits for that time if ``real_time``. ``eos_probability`` ends rows at random. ``verify_kv`` checks the simulated
-    cache. Each of up to ``max_speculative_tokens`` proposals is right with probability ``speculative_acceptance``.
+    waits for that time if ``real_time``. ``eos_probability`` ends rows at random. Each of up to
+    ``max_speculative_tokens`` proposals is right with probability ``speculative_acceptance``.
 
     Failures: a row whose last token is ``nan_row_token`` reports NaN logits. A step of more than ``oom_over_tokens``
     tokens runs out of memory. A prompt with ``fail_on_token`` fails the step, with ``lose_device_on_token`` loses the
@@ -85,11 +85,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(config: BackendConfig) -> Settings:
-    """The settings that ``config`` asks for.
+    """Check the settings of ``config``.
 
     Raises:
         BackendConfigError: a setting cannot be honoured.
-        ModelFilesError: the model directory has no config.json that can be read.
+        ModelFilesError: the directory has no config.json that can be read.
     """
     options = _parse_options(config.options)
     _check_at_least("block_size", config.block_size, 1)

@@ -29,7 +29,7 @@ def a_new_epoch(stage: Stage) -> None:
 
 @scenario
 def rows_of_an_earlier_epoch_later(stage: Stage) -> None:
-    """A new epoch begins with an empty step, or is followed by another at once; old rows stay forgotten when they return."""
+    """A new epoch begins with an empty step, or another follows at once; old rows stay forgotten."""
     scheduler = stage.scheduler(depth=2, seed=2)
     requests = _fill(stage, scheduler)
     scheduler.new_epoch()
@@ -85,7 +85,7 @@ def host_blocks_of_a_new_epoch(stage: Stage) -> None:
 
 
 def _fill(stage: Stage, scheduler: ScriptedScheduler) -> list[ScriptedRequest]:
-    """Live requests of several kinds, one of them in the middle of its prompt."""
+    """Make live requests of several kinds, one of them in the middle of its prompt."""
     parameters = kinds(stage.size)
     names = ("everything", "greedy", "min_tokens", "top_p", "logprobs")
     requests = [stage.request(6 + 3 * place, 5, parameters[name]) for place, name in enumerate(names)]

@@ -1,6 +1,6 @@
 """Sampling parameters of every kind, for scenarios that mix them.
 
-Owns: the parameters. Must not know: which scenarios use them.
+Owns: the parameters. Must not know: scenarios.
 
 Penalties and masks are strong enough to change a short output.
 """
@@ -16,7 +16,7 @@ LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=5)
 
 
 def kinds(size: Size) -> dict[str, SamplingParams]:
-    """One of each kind, by name; each random one with its own seed."""
+    """Name one of each kind; random ones have their own seeds."""
     half = tuple(range(0, size.vocab_size, 2))
     return {
         "greedy": GREEDY,

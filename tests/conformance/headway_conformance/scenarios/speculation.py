@@ -25,7 +25,7 @@ def _speculating(stage: Stage) -> ScriptedScheduler:
 
 
 def _requests(stage: Stage) -> list[ScriptedRequest]:
-    """Prompts with repetitions, for which tokens are proposed, under parameters of every kind."""
+    """Repetitions in prompts lead to proposals."""
     size = stage.size
     found = []
     for place, sampling in enumerate([GREEDY, *kinds(size).values()]):
