@@ -47,7 +47,7 @@ class WrappedBackend:
         self.inner.close()
 
 
-class TellsOfFirstTokensOnly(WrappedBackend):
+class ReportsOneLogprobPerRow(WrappedBackend):
     """Reports the log probability of one token per row."""
 
     found_by = ("proposals_change_no_token",)
@@ -58,7 +58,7 @@ class TellsOfFirstTokensOnly(WrappedBackend):
         return replace(result, logprobs=tuple(first[row] for row in sorted(first)))
 
 
-class ForgetsWhatFollowsProposals(WrappedBackend):
+class KeepsAWrongProposal(WrappedBackend):
     """Leaves a proposal in the place of the last accepted token."""
 
     found_by = ("proposals_change_no_token",)
@@ -596,7 +596,7 @@ class IgnoresConstraints(WrappedBackend):
         return super().execute(replace(batch, new_rows=new_rows))
 
 
-class ForgetsWhatWasDrawnBefore(WrappedBackend):
+class ForgetsEarlierDraws(WrappedBackend):
     """Starts a constraint anew for a row that already has output."""
 
     found_by = ("constrained_rows_in_flight_and_taken_over",)

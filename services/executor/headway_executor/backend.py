@@ -18,17 +18,17 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 AUTOMATIC_SWAP_SPACE = -1
-"""The ``swap_space_mib`` with which a backend decides for itself."""
+"""The ``swap_space_mib`` that lets a backend decide."""
 
-NOBODY_SPECULATED: Int32Array = np.empty((3, 0), dtype=np.int32)
+NO_SPECULATION: Int32Array = np.empty((3, 0), dtype=np.int32)
 """``StepResult.accepted_tokens`` of no rows."""
 
 
-def _nobody_listens(what: str, done: int, total: int) -> None:
+def _ignore_progress(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
-def _nobody_is_warned(what: str) -> None:
+def _ignore_warning(what: str) -> None:
     del what
 
 
@@ -53,8 +53,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     seed: int = 0
     options: dict[str, str] = {}
-    progress: Callable[[str, int, int], None] = _nobody_listens
-    warn: Callable[[str], None] = _nobody_is_warned
+    progress: Callable[[str, int, int], None] = _ignore_progress
+    warn: Callable[[str], None] = _ignore_warning
     speculation: str = "off"
     draft_model: str = ""
     num_speculative_tokens: int = 8

@@ -15,7 +15,7 @@ from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
 
 
-class ImpossibleDiff(ValueError):  # noqa: N818 (it names what arrived, which is what its readers look for)
+class ImpossibleDiff(ValueError):  # noqa: N818 (it names the finding)
     """A diff contradicts the state, so the epoch is lost. The message is one line."""
 
 

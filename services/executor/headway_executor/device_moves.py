@@ -190,7 +190,7 @@ class DeviceMoves:
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Queue the next step's moves. Each int32, ``[2, n]``."""
-        self._check_what_ended()
+        self._check_ended()
         if swap_out.shape[1]:
             self._swaps_after(self._fences.swap_out(swap_out[0]))
             start = self._queues.mark_swaps()
@@ -218,7 +218,7 @@ class DeviceMoves:
         if batch.new_blocks.shape[1]:
             self._rows.append(batch.new_blocks)
         if self._swaps:
-            self._check_what_ended()
+            self._check_ended()
         self._steps_after(self._fences.step(batch.new_blocks[1]))
 
     def after_step(self) -> int:
@@ -226,7 +226,7 @@ class DeviceMoves:
         number = self._fences.step_given()
         self._work.append((number, self._queues.mark_steps()))
         if len(self._work) > _MOST_WATCHED:
-            self._check_what_ended()
+            self._check_ended()
         if self._coming:
             self._timed[number], self._coming = self._coming, []
             # Nothing asks for the times of failed steps. Copy first: another thread may read the times now.
@@ -277,7 +277,7 @@ class DeviceMoves:
         if swap != NOTHING:
             self._queues.steps_wait(_mark_of(self._swaps, swap) or self._queues.mark_swaps())
 
-    def _check_what_ended(self) -> None:
+    def _check_ended(self) -> None:
         self._fences.work_ended(_drop_ended(self._work))
         self._fences.swap_ended(_drop_ended(self._swaps))
 

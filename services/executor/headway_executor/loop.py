@@ -16,7 +16,7 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import (
-    NOBODY_SPECULATED,
+    NO_SPECULATION,
     DeviceLostError,
     ExecutorBackend,
     StepOutOfMemoryError,
@@ -80,7 +80,7 @@ class StepCycle:
         self._pending: deque[_Pending] = deque()
         self.statistics = ExecutorStatistics()
         self.device_lost: DeviceLostError | None = None
-        """Why this process cannot go on; None while it can."""
+        """The error after which this process must end, or None."""
 
     @property
     def next_deadline(self) -> float:
@@ -167,7 +167,7 @@ class StepCycle:
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         num_wanted = step.num_samples
         if step.speculates:
-            accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+            accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
             try:
                 self._state.accept(accepted)
             except ValueError as error:
@@ -214,7 +214,7 @@ def serve(
         while (frame := channel.receive()) is not None:
             now = clock()
             if pulse is not None:
-                pulse.beat(now)  # a backend without a thread may find a next step here every time
+                pulse.beat(now)  # without a thread, a backend may run one step after another here
             _send_all(channel, cycle.receive(frame, now))
             if should_stop() or cycle.device_lost is not None:
                 return

@@ -62,7 +62,10 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
     families = MetricFamilies(model_name=info.model_name)
     facts: tuple[str, ...] = (info.backend, info.device, info.dtype, info.model_fingerprint)
     families.gauge(
-        "headway_executor_info", "What runs here.", {facts: 1.0}, *("backend", "device", "dtype", "fingerprint")
+        "headway_executor_info",
+        "Backend, device, dtype and model of this executor.",
+        {facts: 1.0},
+        *("backend", "device", "dtype", "fingerprint"),
     )
     families.gauge("headway_executor_kv_blocks", "Blocks of the KV pool.", info.num_blocks)
     families.gauge("headway_executor_host_blocks", "Blocks in main memory.", info.num_host_blocks)

@@ -28,7 +28,7 @@ class MoveFences:
     def __init__(self, num_blocks: int) -> None:
         self._num_holders = np.zeros(num_blocks, dtype=np.int32)
         self._last_use = np.zeros(num_blocks, dtype=np.int64)
-        """The last work of the step queue that could use a block that no row holds."""
+        """The last work of the step queue that could use a block without holders."""
         self._last_read = np.zeros(num_blocks, dtype=np.int64)
         """The last swap-out of a block."""
         self._num_given = 0
@@ -36,9 +36,9 @@ class MoveFences:
         self._num_swaps = 0
         self._last_swap_in = NOTHING
         self._swaps_follow = NOTHING
-        """The work that has ended before any further swap begins: waited for, or seen to have ended."""
+        """The last work that later swaps need not wait for: it ended, or they wait already."""
         self._steps_follow = NOTHING
-        """The swap that has ended before any further work of the step queue begins."""
+        """The last swap that later work of the step queue need not wait for."""
 
     @property
     def num_swaps(self) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.config import ExecutorConfig
-from headway_executor.models.config import CONFIG_FILE
+from headway_executor.models.config import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from headway_executor.models.families import read_model_config
 from headway_executor.registry import check_installed
 from headway_executor.setting_checks import (
@@ -24,8 +24,6 @@ from headway_executor.setting_checks import (
     max_model_len_of,
 )
 
-_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _COUNT_S = 20.0
 # The driver's library keeps devices open, so a short process loads it.
 _COUNT_DEVICES = """
@@ -84,13 +82,13 @@ def check(config: ExecutorConfig) -> None:
 def _check_files(directory: Path) -> None:
     lacking = [] if (directory / CONFIG_FILE).exists() else [CONFIG_FILE]
     # Loading reports weights of another kind.
-    has_others = any(path.suffix in _OTHER_WEIGHTS for path in directory.iterdir())
-    if not has_others and not any((directory / name).exists() for name in _WEIGHT_FILES):
-        lacking.append(_WEIGHT_FILES[0])
+    has_others = any(path.suffix in PICKLE_SUFFIXES for path in directory.iterdir())
+    if not has_others and not any((directory / name).exists() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)):
+        lacking.append(WEIGHTS_FILE)
     if lacking:
         raise ModelFilesError(
             f"{directory}: no {' and no '.join(lacking)}; allowed: a Hugging Face checkpoint directory with {CONFIG_FILE}, "
-            f"tokenizer.json and {_WEIGHT_FILES[0]} or {_WEIGHT_FILES[1]}"
+            f"tokenizer.json and {WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE}"
         )
 
 

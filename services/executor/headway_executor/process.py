@@ -65,8 +65,9 @@ def run(config: ExecutorConfig) -> int:
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
         progress = _OpeningProgress(log)
-        heard = {"progress": progress.report, "warn": log.warning}
-        info = backend.open(msgspec.structs.replace(config.backend_config(), **heard))
+        info = backend.open(
+            msgspec.structs.replace(config.backend_config(), progress=progress.report, warn=log.warning)
+        )
         channel = SchedulerChannel(config.step_address, config.curve_keys)
     except ModelFilesError as error:
         return _refuse(error, EXIT_BAD_MODEL_FILES)

@@ -3,7 +3,6 @@
 Owns: their distribution. Must not know: what a tensor is for.
 """
 
-import math
 import zlib
 from collections.abc import Mapping
 from types import TracebackType
@@ -36,11 +35,6 @@ class RandomCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Release nothing."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in all tensors."""
-        return sum(math.prod(shape) for shape in self._shapes.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes

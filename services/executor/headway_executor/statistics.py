@@ -19,9 +19,9 @@ class ExecutorStatistics:
 
     def __init__(self) -> None:
         self.device_s = Histogram(_STEP_S)
-        """Of each step, as the backend measured it."""
+        """Times of steps, from the backend."""
         self.idle_s = Histogram(_STEP_S)
-        """Between the report of a step and the arrival of the next, while nothing else was pending."""
+        """Waits between a report and the next step, while no other step was pending."""
         self.tokens = Histogram(_COUNTS)
         self.rows = Histogram(_COUNTS)
         self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from headway_conformance.failures import ConformanceFailure
-from headway_executor.backend import NOBODY_SPECULATED, BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.backend import NO_SPECULATION, BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.batch_state import BatchState
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo, SchedulerOutput
@@ -55,7 +55,7 @@ class ExecutorSide:
 
     def accept(self, result: StepResult) -> None:
         """Count accepted proposals. Raises ``ConformanceFailure``: the number is impossible."""
-        accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+        accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)
         except ValueError as error:

@@ -54,9 +54,9 @@ class Lane:
         self._life = 0
         self._is_closed = False
         self.num_steps_made = 0
-        """Of finished tasks."""
+        """Steps of finished tasks."""
         self.num_abandoned = 0
-        """Threads that were left in a step that did not end."""
+        """Threads that were left in an endless step."""
         self.current: Task | None = None
         self._start()
 
@@ -101,7 +101,7 @@ class Lane:
     def _spent_s(self) -> float:
         try:
             return time.clock_gettime(self._clock)
-        except OSError:  # It has ended, with all its tasks.
+        except OSError:  # The thread has ended, with all its tasks.
             return 0.0
 
     def _start(self) -> None:

@@ -15,6 +15,9 @@ from headway_executor.backend import ModelFilesError
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 MAX_SIZE = 1 << 24
 """Larger than any dimension of a real model."""
@@ -82,7 +85,7 @@ class ConfigFields:
         """Return the error for ``field``."""
         try:
             value = repr(self.values.get(field))[:64]
-        except ValueError:  # An integer with more digits than Python writes.
+        except ValueError:  # Python does not write integers with so many digits.
             value = "of thousands of digits"
         return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
@@ -106,7 +109,7 @@ class ConfigFields:
             return default
         try:
             number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # JSON knows integers of any length.
+        except OverflowError:  # A JSON integer may have any length.
             number = math.nan
         if not math.isfinite(number) or number <= above:
             raise self.refuse(field, f"a number above {above:g}")
