@@ -221,8 +221,8 @@ def sample(
 ) -> int:
     """The token of one row with ``logits`` ``[vocab_size]``; -1 if their largest is NaN or infinite.
 
-    ``gpu.sampling`` has the rule. A ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none. The penalties use
-    ``prompt`` and ``generated``; ``min_tokens`` forbids ``excluded``.
+    ``gpu.sampling`` has the rule. A ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none. ``min_tokens`` forbids
+    ``excluded``.
     """
     adjusted = _adjusted(logits, repetition, presence, frequency, prompt, generated)
     for token_id, value in (bias or {}).items():

@@ -1,7 +1,7 @@
 """Backends that are wrong on purpose: each is ``torch`` with one plausible mistake.
 
-``found_by`` names the scenarios that must fail. The mistakes are those of a backend that keeps its own state: it may
-read something one step too early, or once too often.
+``found_by`` names the scenarios that must fail. A backend that keeps its own state may read something one step too
+early, or once too often.
 """
 
 import json
@@ -48,8 +48,6 @@ class WrappedBackend:
 
 
 class ReportsOneLogprobPerRow(WrappedBackend):
-    """Reports the log probability of one token per row."""
-
     found_by = ("proposals_change_no_token",)
 
     def execute(self, batch):
@@ -75,8 +73,6 @@ class KeepsAWrongProposal(WrappedBackend):
 
 
 class SortsBlocks(WrappedBackend):
-    """Takes a row's blocks in ascending order."""
-
     found_by = ("blocks_in_any_order", "lengths_around_block_boundaries", "swapped_out_and_in")
 
     def execute(self, batch):
@@ -119,7 +115,7 @@ class LateFuture(Future):
 
 
 class ReadsTheTableTooLate(WrappedBackend):
-    """Runs a step when the next one comes, with a table that has changed by then."""
+    """Its block table has changed by then."""
 
     found_by = ("steps_in_flight_2", "steps_in_flight_3", "steps_in_flight_4")
     executes_inline = True
@@ -144,8 +140,6 @@ class ReadsTheTableTooLate(WrappedBackend):
 
 
 class KeepsTheParametersOfARow(WrappedBackend):
-    """A used row keeps its first sampling parameters."""
-
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_2")
 
     def __init__(self):
@@ -160,8 +154,6 @@ class KeepsTheParametersOfARow(WrappedBackend):
 
 
 class StartsEveryRowAtZero(WrappedBackend):
-    """Forgets that a new row may start with computed tokens."""
-
     found_by = ("a_prefix_that_is_there", "a_prefix_of_the_same_step", "swapped_out_and_in", "copied_blocks")
 
     def open(self, config):
@@ -210,8 +202,6 @@ class DropsSwapIn(WrappedBackend):
 
 
 class AlwaysHasHostBlocks(WrappedBackend):
-    """Reserves host blocks whatever the settings are."""
-
     found_by = ("without_host_blocks",)
 
     def open(self, config):
@@ -241,7 +231,7 @@ class ReportsOtherTokens(WrappedBackend):
 
 
 class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
-    """Reports for each token of a prompt the log probability of the one before it."""
+    """Reports the log probability of the token before."""
 
     found_by = ("prompts_that_are_reported", "parameters_mixed_in_a_batch")
 
@@ -255,8 +245,6 @@ class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
 
 
 class ForgetsPromptsOfChunks(WrappedBackend):
-    """Reports only the first chunk of a prompt."""
-
     found_by = ("prompts_that_are_reported",)
 
     def execute(self, batch):
@@ -277,7 +265,7 @@ class SwapsInBeforeOut(WrappedBackend):
 
 
 class SwapsOutAfterTheStep(WrappedBackend):
-    """Saves blocks after the step, when other rows have written to them."""
+    """Other rows have written to them by then."""
 
     found_by = ("swapped_out_and_in",)
 
@@ -297,8 +285,6 @@ class SwapsOutAfterTheStep(WrappedBackend):
 
 
 class FreesHostBlocksThatWereRead(WrappedBackend):
-    """Treats a host block as empty after a swap-in."""
-
     found_by = ("host_blocks_keep_what_was_last_written",)
 
     def __init__(self):
@@ -328,8 +314,6 @@ class CopiesFirst(WrappedBackend):
 
 
 class AnswersInOrderOfArrival(WrappedBackend):
-    """Lists tokens in the order in which rows were admitted."""
-
     found_by = ("rows_in_any_order", "every_split_of_a_prompt", "parameters_mixed_in_a_batch", "family_llama")
 
     def __init__(self):
@@ -363,8 +347,6 @@ class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
 
 
 class DrawsFromOneGenerator(WrappedBackend):
-    """Takes all rows' seeds from one shared generator."""
-
     found_by = ("a_seed_decides", "parameters_mixed_in_a_batch", "preempted_and_computed_again")
 
     def __init__(self):
@@ -379,8 +361,6 @@ class DrawsFromOneGenerator(WrappedBackend):
 
 
 class CutsSeeds(WrappedBackend):
-    """Keeps 32 bits of a seed."""
-
     found_by = ("parameters_mixed_in_a_batch",)
 
     def execute(self, batch):
@@ -391,8 +371,6 @@ class CutsSeeds(WrappedBackend):
 
 
 class TakesOutputForPrompt(WrappedBackend):
-    """Takes all tokens of a new row as its prompt."""
-
     found_by = ("preempted_and_computed_again", "swapped_out_and_in")
 
     def execute(self, batch):
@@ -401,8 +379,6 @@ class TakesOutputForPrompt(WrappedBackend):
 
 
 class SharesParameters(WrappedBackend):
-    """Penalises every row if it penalises one."""
-
     found_by = ("parameters_mixed_in_a_batch",)
 
     def execute(self, batch):
@@ -428,8 +404,6 @@ class ReportsProcessedLogprobs(WrappedBackend):
 
 
 class ReportsLogprobsForAll(WrappedBackend):
-    """Reports log probabilities for rows that did not ask."""
-
     found_by = ("logprobs_among_rows_without", "steps_in_flight_1")
 
     def execute(self, batch):
@@ -451,8 +425,6 @@ class OneErrorFailsAll(WrappedBackend):
 
 
 class HidesErrors(WrappedBackend):
-    """Draws token 0 for a row that cannot draw."""
-
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
     def execute(self, batch):
@@ -462,7 +434,7 @@ class HidesErrors(WrappedBackend):
 
 
 class RunsRowByRow(WrappedBackend):
-    """Runs rows one after another, so a row does not find what a later one writes."""
+    """A row does not find what a later one writes."""
 
     found_by = ("a_prefix_of_the_same_step",)
 
@@ -491,8 +463,6 @@ class DrawsAfterEveryChunk(WrappedBackend):
 
 
 class ChunksOfWholeBlocks(WrappedBackend):
-    """Starts every chunk at the beginning of a block."""
-
     found_by = ("every_split_of_a_prompt", "lengths_around_block_boundaries")
 
     def execute(self, batch):
@@ -539,8 +509,6 @@ class AnswersAfterClose(WrappedBackend):
 
 
 class AcceptsAnything(WrappedBackend):
-    """Replaces an impossible setting by a possible one."""
-
     found_by = ("settings_that_cannot_be_honoured",)
 
     def open(self, config):
@@ -551,8 +519,6 @@ class AcceptsAnything(WrappedBackend):
 
 
 class AnnouncesTheModelsContext(WrappedBackend):
-    """Announces the model's limits instead of the settings."""
-
     found_by = ("what_is_announced",)
 
     def open(self, config):
@@ -560,8 +526,6 @@ class AnnouncesTheModelsContext(WrappedBackend):
 
 
 class IgnoresMinTokens(WrappedBackend):
-    """Never masks stop tokens."""
-
     found_by = ("parameters_mixed_in_a_batch", "a_mask_that_leaves_one_token")
 
     def execute(self, batch):
@@ -583,8 +547,6 @@ class IsAlwaysGreedy(WrappedBackend):
 
 
 class IgnoresConstraints(WrappedBackend):
-    """Announces constraints, and ignores them."""
-
     found_by = (
         "constrained_rows_among_others",
         "constrained_rows_in_flight_and_taken_over",
@@ -607,8 +569,6 @@ class ForgetsEarlierDraws(WrappedBackend):
 
 
 class IgnoresASlidingWindow(WrappedBackend):
-    """Attends to every position although the model has a window."""
-
     found_by = ("family_mistral",)
 
     def open(self, config):

@@ -1,9 +1,9 @@
 """Compiles the C sources of this folder into shared libraries, one per instruction set.
 
-Owns: instruction sets, the compiler's call, when a library is up to date. Must not know: what the sources compute.
+Owns: instruction sets, the compiler's call. Must not know: what the sources compute.
 
-The compiler is in the ``ziglang`` wheel, which only a build needs. This module imports only the standard library, so it
-also runs by its path:
+Only a build needs the compiler, in the ``ziglang`` wheel. This module imports only the standard library, so it also
+runs by its path:
 
     python -m headway_kernels.cpu.build        # or: make kernels
 """
@@ -53,7 +53,7 @@ Report = Callable[[str], None]
 
 
 class KernelBuildError(Exception):
-    """The libraries cannot be built. The message is one line."""
+    """The libraries cannot be built."""
 
 
 class CompilerMissingError(KernelBuildError):
@@ -61,7 +61,7 @@ class CompilerMissingError(KernelBuildError):
 
 
 class CompilationError(KernelBuildError):
-    """The compiler refused the sources; ``output`` is all its output."""
+    """The compiler refused the sources."""
 
     def __init__(self, library: str, output: str) -> None:
         self.output = output
@@ -174,10 +174,9 @@ def say(line: str) -> None:
 
 
 def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
-    """Compile missing and outdated libraries of this platform; return the paths of all.
+    """Compile missing and outdated libraries; return the paths of all, or none for an unknown platform.
 
-    Without kernels for this platform, report that and return nothing. The compiler's caches are temporary, unless
-    ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name directories.
+    The compiler's caches are temporary, unless ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name directories.
 
     Raises:
         KernelBuildError: no compiler, sources that do not compile, or a directory that cannot be read or written.

@@ -1,7 +1,6 @@
 """The compiled library, called from Python.
 
-Owns: the variant for this processor, the C structs, "out of memory" as MemoryError. Must not know: checkpoints, the
-executor.
+Owns: the variant for this processor, the C structs. Must not know: checkpoints, the executor.
 
 The library gets addresses, so every object here keeps its arrays alive. Every call releases the interpreter's lock.
 """
@@ -98,8 +97,8 @@ class _StepStruct(ctypes.Structure):
 class DecoderShape:
     """Sizes of a model, and its tensors outside of layers.
 
-    ``head_dim`` is the checkpoint's, even. ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines`` ``[context,
-    head_dim // 2]``, ``final_norm`` ``[hidden]``: float32, contiguous, on the CPU.
+    ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines`` ``[context, head_dim // 2]``, ``final_norm``
+    ``[hidden]``: float32, contiguous, on the CPU.
     """
 
     hidden_size: int
@@ -230,8 +229,8 @@ class Team:
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
-    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are all gates,
-    then all ups, and the product gives ``silu(gate) * up``.
+    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are gates, then
+    ups, and the product gives ``silu(gate) * up``.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class PackedLinear:
             self._library.functions.headway_linear_free(self.handle)
 
     def __call__(self, team: Team, inputs: Tensor, norm: Tensor | None = None, norm_eps: float = 0.0) -> Tensor:
-        """Multiply, for tests and measurements. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
+        """Multiply, for tests. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
         panel = 2 * self._library.lanes
         stride = -(-self.outputs // panel) * panel
         out = torch.zeros(len(inputs), stride)
@@ -279,7 +278,7 @@ class PackedLinear:
 
 
 class Decoder:
-    """A whole model; ``forward`` runs one step on ``team``."""
+    """A whole model."""
 
     def __init__(
         self, library: CpuLibrary, team: Team, shape: DecoderShape, layers: Sequence[LayerWeights], head: PackedLinear
@@ -314,7 +313,7 @@ class Decoder:
 
         ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
-        num_blocks, block_floats]``. All arrays contiguous.
+        num_blocks, block_floats]``. All contiguous.
 
         Raises:
             MemoryError: there is no room for so large a step; nothing has changed.

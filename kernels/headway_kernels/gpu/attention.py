@@ -1,6 +1,6 @@
 """Attention over paged keys and values, in Triton: chunks and decodes of one batch in any mix.
 
-Owns: a step's rows and scratch memory, the launches. Must not know: layers, projections, rotations, requests.
+Owns: a step's rows and scratch memory, the launches. Must not know: layers, requests.
 
 A *row* is the new tokens of one sequence: one token is a *decode*, several are a *chunk*, none is *padding*. One turn
 of a kernel's inner loop reads a *key tile*. One program attends with a *query tile* of a chunk, or reads a *split* of a
@@ -9,7 +9,7 @@ decode's positions.
 Sources: tiles with a running softmax, Dao et al. 2022 (FlashAttention, arXiv 2205.14135), its running maximum Milakov &
 Gimelshein 2018 (arXiv 1805.02867); one rescaling at the end, and masks on edge tiles only, Dao 2023 (FlashAttention-2,
 arXiv 2307.08691); decodes cut along the positions, Dao, Haziza, Massa & Sizov 2023 (Flash-Decoding); blocks found
-through a table, Kwon et al., SOSP 2023 (PagedAttention, arXiv 2309.06180).
+through a table, Kwon et al. 2023 (PagedAttention, arXiv 2309.06180).
 
 A row's result depends only on its own tokens, their number and its ``kv_length``: these decide the cuts, and sums run
 in the order of positions. The host fixes the grids and the device reads the lengths, so a captured launch serves other
@@ -38,9 +38,8 @@ class AttentionRows:
     - ``rows`` ``[R]``: rows of ``block_tables``.
     - ``query_start`` ``[R + 1]``: row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has none.
     - ``kv_length`` ``[R]``: the positions after this step.
-    - ``block_tables`` ``[max_rows, max_blocks]``: block ids; those past ``kv_length`` are not read.
-    - ``split_ends``, ``tile_ends`` ``[R]``: the splits and query tiles up to and with each row, from
-      ``plan_attention``.
+    - ``block_tables`` ``[max_rows, max_blocks]``: those past ``kv_length`` are not read.
+    - ``split_ends``, ``tile_ends`` ``[R]``: running counts, from ``plan_attention``.
     """
 
     rows: Tensor
@@ -64,7 +63,7 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> "AttentionWorkspace":
-        """Takes ``64 * max_rows * num_heads * (head_dim + 1)`` bytes: 268 MB for 1024 rows of 32 heads of 128."""
+        """Takes 268 MB for 1024 rows of 32 heads of 128."""
         shape = (max_rows, MAX_SPLITS.value, num_heads)
         return cls(
             partial=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
@@ -73,9 +72,9 @@ class AttentionWorkspace:
 
 
 def plan_attention(rows: AttentionRows) -> None:
-    """Count splits and query tiles once per step, before any layer.
+    """Count splits and query tiles once per step.
 
-    A window makes splits shorter and may leave the last ones empty.
+    A window makes splits shorter and may empty the last ones.
     """
     (num_rows,) = rows.rows.shape
     plan_kernel[(1,)](
@@ -107,15 +106,14 @@ def paged_attention(
 ) -> None:
     """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
 
-    ``query`` ``[tokens, heads * head_dim]``, any row stride, rotated. ``pool_layer`` ``[num_blocks, 2 * num_kv_heads,
-    block_size, head_dim]``, contiguous, key heads first, block_size a power of two; unused positions may hold NaN.
-    ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. One dtype: float32, bfloat16 or
-    float16; head_dim a multiple of 8. ``rows`` must be planned.
+    ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
+    ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
+    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. ``rows`` must be
+    planned.
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
     product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. Products, softmax and sums are in float32; weights
-    are rounded to the dtype before they meet the values. Without ``has_decodes`` or ``has_chunks``, that kernel is not
-    launched.
+    are rounded to the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)

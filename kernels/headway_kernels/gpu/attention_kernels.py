@@ -1,6 +1,6 @@
-"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of a decode's splits.
+"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of splits.
 
-Owns: how a grid goes through a batch. Must not know: launches, tuning.
+Owns: how a grid goes through a batch. Must not know: launches.
 """
 
 import triton
@@ -22,7 +22,7 @@ def plan_kernel(
     TOKENS_PER_TILE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
 ):
-    """One program counts the splits and the query tiles of all rows."""
+    """One program counts the splits and query tiles of all rows."""
     row = tl.arange(0, PADDED_ROWS)
     real = row < num_rows
     start = tl.load(query_start + row, mask=real, other=0)
@@ -66,7 +66,7 @@ def chunk_kernel(
 ):
     """An item is a query tile of a row and a key-value head, with all query heads of its group.
 
-    The tile is token after token, so that its tokens and the diagonal stay close together.
+    Tokens are consecutive, so that they and the diagonal stay close together.
     """
     num_items = tl.load(tile_ends + num_rows - 1) * NUM_KV_HEADS
     vector = tl.arange(0, QUERY_TILE)
@@ -201,7 +201,7 @@ def decode_kernel(
 ):
     """An item is a split of a row and a key-value head, with all query heads of its group.
 
-    A row with one split gets its result here; other rows leave one part per split.
+    A row with one split gets its result here.
     """
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)
@@ -281,7 +281,7 @@ def reduce_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Join the splits of one decode and head, weighed by their sums of exponentials."""
+    """Weigh the splits by their sums of exponentials."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start + row)

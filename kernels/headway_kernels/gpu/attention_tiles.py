@@ -1,6 +1,6 @@
 """The device functions of the attention kernels: how a row is cut, how a tile is read and attended to.
 
-Owns: the cuts of a decode, one key tile. Must not know: grids.
+Owns: cuts of a decode, key tiles. Must not know: grids.
 """
 
 import math
@@ -23,7 +23,7 @@ NEVER = tl.constexpr(2**31 - 1)
 def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
     """Return the first split's start, the positions of a split, and the number of splits.
 
-    The splits that the plan counted share the positions in the window; rounding may leave the last ones empty.
+    With a window, the last of the planned splits may be empty.
     """
     size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
     first = kv_length * 0
@@ -46,7 +46,7 @@ _INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
 def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
     """Return the row of item ``ordinal``, and the first items of this row and of the next.
 
-    One read counts the rows that end before; a binary search would wait for several reads in turn.
+    A binary search would wait for several reads in turn.
     """
     row = tl.arange(0, PADDED_ROWS)
     end = tl.load(ends + row, mask=row < num_rows, other=NEVER)
@@ -61,8 +61,8 @@ def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
 def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
     """The block ids of a key tile's positions: one each, or one for all if they share a block.
 
-    Positions outside ``begin`` to ``end`` get block 0. Loops load ids one turn ahead: otherwise Triton's pipeliner
-    spends its stages on the chain from id to vector.
+    Outside ``begin`` to ``end`` this is block 0. Loops load ids one turn ahead: otherwise Triton's pipeliner spends its
+    stages on the chain from id to vector.
     """
     start = tile * KEY_TILE
     if BLOCK_SIZE % KEY_TILE == 0:

@@ -1,6 +1,6 @@
 """The cuts of the attention kernels on each device: tile sizes, warps and pipeline stages.
 
-Owns: the table of tunings. Must not know: what a kernel computes.
+Owns: tunings. Must not know: what a kernel computes.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,8 @@ import torch
 class KernelTuning:
     """The cut of one kernel; it changes results by rounding at most.
 
-    ``query_tile``: query vectors of a program (tokens times heads of one group), a power of two from 16. ``key_tile``:
-    positions of one turn, a power of two from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the
-    pipeline.
+    ``query_tile``: query vectors of a program, a power of two from 16. ``key_tile``: positions of one turn, a power of
+    two from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the pipeline.
     """
 
     query_tile: int
@@ -54,7 +53,7 @@ _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1,
 
 
 def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
-    """The table's entry for this device, head size and dtype."""
+    """The table's entry."""
     if device.type != "cuda":
         return _ON_CPU
     return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)

@@ -1,12 +1,11 @@
 """Moves of whole KV blocks, all layers of all pairs in one launch: inside the pool, out to main memory and back.
 
-Owns: the CUDA source, the division of a move, the launch. Must not know: why or when a block moves.
+Owns: the CUDA source, the launch. Must not know: why or when a block moves.
 
 ``layers``, the device's pool, is ``[num_layers, num_blocks, *block]``; ``host``, pinned main memory,
 ``[num_host_blocks, num_layers, *block]``. Both contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2,
 n]``, contiguous, on the device, unchecked. Moves have no order: no destination may be listed twice or be a source of
-the same copy. A few dozen thread blocks saturate the link to main memory, so a step that computes meanwhile loses
-little.
+the same copy. A few dozen thread blocks saturate the link, so a step that computes meanwhile loses little.
 """
 
 import functools
@@ -121,7 +120,7 @@ class PoolView(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel for pieces of ``piece_bytes``; other arguments count pieces."""
+    """One launch, for pieces of ``piece_bytes``."""
 
     kernel: str
     piece_bytes: int
@@ -134,7 +133,7 @@ class Launch(NamedTuple):
 
 
 def copy_blocks(layers: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks within the pool, on ``stream`` or the current one."""
+    """Copy blocks within the pool."""
     pool = device_view(layers)
     _launch(plan("copy_blocks", pool, pool, layers, pairs.shape[1]), pairs, stream)
 
@@ -174,7 +173,7 @@ def host_view(host: Tensor, address: int) -> PoolView:
 
 
 def plan(kernel: str, source: PoolView, target: PoolView, layers: Tensor, num_pairs: int) -> Launch:
-    """Choose the pieces and the thread blocks of a move."""
+    """Choose pieces and thread blocks."""
     num_layers = layers.shape[0]
     block_bytes = math.prod(layers.shape[2:]) * layers.element_size()
     piece_bytes = _piece_bytes(block_bytes, source.address, target.address)
@@ -237,7 +236,7 @@ def _module(piece_bytes: int) -> Any:
 
 
 class _StreamOfTorch:
-    """A torch stream in the form that CuPy 14 wants."""
+    """CuPy 14 wants a torch stream in this form."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

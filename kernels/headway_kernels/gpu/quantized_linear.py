@@ -1,10 +1,10 @@
 """Linear layers with weights as 8-bit codes, multiplied in the dtype of their inputs.
 
-Owns: codes and scales, and the product with them. Must not know: a layer's use, padding.
+Owns: codes, scales, the product. Must not know: a layer's use.
 
 Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1712.05877), fp8 is E4M3 of Micikevicius
-et al. 2022 (arXiv 2209.05433). Inputs are not quantised. In registers a code becomes a number of the inputs' dtype,
-exactly. Scales multiply the float32 sum.
+et al. 2022 (arXiv 2209.05433). In registers a code becomes a number of the inputs' dtype, exactly. Scales multiply the
+float32 sum.
 
 With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. Only
 the weight's shape and the tiling decide the cut; the number of tokens selects the tiling.
@@ -23,8 +23,8 @@ from torch import Tensor
 class Tiling:
     """The cut of a product of up to ``max_tokens`` tokens (None: any).
 
-    A program computes ``tokens`` x ``outputs`` results and takes ``inputs`` of each dot product at a time. Splits of a
-    narrow layer's inputs aim at ``programs``; 0 for no splits. A tiling that splits has ``tokens >= max_tokens``.
+    A program computes ``tokens`` x ``outputs`` results and takes ``inputs`` of each dot product at a time. Splits of
+    the inputs aim at ``programs``; 0 for no splits. A tiling that splits has ``tokens >= max_tokens``.
     """
 
     max_tokens: int | None
@@ -67,8 +67,8 @@ FP8_SCALE = tl.constexpr(256.0)
 def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight: ``weight[n, k]`` is about ``codes[n, k] * scales[n]``.
 
-    ``weight`` floating, ``[N, K]``. Returns codes ``[N, K]``, int8 or float8_e4m3fn, and positive float32 scales
-    ``[N]``, on its device. The largest magnitude of a row is the largest code.
+    ``weight`` floating, ``[N, K]``. Codes ``[N, K]``, int8 or float8_e4m3fn; positive float32 scales ``[N]``. A row's
+    largest magnitude is the largest code.
     """
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(num_outputs, num_inputs, dtype=CODE_DTYPE[kind], device=weight.device)
@@ -85,10 +85,7 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
 
 
 def workspace_elements(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """Float32 elements of a workspace, for any number of tokens.
-
-    Layers that run one after the other can share one.
-    """
+    """Float32 elements of a workspace for any number of tokens."""
     sizes = [0]
     for tiling in _tilings(dtype):
         splits, _ = _split(num_outputs, num_inputs, tiling)
@@ -103,10 +100,8 @@ def quantized_linear(
     """``out = x @ (codes * scales[:, None]).T + bias``.
 
     ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``codes`` and ``scales`` from
-    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous, of
-    ``workspace_elements``.
-
-    Sums, scales and bias are float32, rounded once.
+    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous. The result is
+    rounded once.
     """
     num_tokens, num_inputs = x.shape
     num_outputs = codes.shape[0]
@@ -182,7 +177,7 @@ def _tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
 
 
 def _split(num_outputs: int, num_inputs: int, tiling: Tiling) -> tuple[int, int]:
-    """The number of splits, none of them empty, and the inputs of each (the last may have fewer)."""
+    """The number of splits, none of them empty, and the inputs of each."""
     blocks = max(triton.cdiv(num_inputs, tiling.inputs), 1)
     wanted = tiling.programs // triton.cdiv(num_outputs, tiling.outputs)
     splits = max(min(wanted, blocks // BLOCKS_PER_SPLIT, MOST_SPLITS), 1)
@@ -213,10 +208,7 @@ def _product(
     BLOCK_INPUTS: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One program per tile of tokens and outputs, and split of the inputs.
-
-    The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs.
-    """
+    """The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs."""
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
     )
@@ -293,7 +285,7 @@ def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     """Codes as numbers of ``dtype``, exactly; those of fp8 too small by ``FP8_SCALE``.
 
     E4M3 is decoded by hand, since processors before sm_89 cannot: its bits are moved to float16's exponent and
-    mantissa, which also fits subnormal codes. NaN is lost; ``quantize`` makes none of finite weights.
+    mantissa, which also fits subnormal codes. ``quantize`` makes no NaN of finite weights.
     """
     if IS_FP8:
         bits = codes.to(tl.uint16)

@@ -1,11 +1,9 @@
 """Columns of rows: from a step's rows to the model's input per token, and back.
 
-Owns: moves between columns, the token store, block tables and flat tensors. Must not know: a token's meaning, the
-model.
+Owns: moves between columns, the stores and flat tensors. Must not know: the model.
 
 The *token store* is int32 ``[max_rows, width]``: the tokens of each row by position. *Block tables* are int32
-``[max_rows, max_blocks]``. Both stay on the device. A *slot* is block times block size plus offset. A row or index of
--1 is padding.
+``[max_rows, max_blocks]``. A *slot* is block times block size plus offset. A row or index of -1 is padding.
 """
 
 import triton
@@ -53,10 +51,9 @@ def expand_rows(
 ) -> None:
     """Compute the model's input for each token of a step.
 
-    ``rows`` int32 ``[R]``: rows of the stores. ``query_start`` int32 ``[R + 1]``, ascending from 0: entry r has tokens
-    ``query_start[r]`` up to ``query_start[r + 1]``; padding has none. ``first_position`` int32 ``[R]``. ``token_store``
-    and ``block_tables``: any row stride. Writes ``token_ids``, ``positions`` and ``slots``, int32 ``[T]``; padding
-    tokens get 0, 0 and -1.
+    ``rows`` and ``first_position`` int32 ``[R]``; ``query_start`` int32 ``[R + 1]``, ascending from 0: entry r has
+    tokens ``query_start[r]`` up to ``query_start[r + 1]``. The stores may have any row stride. Writes ``token_ids``,
+    ``positions`` and ``slots``, int32 ``[T]``; padding tokens get 0, 0 and -1.
     """
     num_tokens, num_rows = token_ids.shape[0], rows.shape[0]
     if num_tokens == 0:
@@ -95,8 +92,8 @@ def apply_edits(
     """Update the stores: ``block_tables[row, place] = block``, and the tokens of new rows from position 0.
 
     ``edit_rows``, ``edit_places``, ``edit_blocks`` int32 ``[n]``, no place twice. ``token_rows`` int32 ``[m]``;
-    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Empty columns launch nothing:
-    do not capture this.
+    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Do not capture this: empty
+    columns launch nothing.
     """
     num_edits, num_rows, num_tokens = edit_rows.shape[0], token_rows.shape[0], tokens.shape[0]
     if num_edits:
@@ -128,8 +125,7 @@ def apply_edits(
 def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store: Tensor) -> None:
     """``token_store[rows[i], positions[i]] = max(sampled[i], 0)``, the next step's input.
 
-    All int32 ``[n]``. A negative sample is a failure that the host will see; the model must still find it in its
-    vocabulary.
+    All int32 ``[n]``. A negative sample is a failure; the model must still find it in its vocabulary.
     """
     num_sampled = sampled.shape[0]
     if num_sampled == 0:
@@ -244,7 +240,7 @@ def _store_sampled(sampled, rows, positions, token_store, store_stride, num_samp
 def _entry_of(places, starts, count, live, search_steps):
     """Find the last entry that starts at or before each place, by bisection; -1 if it is not ``live``.
 
-    ``starts`` is ascending, ``[count + 1]``; ``search_steps`` is the bit length of ``count``.
+    ``starts`` ascend, ``[count + 1]``; ``search_steps`` is the bit length of ``count``.
     """
     low = tl.zeros_like(places)
     high = low + count

@@ -1,6 +1,6 @@
 """The distribution of each row: the largest logit, the sum of exponentials, the greedy token.
 
-Owns: the stages ``statistics`` and ``merge``. Must not know: truncation, draws.
+Owns: the stages ``statistics`` and ``merge``. Must not know: draws.
 """
 
 import triton
@@ -130,7 +130,7 @@ def _merge_kernel(
 def launch_statistics(
     logits: Tensor, rows: Tensor, columns: SamplingColumns, work: SamplingWorkspace, *, with_sum: bool
 ) -> None:
-    """Compute the statistics of every chunk; ``with_sum`` if some row draws at random."""
+    """Launch ``statistics``; ``with_sum`` if some row draws at random."""
     statistics_kernel[chunk_grid(rows, work)](
         logits,
         logits.stride(0),
@@ -156,7 +156,7 @@ def launch_merge(
     *,
     random: bool,
 ) -> None:
-    """Merge the chunks of every row; ``random`` if some row draws at random."""
+    """Launch ``merge``; ``random`` if some row draws at random."""
     num_chunks = work.chunk_max.shape[1]
     _merge_kernel[(len(rows),)](
         rows,

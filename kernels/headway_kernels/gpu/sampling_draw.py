@@ -1,6 +1,6 @@
 """Draw a token: invert the cumulative weights of the kept tokens at the row's uniform number.
 
-Owns: the stages ``weigh`` and ``draw``, uniform numbers. Must not know: why a token is kept.
+Owns: the stages ``weigh`` and ``draw``. Must not know: truncation.
 """
 
 import triton
@@ -99,7 +99,6 @@ def _draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Find the chunk, then the token, at which the cumulative weight passes the uniform's share of the total."""
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) == DONE:
         return
@@ -142,7 +141,7 @@ def draw_tokens(
     work: SamplingWorkspace,
     out_token_ids: Tensor,
 ) -> None:
-    """Invert the kept weights of every row that is not done."""
+    """Invert the kept weights of unfinished rows."""
     grid = chunk_grid(rows, work)
     _weigh_kernel[grid](
         logits,

@@ -1,6 +1,6 @@
-"""Raw log probabilities: of the drawn tokens, and of the most likely ones.
+"""Raw log probabilities of the drawn and of the most likely tokens.
 
-Owns: the normaliser of each row. Must not know: how a token was drawn.
+Owns: normalisers. Must not know: draws.
 """
 
 import triton
@@ -52,7 +52,7 @@ def row_logprobs(
     """Log probabilities of ``token_ids`` (int32, ``[n]``) in the raw distribution of ``logits``.
 
     ``out_logprobs`` and ``out_normalisers`` float32, ``[n]``: a logit less its row's normaliser is its log probability.
-    Rows with token -1 get zeros. Launch it after ``sample``, since it uses the workspace.
+    Token -1 gives zeros. Launch it after ``sample``, since it uses the workspace.
     """
     work = workspace
     # A row without a token counts as padding.
@@ -86,7 +86,7 @@ def row_logprobs(
 def top_logprobs(logits: Tensor, k: int, normalisers: Tensor) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens of each row: ids (int64) and log probabilities (float32), both ``[n, k]``.
 
-    Plain torch: allocates, but waits for nothing.
+    Allocates, but waits for nothing.
     """
     best = logits.topk(k, dim=-1)
     return best.indices, best.values.float() - normalisers[:, None]

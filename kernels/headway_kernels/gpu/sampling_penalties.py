@@ -1,6 +1,6 @@
 """Adjust logits before a draw: penalties, logit bias, and excluded stop tokens.
 
-Owns: counters of tokens, the adjusted logits. Must not know: how a token is drawn.
+Owns: counters of tokens, the adjusted logits. Must not know: draws.
 """
 
 import triton
@@ -143,7 +143,7 @@ def adjust_logits(
     token_store: Tensor,
     work: SamplingWorkspace,
 ) -> None:
-    """Fill ``adjusted`` with logits under penalties, bias and the ``min_tokens`` mask."""
+    """Fill ``adjusted``."""
     flags, num_prompt_tokens = columns.column("flags"), columns.column("num_prompt_tokens")
     grid = chunk_grid(rows, work)
     _clear_kernel[grid](rows, flags, work.words, work.vocab_size, CHUNK=work.chunk, num_warps=CHUNK_WARPS)

@@ -1,6 +1,6 @@
 """Top-k and top-p without a sort: find the threshold of each row that has one of them.
 
-Owns: the stages ``survey``, ``list`` and ``threshold``. Must not know: how a token is drawn.
+Owns: the stages ``survey``, ``list`` and ``threshold``. Must not know: draws.
 """
 
 import triton
@@ -52,7 +52,7 @@ def _survey_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """Count tokens (with top-k), or probability, at or above each surveyed probability."""
+    """Measure a number of tokens (with top-k), or probability."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -87,7 +87,7 @@ def _list_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Choose the highest cutoff that surely keeps enough; list the probabilities from there upward."""
+    """Choose the highest cutoff that surely keeps enough."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -125,7 +125,7 @@ def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl
     """Find the highest threshold at and above which the listed tokens suffice for ``need``, a weight or a number.
 
     They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
-    more are needed at it than there are. Returns the threshold, and the weight and number of tokens strictly above it.
+    more are needed at it than there are. Returns the threshold, and the weight and number of tokens above it.
     """
     steps = tl.arange(0, PIVOTS) + 1
     above_weight = tl.zeros((), tl.int64)

@@ -1,9 +1,8 @@
 """A trial of each toolkit: one kernel is compiled, launched and checked.
 
-Owns: the trials. Must not know: the real kernels.
+Owns: the trials. Must not know: real kernels.
 
-Both toolkits compile at the first launch: Triton needs a C compiler on the host, CuPy a compiler library that fits the
-driver.
+Both compile at the first launch: Triton needs a C compiler on the host, CuPy a compiler library that fits the driver.
 """
 
 import torch
@@ -34,7 +33,7 @@ def try_triton(device: torch.device) -> None:
 
 
 def try_cupy(device: torch.device) -> None:
-    """Move a block to main memory and back to another place with CuPy; raise any error."""
+    """Move a block to main memory and back with CuPy; raise any error."""
     from headway_kernels.gpu import block_moves
 
     layers = torch.arange(2 * 2 * _SIZE, device=device).reshape(2, 2, _SIZE)

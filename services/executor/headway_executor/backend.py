@@ -1,9 +1,9 @@
 """The interface between the executor and a backend, which runs the model.
 
-Owns: ``ExecutorBackend``, its types and errors. Must not know: sockets, frames, epochs, any backend.
+Owns: ``ExecutorBackend``, its types and errors. Must not know: frames, epochs, any backend.
 
 ``BatchState`` keeps counters and block tables; a backend keeps token ids, sampling state and the KV pool. A step needs
-no token values, so a backend may get step k + 1 before it has reported step k.
+no token values, so step k + 1 may come before the backend has reported step k.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,8 @@ def _ignore_warning(what: str) -> None:
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a backend; it decides those that are 0 or "auto".
 
-    ``quantization``: "none", "int8" or "fp8". ``speculation``: "off", "ngram", or "draft" with the checkpoint
-    ``draft_model``. A long opening calls ``progress(what, done, total)``; ``warn`` gets one line about anything unusual
-    in a model.
+    ``speculation``: "off", "ngram", or "draft" with the checkpoint ``draft_model``. A long opening calls
+    ``progress(what, done, total)``; ``warn`` gets one line about anything unusual.
     """
 
     model: str
@@ -77,15 +76,15 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One step, checked and complete. All arrays are int32 and read-only.
 
     A backend applies the fields in this order. It forgets ``finished_rows`` (after a new epoch: every earlier row),
-    takes ``new_rows`` and ``new_blocks`` (shape ``[2, n]``: row, block; new rows included), and runs ``rows`` (shape
-    ``[r]``, ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``. If
+    takes ``new_rows`` and ``new_blocks`` (``[2, n]``: row, block; new rows included), and runs ``rows`` (``[r]``,
+    ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``. If
     ``samples[i]`` is 1, it draws the token behind them.
 
-    Position p of a row is in block ``block_table[row, p // block_size]``. The table changes with later steps: a backend
-    that runs ahead keeps its own copy.
+    Position p of a row is in block ``block_table[row, p // block_size]``. Later steps change the table: a backend that
+    runs ahead keeps its own copy.
 
-    ``num_speculative_tokens`` (shape ``[r]``, or None) limits the proposed tokens behind each row's one token (rule 9
-    of ``headway_proto.step``). Blocks cover them.
+    ``num_speculative_tokens`` (``[r]``, or None) limits the proposals behind each row's one token (rule 9 of
+    ``headway_proto.step``). Blocks cover them.
     """
 
     step: int
@@ -106,9 +105,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     ``sampled_token_ids`` int32: one per row with ``samples == 1``; ``ERRORED_ROW`` if ``errors`` has the row.
     ``device_time_us`` does not contain ``move_time_us``.
 
-    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has an entry for each row that could
-    speculate, or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked
-    for them.
+    ``accepted_tokens`` (int32, ``[3, s]``: row, proposed, accepted) lists the rows that could speculate. Such a row has
+    1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
     """
 
     sampled_token_ids: Int32Array
@@ -122,7 +120,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ExecutorBackend(Protocol):
-    """Four calls. The entry point group ``headway.executor_backends`` names its constructors, which take no arguments."""
+    """Four calls. Backends are in the entry point group ``headway.executor_backends``."""
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """Load the model, reserve the KV pool, warm up.
@@ -137,16 +135,16 @@ class ExecutorBackend(Protocol):
         """Run one step. Steps take effect in order.
 
         Raises:
-            StepOutOfMemoryError: the scheduler sends smaller steps from then on.
-            DeviceLostError: the process ends and is started again.
+            StepOutOfMemoryError: the scheduler then sends smaller steps.
+            DeviceLostError: a supervisor restarts the process.
             Exception: the whole step failed; the scheduler opens a new epoch.
         """
         ...
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Swap out, swap in, then copy blocks before the next ``execute``. Each int32, shape ``[2, n]``.
+        """Swap out, swap in, then copy blocks before the next ``execute``. Each int32, ``[2, n]``.
 
-        The next step's ``finished_rows`` and ``new_rows`` take effect later. Its result reports the time.
+        The next step's ``finished_rows`` and ``new_rows`` take effect later.
 
         Raises:
             Exception: as of ``execute``; the next step is then not run.
@@ -159,7 +157,7 @@ class ExecutorBackend(Protocol):
 
 
 class StepOutOfMemoryError(RuntimeError):
-    """The device has too little memory for ``num_tokens`` tokens."""
+    """The device has too little memory for ``num_tokens``."""
 
     def __init__(self, num_tokens: int, detail: str) -> None:
         super().__init__(f"out of memory with {num_tokens} tokens: {detail}")

@@ -1,6 +1,6 @@
 """The installed backends: which run on this host, and with which flags.
 
-Owns: their needs. Must not know: how the host was examined; torch, which may be missing.
+Owns: their needs. Must not know: torch, which may be missing.
 """
 
 import msgspec
@@ -12,7 +12,7 @@ _SIMULATED = "simulated"
 
 
 class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags for each way to run a backend here, or its ``problem``."""
+    """The flags for each way to run it here, or its ``problem``."""
 
     name: str
     flags: tuple[str, ...] = ()

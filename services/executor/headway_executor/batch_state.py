@@ -1,7 +1,6 @@
 """The executor's copy of the scheduler's rows, advanced by one diff per step.
 
-Owns: counters, block tables, their checks by the rules of ``headway_proto.step``, the state digest. Must not know:
-token values, sockets, backends.
+Owns: counters, block tables, the state digest. Must not know: token values, sockets, backends.
 
 A wrong but plausible diff would make a backend read another request's cache, so everything is checked.
 """
@@ -16,7 +15,7 @@ from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_d
 
 
 class ImpossibleDiff(ValueError):  # noqa: N818 (it names the finding)
-    """A diff contradicts the state, so the epoch is lost. The message is one line."""
+    """A diff contradicts the state: the epoch is lost."""
 
 
 class BlockMoves(NamedTuple):
@@ -39,7 +38,7 @@ _NO_BLOCKS = np.empty((2, 0), dtype=np.int32)
 
 
 class BatchState:
-    """Rows ``0 .. info.max_num_rows - 1``, within the limits of ``info``."""
+    """Rows ``0 .. info.max_num_rows - 1``."""
 
     def __init__(self, info: BackendInfo) -> None:
         self._info = info
@@ -73,7 +72,7 @@ class BatchState:
         """Advance the state by one step.
 
         Raises:
-            ImpossibleDiff: ``output`` contradicts the state. Every further call raises too, until ``begin_epoch``.
+            ImpossibleDiff: ``output`` contradicts the state. Further calls raise too, until ``begin_epoch``.
         """
         if self._lost is not None:
             raise ImpossibleDiff(f"the epoch was lost before: {self._lost}")
@@ -87,7 +86,7 @@ class BatchState:
         """Count the proposals that the last step accepted.
 
         Raises:
-            ValueError: the last step cannot have produced this.
+            ValueError: it cannot have produced this.
         """
         # There are few rows: lists are faster than arrays.
         rows, proposed, accepted = accepted_tokens.tolist()

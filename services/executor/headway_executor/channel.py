@@ -1,6 +1,6 @@
 """The ZeroMQ socket to the scheduler, and the bell that ends a wait.
 
-Owns: socket options, keys, send and receive. Must not know: frames' meaning.
+Owns: socket options, keys. Must not know: frames' meaning.
 """
 
 import contextlib
@@ -29,11 +29,10 @@ class SchedulerChannel:
     """A DEALER connected to the scheduler's ROUTER; it reconnects, and drops sends without a peer.
 
     It sets no ``zmq.IDENTITY``: a ROUTER ignores a new connection under a name whose old connection still seems open.
-    Without ``curve_keys``, a directory, the link is plain.
     """
 
     def __init__(self, address: str, curve_keys: str = "") -> None:
-        """Open the socket.
+        """Open the socket; without ``curve_keys``, a directory, the link is plain.
 
         Raises:
             ValueError: the key files cannot be used, or others can enter the directory of a Unix socket.

@@ -1,6 +1,6 @@
 """The executor's configuration.
 
-Owns: settings, defaults, help, ranges. Must not know: flags, files, environment variables.
+Owns: settings, help, ranges. Must not know: flags, files.
 """
 
 import math

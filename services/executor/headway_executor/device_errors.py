@@ -1,6 +1,6 @@
 """Device errors: too little memory, a lost device, or neither.
 
-Owns: how torch, Triton and CuPy report them. Must not know: steps, rows.
+Owns: how torch, Triton and CuPy report them. Must not know: rows.
 """
 
 import contextlib
@@ -29,10 +29,7 @@ def translating(batch: StepBatch | None = None) -> Iterator[None]:
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:
-    """Return the error to raise instead of ``error``; 0: an unknown number of tokens.
-
-    Other errors than a device's are returned as they are.
-    """
+    """Return the error to raise instead of ``error``, or itself."""
     if isinstance(error, StepOutOfMemoryError | DeviceLostError):
         return error
     text = " ".join(str(error).split())

@@ -1,7 +1,7 @@
 """Moves of KV blocks beside the steps of a CUDA device.
 
-Owns: pinned blocks, the swap stream, its events, the times of moves. Must not know: tokens, attention, when a block is
-swapped. ``move_fences`` decides what waits for what.
+Owns: pinned blocks, the swap stream, its events. Must not know: tokens, attention. ``move_fences`` decides what waits
+for what.
 
 For each step, a backend calls on one thread:
 
@@ -166,7 +166,7 @@ class _TimedMove(NamedTuple):
 
 
 class DeviceMoves:
-    """A ``BlockMover``; the module gives the order of its calls."""
+    """A ``BlockMover``; the module gives the order of calls."""
 
     def __init__(self, queues: MoveQueues) -> None:
         self._queues = queues
@@ -180,7 +180,7 @@ class DeviceMoves:
 
     @classmethod
     def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """The moves of a CUDA pool. Raises ``BackendConfigError``: no memory for host blocks."""
+        """Raises ``BackendConfigError``: no memory for host blocks."""
         return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
 
     @property
@@ -235,10 +235,7 @@ class DeviceMoves:
         return number
 
     def move_time_us(self, number: int) -> int:
-        """See ``BlockMover.move_time_us``.
-
-        A swap-out that still runs counts with the time that was measured at opening.
-        """
+        """See ``BlockMover``. A running swap-out counts with the time measured at opening."""
         moves = self._timed.pop(number, ())
         return round(sum(self._time_us(move) for move in moves))
 
@@ -261,7 +258,7 @@ class DeviceMoves:
         return self._swap_us
 
     def close(self) -> None:
-        """Wait until the device no longer uses the host blocks: torch does not track that."""
+        """Wait for the device: torch does not track its use of host blocks."""
         self._queues.synchronize()
 
     def _mark_swap(self, start: Mark, num_blocks: int) -> None:
@@ -286,7 +283,7 @@ class DeviceMoves:
 
 
 def _mark_of(marks: deque[tuple[int, Mark]], number: int) -> Mark | None:
-    """Return the first mark at or behind ``number``; None if that work failed."""
+    """Return None if that work failed."""
     return next((mark for marked, mark in marks if marked >= number), None)
 
 

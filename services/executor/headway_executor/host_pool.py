@@ -1,6 +1,6 @@
 """Swapped-out blocks in main memory.
 
-Owns: their memory, its size, moving blocks. Must not know: rows, when a block is swapped.
+Owns: their memory, moving them. Must not know: rows.
 """
 
 import math
@@ -22,10 +22,7 @@ _MIB = 1 << 20
 
 
 class HostPool:
-    """Blocks of ``block_shape`` numbers: all layers of a device block.
-
-    Neighbouring blocks move in one transfer.
-    """
+    """Blocks of ``block_shape`` numbers: all layers of a device block."""
 
     def __init__(
         self, *, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -67,7 +64,7 @@ class HostPool:
 
 
 def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in main memory: untouched beside a CPU, pinned beside a GPU.
+    """Zeros: untouched beside a CPU, pinned beside a GPU.
 
     Raises:
         BackendConfigError: the memory cannot be had.
@@ -91,8 +88,7 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
     """How many blocks the swap space holds.
 
     ``AUTOMATIC_SWAP_SPACE``: as many as the device has, within a share of the free memory. Requests that are preempted
-    together never have more (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", SOSP 2023, section 4.5).
+    together never have more (Kwon et al., PagedAttention, SOSP 2023, section 4.5).
 
     Raises:
         BackendConfigError: the space does not hold a single block.
@@ -114,7 +110,7 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
 
 
 def _wait_for(device: torch.device) -> None:
-    """The next step may overwrite the sources, and moves are timed."""
+    """The next step may overwrite the sources."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -125,7 +121,7 @@ def block_index(blocks: Int32Array, layers: Tensor) -> Tensor:
 
 
 def _runs(host_blocks: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Yield places and numbers of each run of consecutive numbers."""
+    """Yield places and numbers of consecutive blocks."""
     starts = np.flatnonzero(np.diff(host_blocks, prepend=host_blocks[:1] - 2) != 1)
     ends = np.append(starts[1:], len(host_blocks))
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

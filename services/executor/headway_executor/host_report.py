@@ -1,6 +1,6 @@
 """What this host has to run a backend: compiled kernels, CUDA devices, toolkits.
 
-Owns: finding them, and one line for each that is missing. Must not know: any speed.
+Owns: finding them. Must not know: any speed.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _SHOWN_CHARS = 160
 
 
 class KernelVariants(msgspec.Struct, frozen=True, kw_only=True):
-    """``used`` is the variant for this processor; without one, ``problem`` says why."""
+    """Without a variant for this processor, ``problem`` says why."""
 
     installed: tuple[str, ...]
     used: str
@@ -43,7 +43,7 @@ class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Each ``problem`` is one line, or empty. ``driver`` is NVIDIA's, ``cuda`` the version of torch's build."""
+    """Each ``problem`` is one line, or empty. ``cuda`` is the version of torch's build."""
 
     free_memory_bytes: int
     num_torch_threads: int

@@ -2,7 +2,7 @@
 
 Owns: measurements of torch's operators. Must not know: models, backends.
 
-Each figure is the best of several rounds, after a warm-up. A copy counts every byte twice: read and written.
+Each figure is the best of several rounds. A copy counts every byte twice: read and written.
 """
 
 import time
@@ -61,7 +61,7 @@ def measure_host(say: Say) -> HostSpeed:
 
 
 def measure_device(index: int, say: Say) -> DeviceSpeed:
-    """Measure a CUDA device. Raises ``RuntimeError``: too little memory, or the device fails."""
+    """Raises ``RuntimeError``: too little memory, or the device fails."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         return DeviceSpeed(

@@ -1,6 +1,6 @@
 """The paged store of keys and values.
 
-Owns: its memory and size, moving blocks, timing swaps. Must not know: rows, attention.
+Owns: its memory, moving blocks. Must not know: rows, attention.
 """
 
 import time
@@ -26,8 +26,8 @@ _TIMED_ROUNDS = 2
 class KvPool:
     """Blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
-    ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` more in main memory
-    take swapped-out blocks.
+    ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` take swapped-out
+    blocks.
 
     Raises:
         BackendConfigError: the main memory cannot be had.
@@ -57,7 +57,7 @@ class KvPool:
         return self._host.num_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Swap out, swap in, then copy blocks, and wait. Each int32, ``[2, n]``."""
+        """Swap out, swap in, then copy, and wait. Each int32, ``[2, n]``."""
         if swap_out.shape[1]:
             self._host.store(self.layers, *swap_out)
         if swap_in.shape[1]:

@@ -1,9 +1,9 @@
 """The executor's cycle, from frames to steps and back, and the loop that drives it.
 
-Owns: the order of steps and results; failed steps. Must not know: backends, sockets, signals.
+Owns: the order of steps and results. Must not know: backends, sockets, signals.
 
-``StepCycle`` is synchronous and pure: frames and the time go in, frames come out. A failed step asks for a new epoch; a
-lost device ends the process.
+``StepCycle`` is pure: frames and the time go in, frames come out. A failed step asks for a new epoch; a lost device
+ends the process.
 """
 
 import time
@@ -33,7 +33,7 @@ class Channel(Protocol):
     """The connection to the scheduler."""
 
     def wait(self, timeout: float) -> None:
-        """Return when a frame may have arrived, after ``wake``, or after ``timeout`` seconds."""
+        """Return when a frame may be there, after ``wake``, or after ``timeout`` seconds."""
         ...
 
     def receive(self) -> bytes | None:
@@ -55,7 +55,7 @@ class _Pending(msgspec.Struct, frozen=True):
 
 
 class StepCycle:
-    """The cycle of one executor with an open ``backend``. Any thread may call ``wake``.
+    """The cycle of one executor. Any thread may call ``wake``.
 
     After ``step_timeout_s`` without a result, the device counts as lost.
     """
@@ -103,7 +103,7 @@ class StepCycle:
         return frames + self._act(self._link.tick(now), now)
 
     def collect(self, now: float) -> list[bytes]:
-        """Report finished steps in order; return the frames to send."""
+        """Report finished steps in order."""
         frames: list[bytes] = []
         while self._pending and self._pending[0].future.done() and self.device_lost is None:
             step = self._pending.popleft()

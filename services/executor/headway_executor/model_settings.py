@@ -1,6 +1,6 @@
 """A backend's settings, checked against the model and the host.
 
-Owns: these checks, and the choices for "auto" and 0. Must not know: any backend.
+Owns: these checks, "auto" and 0. Must not know: any backend.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
-    """Read the model's configuration, and check the settings against it.
+    """Check the settings against the model's configuration.
 
     Raises:
         BackendConfigError: a setting does not fit the model.
@@ -93,7 +93,7 @@ def _vocabulary(file: Path) -> object:
 
 
 def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """On a CPU, float32 is the fastest and holds every checkpoint's values exactly."""
+    """On a CPU, float32 is the fastest and holds every checkpoint's values."""
     if config.dtype == "auto":
         return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
     if config.dtype not in _DTYPES:

@@ -1,13 +1,13 @@
 """Which of a device's two queues waits for what, so that blocks move beside running steps.
 
-Owns: each block's last use and last swap. Must not know: streams, tensors, why a block moves.
+Owns: each block's last use and last swap. Must not know: streams, tensors.
 
 Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue works in order. Both count from 1;
 0 means nothing. A wait for a number covers all earlier work of that queue.
 
 - A swap-out waits for all earlier work: the last step may have written its blocks.
 - A step or a copy waits for the newest swap-out of a block that it is the first to write: a step's new blocks, a copy's
-  destinations. A row's earlier blocks are full.
+  destinations.
 - A swap-in waits for the last work that may use its blocks: the newest if a row holds one of them, else the last before
   their last row ended.
 - A step or a copy waits for every earlier swap-in, since its rows may read those blocks.
@@ -51,13 +51,13 @@ class MoveFences:
         return self._num_given
 
     def swap_out(self, blocks: Int32Array) -> int:
-        """Count a swap that reads ``blocks``; return the work to wait for."""
+        """Count a swap-out; return the work to wait for."""
         self._num_swaps += 1
         self._last_read[blocks] = self._num_swaps
         return self._swap_after(self._num_given)
 
     def swap_in(self, blocks: Int32Array) -> int:
-        """Count a swap that writes ``blocks``; return the work to wait for."""
+        """Count a swap-in; return the work to wait for."""
         self._num_swaps += 1
         self._last_swap_in = self._num_swaps
         if self._num_holders[blocks].any():
@@ -73,7 +73,7 @@ class MoveFences:
         return self._step_after(needed)
 
     def step(self, new_blocks: Int32Array) -> int:
-        """Prepare a step whose rows get ``new_blocks``; return the swap to wait for."""
+        """Prepare a step; return the swap to wait for."""
         np.add.at(self._num_holders, new_blocks, 1)
         return self._step_after(self._swap_needed(new_blocks))
 
@@ -84,16 +84,16 @@ class MoveFences:
         return self._num_given
 
     def rows_ended(self, blocks: Int32Array) -> None:
-        """Their rows (one entry per holder) ended with the last queued step."""
+        """Their rows ended with the last queued step."""
         np.subtract.at(self._num_holders, blocks, 1)
         self._last_use[blocks] = np.maximum(self._last_use[blocks], self._last_step)
 
     def work_ended(self, number: int) -> None:
-        """No swap needs to wait for this work any more."""
+        """No swap needs to wait for this work."""
         self._swaps_follow = max(self._swaps_follow, number)
 
     def swap_ended(self, number: int) -> None:
-        """No step needs to wait for this swap any more."""
+        """No step needs to wait for this swap."""
         self._steps_follow = max(self._steps_follow, number)
 
     def _swap_needed(self, written: Int32Array) -> int:

@@ -38,7 +38,7 @@ def philox_4x32(
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in ``[0, 1)`` with 53 random bits per (seed, position).
 
-    ``seeds`` uint64, ``positions`` int64 (0 or more), result float64, all ``[n]``.
+    ``seeds`` uint64, ``positions`` int64, result float64, all ``[n]``.
     """
     counters = positions.astype(np.uint64)
     zero = np.zeros_like(counters)

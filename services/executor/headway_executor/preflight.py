@@ -52,8 +52,8 @@ def check(config: ExecutorConfig) -> None:
     """Check whether the executor could start; ``config`` has passed ``validate``.
 
     Raises:
-        BackendConfigError: a setting does not fit this backend, this model or this host.
-        ModelFilesError: the checkpoint lacks a file, or its config.json cannot be served.
+        BackendConfigError: a setting does not fit this backend, model or host.
+        ModelFilesError: the checkpoint lacks a file, or cannot be served.
     """
     check_installed(config.backend)
     if config.backend == "simulated":
@@ -140,7 +140,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def num_cuda_devices() -> int | None:
-    """Count the devices that the driver shows in this environment; None if unknown."""
+    """Count the devices that the driver shows; None if unknown."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES], capture_output=True, timeout=_COUNT_S, check=True

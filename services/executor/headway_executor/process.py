@@ -1,6 +1,6 @@
 """The executor process: configuration, signals and logs around the cycle.
 
-Owns: start, stop, exit codes. Must not know: steps, the protocol.
+Owns: start, stop, exit codes. Must not know: steps.
 """
 
 import os
@@ -137,7 +137,7 @@ def _serve(
 
 
 def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
-    """Before the model is loaded, the endpoint answers with status 503."""
+    """Before the model is loaded, it answers with status 503."""
     if not config.metrics_address:
         return None
     from headway_process.metrics_endpoint import MetricsEndpoint

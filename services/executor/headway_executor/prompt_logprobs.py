@@ -1,6 +1,6 @@
 """Log probabilities of prompts, for backends with a ``ForwardPass``.
 
-Owns: which tokens give them, how many logits there are at a time. Must not know: a pass, sampling.
+Owns: which tokens give them. Must not know: a pass, sampling.
 
 These tokens run **ahead of the step**, in passes of their own. The rest of each row stays in the step.
 """
@@ -62,7 +62,7 @@ class PromptReports:
 
 
 class PromptChunk(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end - 1``, at ``place`` in the batch; they give the positions up to ``end``."""
+    """Tokens ``start`` to ``end - 1``; they give the positions up to ``end``."""
 
     row: int
     place: int
@@ -79,10 +79,7 @@ def run_ahead(
     *,
     vocab_size: int,
 ) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
-    """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending.
-
-    ``rows`` are the whole step's; the chunks contain none of its wanted tokens.
-    """
+    """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending."""
     parts: dict[int, list[PromptLogprobColumns]] = {}
     for piece in _pieces(chunks, max(1, MOST_LOGITS_BYTES // (4 * vocab_size))):
         for chunk, values in zip(piece, _run(forward, rows, token_ids, piece), strict=True):

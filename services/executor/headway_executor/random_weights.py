@@ -1,6 +1,6 @@
 """Random weights, to measure a model's speed with only its config.json.
 
-Owns: their distribution. Must not know: what a tensor is for.
+Owns: their distribution. Must not know: models.
 """
 
 import zlib
@@ -15,9 +15,9 @@ _NORM_SUFFIX = "norm.weight"
 
 
 class RandomCheckpoint:
-    """A ``weights.Checkpoint``, drawn from names and ``seed``.
+    """Normal numbers, drawn from names and ``seed``; norms are ones.
 
-    Normal, with a variance that keeps activations of order one; norms are ones.
+    The variance keeps activations of order one.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Rows that cannot run, for example because the model lacks a token: they fail alone.
 
-Owns: these rows, their errors. Must not know: the model, sampling.
+Owns: their errors. Must not know: the model, sampling.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Refusals:
         self._messages: dict[int, str] = {}
 
     def admit(self, row: int, token_ids: Int32Array) -> Int32Array:
-        """Return the tokens to run: the row's own, or ones that the embedding has."""
+        """Return the row's tokens, or harmless ones."""
         self._messages.pop(row, None)
         outside = (token_ids < 0) | (token_ids >= self._vocab_size)
         if not outside.any():
@@ -48,7 +48,7 @@ class Refusals:
 def with_refusals(
     rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...], refused: dict[int, str]
 ) -> tuple[Int32Array, tuple[RowError, ...]]:
-    """Put the refusals into a step's tokens and errors, rows ascending."""
+    """Put the refusals into a step's tokens and errors."""
     if not refused:
         return drawn, errors
     messages = {error.row: error.message for error in errors} | refused

@@ -1,6 +1,6 @@
 """Backends by name, from the entry point group ``headway.executor_backends``.
 
-Owns: the look-up, advice about missing packages. Must not know: any backend.
+Owns: the look-up. Must not know: any backend.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Draw the next token of each row: one torch implementation for every device.
 
-Owns: sampling state, the processing of logits, the draw. Must not know: steps, blocks, the model, requests.
+Owns: sampling state, the draw. Must not know: steps, blocks, the model.
 
 **A row's token depends only on its own logits, parameters, seed and position, bit for bit.** The order of
 floating-point sums may change with the shape of the batch. So the float32 softmax ``p``, which works row by row, first
@@ -14,7 +14,7 @@ A draw inverts the cumulative weights of the kept tokens, **in the order of thei
 (seed, position). So it needs no ranks; ``headway_kernels.gpu.sampling`` computes the same without sorting.
 
 Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
-temperature; top-k; top-p; min-p. A row pays only for its own stages.
+temperature; top-k; top-p; min-p.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _HostIndex = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """``token_ids`` int64, ``[n]``, in the order of the logits; ``ERRORED_ROW`` for failed rows."""
+    """``token_ids`` int64, ``[n]``; ``ERRORED_ROW`` for failed rows."""
 
     token_ids: Tensor
     logprobs: tuple[RowLogprobs, ...]
@@ -93,9 +93,9 @@ class Sampler:
     ) -> SampledTokens:
         """Draw one token per row of ``logits`` (floating, ``[n, vocab_size]``, not modified).
 
-        ``rows`` and ``positions`` (of the drawn tokens) int64, ``[n]``. ``token_ids`` integer, ``[max rows, max
-        length]``, is read before each position. A row may occur several times at different positions. A row with NaN or
-        infinite logits gets ``ERRORED_ROW`` and an error.
+        ``rows`` and ``positions`` (of the drawn tokens) int64, ``[n]``; a row may occur at several positions.
+        ``token_ids`` integer, ``[max rows, max length]``. A row with NaN or infinite logits gets ``ERRORED_ROW`` and an
+        error.
         """
         host_rows: _HostIndex = rows.cpu().numpy()
         flags = self._columns["flags"][host_rows]
@@ -118,7 +118,6 @@ class Sampler:
         token_ids: Tensor,
         masks: StepMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        """Treat plain argmax rows, rows with one allowed token, and others apart."""
         forced = _NOWHERE
         if masks is not None and len(masks):
             forced = masks.places[masks.only >= 0]
@@ -245,7 +244,7 @@ class Sampler:
         return _invert(_integer_weights(probabilities), uniform)
 
     def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Take a few best tokens instead of sorting; a row is settled once they hold all that it keeps."""
+        """A row is settled once a few best tokens hold all that it keeps: this needs no sort."""
         drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))
         width = max(_FIRST_WIDTH, 1 << int(self._columns["top_k"][rows].max()).bit_length())
@@ -264,7 +263,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Pick among each row's best tokens, ``[m, width]``, in any order.
 
-        Return ``(settled, picked)``, both ``[m]``; a pick counts only if it is settled.
+        Return ``(settled, picked)``, both ``[m]``; only settled picks count.
         """
         width = token_ids.shape[1]
         top_k, top_p = self._column("top_k", rows), self._column("top_p", rows)
@@ -325,7 +324,7 @@ class Sampler:
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first of the largest logits per row (NaN counts as largest), and whether it is finite.
 
-    On the host, numpy's float32 argmax is some thirty times as fast as torch's.
+    On the host, numpy's argmax is some thirty times as fast as torch's.
     """
     if logits.device.type == "cpu":
         values = logits.detach().float().numpy()
@@ -360,7 +359,7 @@ def _integer_weights(probabilities: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the index, ``[m]``, at which the cumulative weights pass ``uniform`` of their total.
+    """Return where the cumulative weights pass ``uniform`` of their total, ``[m]``.
 
     ``weights`` int64, ``[m, k]``, not all zero in a row; ``uniform`` float64, ``[m, 1]``.
     """

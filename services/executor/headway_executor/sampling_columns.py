@@ -1,6 +1,6 @@
 """The sampling parameters of every row, on the host.
 
-Owns: one record per row, the pool of entries, packing uploads, choosing a variant. Must not know: devices, kernels.
+Owns: one record per row, the pool of entries. Must not know: devices, kernels.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -26,11 +26,11 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 class SamplingEntriesError(ValueError):
-    """The pool has no room for a row's logit bias and stop ids."""
+    """The pool has no room for a row's entries."""
 
 
 class SamplingEntries(NamedTuple):
-    """Entries of the pool to upload, from ``first`` on; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
+    """Entries of the pool to upload; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
 
     The complement of a token id also excludes the token below ``min_tokens``.
     """
@@ -43,7 +43,7 @@ class SamplingEntries(NamedTuple):
 class SamplingNeeds(NamedTuple):
     """Arguments of ``headway_kernels.gpu.sampling``.
 
-    ``top_logprobs`` is the most alternatives that a row reports, -1 if no row reports any.
+    ``top_logprobs`` is the most alternatives of a row, -1 for none.
     """
 
     variant: Literal["greedy", "random", "truncated"]
@@ -54,7 +54,7 @@ class SamplingNeeds(NamedTuple):
 class SamplingColumns:
     """A record per row, and a pool of ``entry_capacity`` entries.
 
-    Padding rows of a batch use one more record, number ``max_num_rows``, which stays greedy.
+    Padding rows use one more record, which stays greedy.
     """
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, entry_capacity: int) -> None:
@@ -72,7 +72,7 @@ class SamplingColumns:
     def set_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingEntries | None:
         """Give ``row`` to a request; return the entries to upload, if any.
 
-        Upload in the order of the steps: the entries may take the place of a cleared row's.
+        Upload in the order of the steps: entries may take the place of a cleared row's.
 
         Raises:
             SamplingEntriesError: the pool has no room; the row is left cleared.

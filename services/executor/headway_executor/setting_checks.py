@@ -2,7 +2,7 @@
 
 Owns: their packages, quantizations, options. Must not know: how a backend runs.
 
-Each error is a ``BackendConfigError`` of one line: the setting, its value and what is allowed.
+Errors are ``BackendConfigError`` of one line.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """``options`` maps names to values, the default first; an empty tuple allows any text."""
+    """``options``: names and values, the default first; an empty tuple allows any text."""
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
@@ -70,7 +70,7 @@ def option_of(config: BackendConfig, takes: Takes, name: str) -> str:
 
 
 def max_model_len_of(max_model_len: int, context: int) -> int:
-    """The most tokens of one request; 0 stands for the model's context."""
+    """The most tokens of one request; 0 stands for the context."""
     if not 0 <= max_model_len <= context:
         raise BackendConfigError(
             f"max_model_len {max_model_len} is not allowed; allowed: 1 to the model's context, {context}, or 0 for all of it"
@@ -79,7 +79,7 @@ def max_model_len_of(max_model_len: int, context: int) -> int:
 
 
 def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that cannot run one request; ``given`` if the user set its size."""
+    """Refuse a pool that cannot run one request."""
     needed = -(-max_model_len // block_size)
     if num_blocks >= needed:
         return

@@ -1,6 +1,6 @@
 """Figures of the executor's steps: number, sizes, times, and waits between them.
 
-Owns: these figures. Must not know: their readers, the clock.
+Owns: these figures. Must not know: their readers.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """The executor's side of the step protocol, without sockets and clocks.
 
-Owns: when the executor says hello, accepts an epoch or a step, asks for a new epoch, and shows life. Must not know:
-sockets, the wall clock (times are seconds of any monotonic clock), rows, backends.
+Owns: hello, epochs, resynchronising, signs of life. Must not know: sockets, the wall clock (times are seconds of any
+monotonic clock), rows, backends.
 
 The scheduler's side mirrors these rules:
 
@@ -13,8 +13,8 @@ epoch it keeps that epoch and its numbering.
 * **NewEpoch** is accepted, in any state, if it has this executor's incarnation, is frame 0 of its epoch, and is new: a
 later epoch of the known scheduler, or the first epoch of an unknown one. Epochs are 1 or more and rise within one
 scheduler incarnation; a new one starts from a random number, so that late frames of the old one do not fit.
-* **RUNNING.** A frame with the expected sequence number is taken; a lower number is a duplicate and dropped. A higher
-number, an undecodable frame, or an unexpected step loses the epoch.
+* **RUNNING.** A frame with a lower sequence number than expected is a duplicate and dropped. A higher number, an
+undecodable frame, or an unexpected step loses the epoch.
 * **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
 * **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch, or after
 ``silence_timeout`` without an intact frame. Frames of earlier epochs are ignored.
@@ -131,7 +131,7 @@ class StepLink:
         return min(self._next_message_at, self._last_heard + self._timing.silence_timeout)
 
     def receive(self, data: bytes | memoryview, now: float) -> LinkOutcome:
-        """Handle one message; never raise, whatever the bytes are."""
+        """Handle one message; never raise."""
         outcome = LinkOutcome([], [])
         try:
             frame = self._reader.decode(data)
@@ -150,7 +150,7 @@ class StepLink:
         return outcome
 
     def tick(self, now: float) -> LinkOutcome:
-        """Send what is due at ``now``, and end an epoch after silence."""
+        """Send what is due, and end an epoch after silence."""
         outcome = LinkOutcome([], [])
         silent_for = now - self._last_heard
         if self._state is not _State.HELLO and silent_for >= self._timing.silence_timeout:
@@ -159,7 +159,7 @@ class StepLink:
         return outcome
 
     def result(self, *, epoch: int, step: int, result: StepResult, state_digest: int | None) -> list[bytes]:
-        """Return the frames that report an executed step; none if its epoch is over.
+        """Return the frames that report a step; none if its epoch is over.
 
         ``state_digest`` was computed right after the step was applied.
         """
@@ -184,8 +184,8 @@ class StepLink:
     ) -> LinkOutcome:
         """Give up ``epoch``, unless it is over, because a step was impossible or failed.
 
-        ``failed_step`` is a step that the backend could not run, or -1. ``max_num_batched_tokens`` limits later steps;
-        0 leaves the limit.
+        ``failed_step`` is a step that the backend could not run, or -1. ``max_num_batched_tokens`` limits later steps,
+        unless it is 0.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:

@@ -1,6 +1,6 @@
 """A backend on its own thread, so that the executor shows life while the model computes.
 
-Owns: the thread, the order of calls, a copy of what later steps would change. Must not know: sockets, the protocol.
+Owns: the order of calls, a copy of what later steps would change. Must not know: the protocol.
 """
 
 import queue
@@ -21,7 +21,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class ThreadedBackend:
-    """Makes every call of ``backend`` on one thread, in order; ``execute`` returns a future.
+    """Makes every call of ``backend`` on one thread; ``execute`` returns a future.
 
     The thread is a daemon: a model that hangs cannot keep the process from ending.
     """
@@ -99,7 +99,7 @@ class ThreadedBackend:
 
 
 def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]) -> None:
-    """This thread does not wait for the future: it runs the next step."""
+    """This thread does not wait: it runs the next step."""
     if isinstance(result, Future):
         result.add_done_callback(lambda done: _settle(future, done.result))
     else:

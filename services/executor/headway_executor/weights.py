@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face checkpoint: safetensors only, read through memory mapping.
 
-Owns: finding and checking files, reading tensors, the fingerprint. Must not know: what a tensor is for.
+Owns: files, tensors, the fingerprint. Must not know: what a tensor is for.
 
 Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
@@ -74,7 +74,7 @@ class Checkpoint:
         return sum(math.prod(header.shape) for header in self.headers.values())
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
-        """Check for exactly the ``expected`` tensors (name to shape), and perhaps ``ignored`` ones.
+        """Check for exactly the ``expected`` tensors (name to shape), beside ``ignored`` ones.
 
         Raises:
             ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
@@ -99,14 +99,14 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in its own dtype. Read-only: its storage may be the mapped file."""
+        """Return a tensor. Read-only: its storage may be the mapped file."""
         tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
         """16 hex digits over config.json, all headers, file sizes and a few pages of each file.
 
-        The sample is cheap at any size and distinguishes fine-tunes of one model.
+        The sample is cheap at any size and distinguishes fine-tunes.
         """
         digest = hashlib.sha256((self._directory / CONFIG_FILE).read_bytes())
         for name, header in sorted(self.headers.items()):

@@ -1,6 +1,6 @@
-"""The form of a step's answer, whatever the tokens are.
+"""The form of a step's answer.
 
-Owns: the checks of a ``StepResult``. Must not know: which tokens are right.
+Owns: checking a ``StepResult``. Must not know: which tokens are right.
 """
 
 import itertools
@@ -20,10 +20,8 @@ _ROUNDING = 1e-5
 
 
 class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The required answer to a step.
-
-    ``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``; ``prompts``: reported
-    prompts, rows ascending.
+    """``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``; ``prompts`` have rows
+    ascending.
     """
 
     where: str
@@ -35,7 +33,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedPrompt(msgspec.Struct, frozen=True):
-    """A step reports positions ``first`` to ``end - 1`` of a prompt."""
+    """A step reports positions ``first`` to ``end - 1``."""
 
     row: int
     first: int
@@ -44,7 +42,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Raise ``ConformanceFailure``: says in one line what is wrong."""
+    """Raises ``ConformanceFailure``: says what is wrong."""
     require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
     tokens = _check_tokens(asked, result)
     errors = _check_errors(asked, result)
@@ -64,7 +62,7 @@ def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[S
     """Split a speculating step's result into parts with one token a row, each with its rows.
 
     Raises:
-        ConformanceFailure: there are more or fewer tokens or log probabilities than ``accepted_tokens`` says.
+        ConformanceFailure: ``accepted_tokens`` says another number of tokens or log probabilities.
     """
     accepted = {} if result.accepted_tokens is None else dict(result.accepted_tokens[[0, 2]].T.tolist())
     num_tokens = {row: 1 + accepted.get(row, 0) for row in sampling_rows}

@@ -1,6 +1,6 @@
 """Tiny checkpoints with random weights, one per family of models.
 
-Owns: configuration, tensors, a tokenizer of single characters. Must not know: their readers.
+Owns: configuration, tensors, a tokenizer of single characters.
 
 Every value is exact in bfloat16, so all dtypes load the same weights. Wide weights make logits lie far apart and depend
 on every token.
@@ -37,10 +37,7 @@ _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
-    """Write the checkpoint of one family into ``directory/family-size``; return that directory.
-
-    The same family and size give the same bytes.
-    """
+    """Write a checkpoint into ``directory/family-size``, always with the same bytes."""
     from safetensors.numpy import save_file
 
     target = directory / f"{family}-{size.name}"
@@ -53,12 +50,12 @@ def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """The text of tokens; those without a character give nothing."""
+    """Tokens without a character give nothing."""
     return "".join(_CHARACTERS[token_id - 1] for token_id in token_ids if 0 < token_id <= len(_CHARACTERS))
 
 
 def _tokenizer(size: Size) -> dict[str, Any]:
-    """Token 0 ends a text; each later one is a printable character, in byte-level form."""
+    """Token 0 ends a text; each later one is a printable character."""
     characters = ["Ġ" if character == " " else character for character in _CHARACTERS[: size.vocab_size - 1]]
     kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": EOS_TOKEN_ID, "content": _END, "special": True}

@@ -1,7 +1,6 @@
 """The executor's side of a step, without frames: from a message to the backend and back.
 
-Owns: ``BatchState``, calls of the backend as in ``headway_executor.loop``, waiting. Must not know: the script, right
-results.
+Owns: ``BatchState``, calls of the backend, waiting. Must not know: right results.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from headway_proto.step import BackendInfo, SchedulerOutput
 
 
 class ExecutorSide:
-    """An open backend behind a ``BatchState``, on its own thread unless it executes inline."""
+    """An open backend behind a ``BatchState``."""
 
     def __init__(
         self, create_backend: Callable[[], ExecutorBackend], config: BackendConfig, *, timeout_s: float
@@ -29,7 +28,6 @@ class ExecutorSide:
         self._state = BatchState(self.info)
 
     def begin_epoch(self) -> None:
-        """Forget every row, as after a ``NewEpoch``."""
         self._state.begin_epoch()
 
     def submit(self, output: SchedulerOutput) -> Future[StepResult]:
@@ -54,7 +52,7 @@ class ExecutorSide:
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Count accepted proposals. Raises ``ConformanceFailure``: the number is impossible."""
+        """Raises ``ConformanceFailure``: the number is impossible."""
         accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)

@@ -1,6 +1,6 @@
 """Whether the tokens and log probabilities of a request are right.
 
-Owns: the comparison, the definition of a tie. Must not know: steps, schedules.
+Owns: comparing, ties. Must not know: steps.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,11 @@ TOLERANCES = {EXACT_DTYPE: 1e-4, "float16": 0.06, "bfloat16": 0.5}
 
 
 class Oracle(Protocol):
-    """Knows the right draws of a request."""
-
     def check(self, request: ScriptedRequest) -> None:
         """Check the output of a request that has ended.
 
         Raises:
-            ConformanceFailure: says which token or log probability is wrong.
+            ConformanceFailure: a token or log probability is wrong.
         """
         ...
 
@@ -93,7 +91,7 @@ class ReferenceOracle:
 
 
 class AloneOracle:
-    """Compares with the same request alone on another backend, whose prompt runs in one step."""
+    """Compares with the same request alone, whose prompt runs in one step."""
 
     def __init__(self, open_scheduler: Callable[[], ScriptedScheduler]) -> None:
         self._open_scheduler = open_scheduler

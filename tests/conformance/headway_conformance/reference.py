@@ -1,10 +1,10 @@
 """The right draws of a real model after a given history, and their likelihoods.
 
 Owns: the reference (the ``torch`` backend's eager operators in float32 on one row), its earlier answers. Must not know:
-the backend under test, comparisons.
+the backend under test.
 
-It answers token by token, after the history that the backend really had: one different draw, likely in low precision,
-says nothing about later draws.
+It answers after the history that the backend really had: one different draw, likely in low precision, says nothing
+about later draws.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,6 @@ _History = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token with its logprobs, or an error."""
-
     token: int
     logprobs: RowLogprobs | None
     error: str | None
@@ -69,7 +67,7 @@ class Reference:
         return self._executor.info
 
     def draw(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
-        """Draw the next token, with as many logprobs as possible."""
+        """Draw the next token, with all logprobs."""
         asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS, prompt_logprobs=NO_LOGPROBS)
         key = (history, num_prompt_tokens, asked)
         if key not in self._draws:
@@ -103,7 +101,7 @@ class Reference:
     def _message(
         self, history: _History, num_prompt_tokens: int, num_computed: int, sampling: SamplingParams
     ) -> SchedulerOutput:
-        """Start the row again; its blocks keep what was computed before."""
+        """The blocks keep what was computed before."""
         count = len(history) - num_computed
         request = NewRequest(
             row=0,

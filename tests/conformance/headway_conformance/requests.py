@@ -1,6 +1,6 @@
-"""One request of a script: its parameters, its place, and its results.
+"""One request of a script.
 
-Owns: its fields, the arithmetic of rule 3. Must not know: steps, the scheduler.
+Owns: the arithmetic of rule 3. Must not know: steps.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class PromptToken:
-    """The report of one token of a prompt."""
-
     logprob: float
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
@@ -25,9 +23,9 @@ class PromptToken:
 class ScriptedRequest:
     """One request; results fill ``output``, ``logprobs``, ``prompt_logprobs`` (by position) and ``error``.
 
-    A request that is not ``foreseen`` ends as if by a stop token: only its results show the end, and steps in flight
-    then draw surplus tokens for it. ``row`` is -1 without a row. ``num_computed`` and ``num_tokens`` run ahead of the
-    results. A new ``life`` makes steps in flight not count.
+    If it is not ``foreseen``, only its results show the end, and steps in flight draw surplus tokens for it. ``row`` is
+    -1 without a row. ``num_computed`` and ``num_tokens`` run ahead of the results. A new ``life`` makes steps in flight
+    not count.
     """
 
     prompt: list[int]
@@ -51,7 +49,7 @@ class ScriptedRequest:
 
     @property
     def remaining(self) -> int:
-        """Tokens known or in flight that are not computed yet; 1 in decode."""
+        """Tokens that are not computed yet; 1 in decode."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -60,7 +58,6 @@ class ScriptedRequest:
 
     @property
     def fully_scheduled(self) -> bool:
-        """Whether a foreseen request needs no further step."""
         return self.foreseen and self.num_tokens >= len(self.prompt) + self.max_tokens
 
     def record_prompt(self, values: PromptLogprobColumns) -> None:

@@ -1,7 +1,4 @@
-"""One scenario: a name, the sentence that it proves, and the script.
-
-Owns: its shape. Must not know: any scenario, opening backends.
-"""
+"""One scenario: a name, the sentence that it proves, and the script."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +9,7 @@ from headway_conformance.stage import Stage
 
 @dataclass(frozen=True)
 class Scenario:
-    """``run`` raises ``ConformanceFailure`` if the backend does not conform. ``family`` names its model."""
+    """``run`` raises ``ConformanceFailure``. ``family`` names its model."""
 
     name: str
     proves: str
@@ -24,6 +21,6 @@ class Scenario:
 
 
 def scenario(run: Callable[[Stage], None]) -> Scenario:
-    """Make a scenario of a function; its docstring is what it proves."""
+    """A scenario's docstring is what it proves."""
     proves = " ".join((run.__doc__ or "").split())
     return Scenario(name=run.__name__, proves=proves, run=run)

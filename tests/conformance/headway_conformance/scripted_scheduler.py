@@ -1,7 +1,7 @@
 """A scheduler reduced to its arithmetic: it runs a script and writes it as step messages.
 
-Owns: rows, blocks, host blocks, messages, and which results still count. Must not know: policies (the script decides),
-the backend, right tokens.
+Owns: rows, blocks, host blocks, and which results still count. Must not know: policies (the script decides), right
+tokens.
 
 With several steps in flight it schedules a token before it knows the one before. It shuffles rows, blocks and the
 entries of a message, so that a backend cannot rely on their order. It reuses freed ones first, in the same step if
@@ -106,7 +106,7 @@ class ScriptedScheduler:
         blocks: Iterable[int] = (),
         num_computed: int = 0,
     ) -> None:
-        """Give the request a row (None: any). The first ``num_computed`` positions are in the first of ``blocks``."""
+        """Give the request a row. The first ``num_computed`` positions are in the first of ``blocks``."""
         request.row = self._free.rows.pop() if row is None else row
         if row is not None:
             self._free.rows.remove(row)
@@ -119,7 +119,7 @@ class ScriptedScheduler:
         self._diff.admitted.append(request)
 
     def finish(self, request: ScriptedRequest) -> None:
-        """Free the request's row and blocks; its steps in flight still count."""
+        """Free row and blocks; steps in flight still count."""
         del self.live[request.row]
         self._diff.finished_rows.append(request.row)
         self._free.rows.append(request.row)
@@ -129,12 +129,12 @@ class ScriptedScheduler:
         request.blocks = []
 
     def preempt(self, request: ScriptedRequest) -> None:
-        """Free its row and blocks and ignore its steps in flight; ``admit`` starts it again."""
+        """Free row and blocks and ignore steps in flight."""
         request.life += 1
         self.finish(request)
 
     def swap_out(self, request: ScriptedRequest) -> None:
-        """Free its row and move its blocks to the host. Its steps in flight still count."""
+        """Free the row and move the blocks to the host. Steps in flight still count."""
         request.host_blocks = self.copy_to_host(request.blocks)
         self.finish(request)
 
@@ -147,12 +147,11 @@ class ScriptedScheduler:
         self._diff.host_blocks_read += host_blocks
 
     def drop(self, request: ScriptedRequest) -> None:
-        """Give up a swapped request; the backend gets no message about it."""
+        """The backend gets no message about it."""
         self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
     def copy_to_host(self, blocks: Sequence[int]) -> list[int]:
-        """Swap blocks out; return the host blocks."""
         if len(self._free.host_blocks) < len(blocks):
             raise NotApplicable("it has no host blocks")
         host_blocks = [self._free.host_blocks.pop() for _ in blocks]
@@ -172,7 +171,6 @@ class ScriptedScheduler:
         return copies
 
     def new_epoch(self) -> None:
-        """Forget rows, blocks, host blocks and results in flight."""
         for flight in self._flights:
             self._abandoned.append(flight.future)
         for request in self.live.values():
@@ -205,9 +203,9 @@ class ScriptedScheduler:
         return self._executor.info.max_speculative_tokens
 
     def step_speculating(self, most: int) -> int:
-        """Let each decoding row run ``most`` proposals in one step; return how many were accepted.
+        """Let decoding rows run ``most`` proposals in one step; return how many were accepted.
 
-        Live rows in their prompt sit out.
+        Rows in their prompt sit out.
         """
         self.drain()
         counts = {request: int(request.remaining == 1) for request in self.live.values()}
@@ -228,7 +226,7 @@ class ScriptedScheduler:
         return self._take_parts(asked, drawings, result)
 
     def _take_parts(self, asked: AskedStep, drawings: tuple[_Drawing, ...], result: StepResult) -> int:
-        """Take one draw per row and part; return how many proposals were accepted."""
+        """Return how many proposals were accepted."""
         by_row = {drawing.request.row: drawing for drawing in drawings}
         num_accepted = 0
         for place, (part, rows) in enumerate(parts_of(result, asked.sampling_rows)):
@@ -243,7 +241,6 @@ class ScriptedScheduler:
         return num_accepted
 
     def step_whole(self) -> None:
-        """Send one step in which every live row runs all its tokens."""
         self.step({request: request.remaining for request in self.live.values()})
 
     def run(
@@ -270,14 +267,13 @@ class ScriptedScheduler:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for every step in flight, also of earlier epochs: the backend must still finish them."""
+        """Wait also for earlier epochs: the backend must still finish them."""
         while self._flights:
             self._collect()
         while self._abandoned:
             self._executor.wait(self._abandoned.pop(0))
 
     def submit_raw(self, output: SchedulerOutput) -> None:
-        """Send a message without recording it."""
         self._executor.submit(output)
 
     def other_free_row(self, row: int) -> int:

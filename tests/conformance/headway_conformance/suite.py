@@ -1,6 +1,6 @@
 """All scenarios, and running one against a backend.
 
-Owns: their order, the handling of errors. Must not know: what they do.
+Owns: their order, the handling of errors.
 """
 
 import enum
@@ -48,8 +48,6 @@ STEP_TIMEOUT_S = 120.0
 
 
 class Outcome(enum.Enum):
-    """The end of a scenario that did not fail."""
-
     PASSED = "passed"
     NOT_APPLICABLE = "not applicable"
 
@@ -69,8 +67,7 @@ def check(
 ) -> Outcome:
     """Run one scenario on closed backends from ``create_backend``.
 
-    Checkpoints are in ``directory``. ``numerics`` and ``tolerance``: see ``Target``. A step that takes ``timeout_s``
-    counts as never finished.
+    ``numerics`` and ``tolerance``: see ``Target``. A step that takes ``timeout_s`` counts as never finished.
 
     Raises:
         ConformanceFailure: the backend does not conform; the message says how.
@@ -103,5 +100,4 @@ def check(
 
 
 def scenario_named(name: str) -> Scenario:
-    """Raises ``KeyError``."""
     return {scenario.name: scenario for scenario in SCENARIOS}[name]

@@ -1,6 +1,6 @@
 """The simulated backend: a hash draws tokens, a formula gives the time, a mirror checks the KV cache.
 
-Owns: rows, step times, injected failures. Must not know: epochs, frames.
+Owns: rows, injected failures. Must not know: epochs.
 """
 
 import os
@@ -32,7 +32,7 @@ _PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class SimulatedBackend:
-    """``ExecutorBackend`` without a model. Its steps take microseconds and need no thread."""
+    """Its steps take microseconds and need no thread."""
 
     executes_inline: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
 """The reference backend: any supported model in torch, on a CPU or a CUDA device.
 
-Owns: opening a model, the rows' token ids, one step. Must not know: sockets, epochs, the forward pass.
+Owns: opening a model, token ids, one step. Must not know: epochs, the forward pass.
 
 The option ``kernels`` chooses torch operators ("eager") or the CPU kernels ("compiled", float32 or int8). "auto" takes
 the kernels if it can.
@@ -233,7 +233,7 @@ class _OpenModel:
         return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: StepBatch, rows: StepRows) -> tuple[Tensor | None, tuple[RowPromptLogprobs, ...]]:
-        """Return logits (None if no token is left) and prompt reports."""
+        """The logits are None if no token is left."""
         reports: tuple[RowPromptLogprobs, ...] = ()
         chunks = self._prompts.chunks(batch)
         if chunks:
@@ -242,7 +242,7 @@ class _OpenModel:
         return (self.forward.run(rows, self._token_ids) if len(rows.numbers) else None), reports
 
     def _draw(self, logits: Tensor, numbers: Int64Array, positions: Int64Array) -> tuple[SampledTokens, Int32Array]:
-        """Draw tokens, also for the host. Only an unconstrained row may occur twice."""
+        """Only an unconstrained row may occur twice."""
         masks = self.constraints.masks(numbers.astype(np.int32))
         self._refusals.add(masks.failures)
         rows, places = (torch.from_numpy(column).to(self._device) for column in (numbers, positions))

@@ -1,9 +1,9 @@
 """The backend for GPUs: Triton and CuPy kernels, CUDA graphs, and a host that never makes the device wait.
 
-Owns: opening a model on a device, one step. Must not know: sockets, epochs, how a kernel computes.
+Owns: opening a model, one step. Must not know: epochs, how a kernel computes.
 
-Token ids, block tables and sampling parameters stay on the device; a step brings only changes. Step k + 1 is launched
-while step k runs, so ``execute`` returns a future.
+Token ids, block tables and sampling parameters stay on the device. Step k + 1 is launched while step k runs, so
+``execute`` returns a future.
 
 Decode steps and small steps with chunks are CUDA graphs. ``open`` runs the largest step, which allocates everything;
 the pool gets the rest of the memory. Under ``TRITON_INTERPRET=1`` tests run it on a CPU, without graphs, streams and
@@ -55,8 +55,8 @@ _POOL_SHARE = 0.94
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``graphs``, "auto" or "off" (launch every kernel); ``weights``, "checkpoint" or "random" (needs only
-    config.json); ``step_log``, a file with a line per step.
+    Options: ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    a file with a line per step.
     """
 
     reads_block_table = False
@@ -353,7 +353,6 @@ def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
 
 
 def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
-    """Put as many tokens as possible into as many rows as possible."""
     num_rows = min(max_num_rows, max_num_tokens)
     num_tokens = min(max_num_tokens, num_rows * max_model_len)
     counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)

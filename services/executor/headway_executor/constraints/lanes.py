@@ -1,4 +1,4 @@
-"""Threads that run tasks, and that can be abandoned if a task never ends.
+"""Threads that can be abandoned if a task never ends.
 
 Owns: a thread, its tasks, its progress. Must not know: what a task does.
 """
@@ -67,7 +67,7 @@ class Lane:
             self._has_work.notify()
 
     def wait(self, task: Task, patience_s: float) -> bool:
-        """Wait; return False after ``patience_s`` of processor time without an ended step."""
+        """Return False after ``patience_s`` of processor time without an ended step."""
         progress, spent_s = self._progress(), self._spent_s()
         while not task.wait(min(patience_s, _LOOK_S)):
             if (now := self._progress()) != progress:
@@ -77,7 +77,7 @@ class Lane:
         return True
 
     def abandon(self, first: Task | None) -> None:
-        """Leave the thread in its current step; a new one takes ``first``, then the rest."""
+        """Leave the thread in its current step; a new one goes on with ``first``."""
         with self._has_work:
             if self.current is not None:
                 self.current.abandon()

@@ -1,7 +1,6 @@
 """The constrained rows of a backend: their matchers, and the masks that the sampler applies.
 
-Owns: compiling constraints, following drawn tokens, masks, failing single rows. Must not know: a constraint's meaning,
-logits, requests.
+Owns: compiling constraints, masks, failing single rows. Must not know: logits, requests.
 
 Threads work during the forward pass; the sampler waits for the rest.
 """
@@ -72,7 +71,7 @@ class _Row:
 
 
 class StepMasks:
-    """The masks of the constrained rows among a step's sampling rows.
+    """The masks of a step's constrained rows.
 
     ``places`` int64, ``[c]``, ascending: their places among the sampling rows. ``words`` int32, ``[c, words]``: see
     ``Matcher.fill_mask``. ``only`` int64, ``[c]``: the single allowed token, else -1. ``failures``: reasons of rows
@@ -97,7 +96,7 @@ class StepMasks:
         return len(self._rows)
 
     def advance(self, token_ids: Int32Array) -> None:
-        """Record the drawn tokens, one per sampling row, below 0 if none was drawn."""
+        """Record a token per sampling row, below 0 if none was drawn."""
         if self._lane is None or not self._rows:
             return
         drawn = zip(self._rows, token_ids[self.places].tolist(), strict=True)
@@ -128,7 +127,7 @@ class ConstrainedRows:
         return self._compiler is not None
 
     def add(self, row: int, constraint: Constraint | None, output: Int32Array) -> None:
-        """Add a row with its ``output`` so far (int32, ``[num_output_tokens]``)."""
+        """Add a row with its ``output`` so far (int32)."""
         self._rows.pop(row, None)
         if constraint is None:
             return
@@ -154,7 +153,7 @@ class ConstrainedRows:
                 self._rows.pop(row, None)
 
     def masks(self, rows: Int32Array) -> StepMasks:
-        """Return the masks of the sampling ``rows``, once they are ready."""
+        """Return the masks of sampling rows, once they are ready."""
         if not self._rows:
             return _NO_MASKS
         live, places, failures = [], [], {}
@@ -186,7 +185,7 @@ class ConstrainedRows:
                 self._leave_behind(row.lane)
 
     def _leave_behind(self, lane: Lane) -> None:
-        """Fail the blocking row; the tasks behind it go on."""
+        """The tasks behind the blocking row go on."""
         stuck = lane.current
         if stuck is None:
             return

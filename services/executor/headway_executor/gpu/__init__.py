@@ -1,1 +1,1 @@
-"""The parts of the ``triton`` backend, whose host never waits for the GPU."""
+"""The parts of the ``triton`` backend."""

@@ -30,15 +30,15 @@ class BlockMover(Protocol):
         ...
 
     def before_step(self, batch: StepBatch) -> None:
-        """Make the step wait for its moves, and for no others."""
+        """Make the step wait for its moves only."""
         ...
 
     def after_step(self) -> int:
-        """Count the launched step; return its number, for ``move_time_us``."""
+        """Count the launched step; return its number."""
         ...
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the step's moves took. Call once, from any thread."""
+        """Microseconds of a step's moves. Call once, from any thread."""
         ...
 
     def measure_swap_us(self) -> float:
@@ -94,7 +94,7 @@ def open_pool(
     """A pool of zeros, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
 
     Raises:
-        BackendConfigError: the main memory for swapped-out blocks cannot be had.
+        BackendConfigError: no main memory for swapped-out blocks.
     """
     num_layers, num_blocks, *block_shape = shape
     block_bytes = num_layers * torch.Size(block_shape).numel() * dtype.itemsize

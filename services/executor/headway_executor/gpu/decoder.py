@@ -1,6 +1,6 @@
 """The decoder of all supported families, as kernels and products over preallocated memory.
 
-Owns: weights, activations, the launches of one step. Must not know: a step's origin, graphs, sampling.
+Owns: weights, activations, launches. Must not know: graphs, sampling.
 
 Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it.
 """
@@ -30,7 +30,7 @@ from headway_kernels.gpu.rows import expand_rows, gather_rows
 class LayerWeights:
     """``qkv`` and ``gate_up`` give their parts side by side.
 
-    ``query_norm`` and ``key_norm`` (``[head_dim]``) may be None. A query sees ``window`` positions; None: all.
+    ``query_norm`` and ``key_norm`` are ``[head_dim]`` or None. A query sees ``window`` positions; None: all.
     """
 
     attention_norm: Tensor
@@ -141,14 +141,14 @@ class Decoder:
         add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
 
     def logits(self, num_sampled: int) -> Tensor:
-        """Logits of the sampling rows: ``[num_sampled, vocab]``, in memory that the next call reuses."""
+        """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
         self._weights.head(last, logits)
         return logits
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens from ``first`` on, at most one per row; in the same memory."""
+        """Logits of ``count`` tokens from ``first`` on, at most one per row."""
         logits = self._space.logits[:count]
         self._weights.head(self._space.normed[first : first + count], logits)
         return logits

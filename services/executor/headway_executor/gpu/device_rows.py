@@ -1,6 +1,6 @@
 """The rows on the device: token ids and block tables, edited by each diff.
 
-Owns: both stores, their edits, the number of blocks per row. Must not know: sampling, the model.
+Owns: both stores, their edits. Must not know: sampling, the model.
 
 ``store_sampled`` puts a drawn token where the next step reads it.
 """

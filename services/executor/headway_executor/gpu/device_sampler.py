@@ -1,6 +1,6 @@
 """Drawing the next tokens on the device, and bringing them to main memory.
 
-Owns: parameters on the device, the choice of kernels. Must not know: how a token is drawn, the model, blocks.
+Owns: parameters, the choice of kernels. Must not know: the model, blocks.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ _STOP_IDS_PER_ROW = 20
 
 
 class DrawnTokens(NamedTuple):
-    """A step's draws; valid once the device has passed the copies to main memory.
+    """A step's draws; valid once the device has passed the copies.
 
     ``ids_and_status`` int32, ``[2, n]`` or wider: one copy brings both. ``logprobs`` float32, ``[n]``, or None.
     ``top``: ids and log probabilities, both ``[k, width]``, of the rows ``top_places``.
@@ -44,7 +44,7 @@ class DrawnTokens(NamedTuple):
     top_places: Int32Array
 
     def collect(self) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[RowError, ...]]:
-        """Token ids, int32, ``[n]``, -1 for failed rows; log probabilities; errors."""
+        """Token ids (int32, ``[n]``, -1 for failed rows), log probabilities, errors."""
         token_ids, status = self.ids_and_status.numpy()[:, : len(self.rows)]
         errors: tuple[RowError, ...] = ()
         if status.any():
@@ -91,7 +91,7 @@ class DeviceSampler:
             self._host.clear_row(row)
 
     def add_rows(self, new_rows: tuple[NewRow, ...]) -> dict[int, str]:
-        """Store the parameters of new rows; return refused rows with reasons."""
+        """Store parameters; return refused rows with reasons."""
         refused = {}
         for new in new_rows:
             try:
@@ -113,7 +113,7 @@ class DeviceSampler:
         token_store: Tensor,
         masks: StepMasks | None = None,
     ) -> DrawnTokens:
-        """Draw a token per row, and store it for the next step. Never wait."""
+        """Draw tokens and store them for the next step. Never wait."""
         count = len(rows)
         needs = self._host.needs(rows)
         drawn = self._drawn[:, :count]
@@ -171,13 +171,13 @@ class DeviceSampler:
         return fetched(self._runtime, own), (fetched(self._runtime, ids), fetched(self._runtime, values))
 
     def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:
-        """Return a copy: log probabilities are of the model's own distribution."""
+        """Copy: log probabilities are of the model's own distribution."""
         masked = logits.clone()
         exclude(masked, self._sent(places), self._sent(words))
         return masked
 
     def _sent(self, values: np.ndarray) -> Tensor:
-        """Copy without waiting; torch keeps pinned memory until it is read."""
+        """Pinned memory lives until torch has read it."""
         here = torch.from_numpy(values)
         staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
         return staged.to(self._runtime.device, non_blocking=True)

@@ -1,6 +1,6 @@
 """CUDA graphs of a model's step: recorded once for a ladder of sizes, then launched as one.
 
-Owns: the recorded sizes, and the choice for a step. Must not know: what a step computes.
+Owns: the recorded sizes. Must not know: what a step computes.
 
 Rows without tokens pad a step to its graph's size.
 """
@@ -21,7 +21,7 @@ _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """At least as many tokens and rows as the step has."""
+    """At least as large as the step."""
 
     num_tokens: int
     num_rows: int
@@ -30,7 +30,7 @@ class LaunchSize(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """Launches a step of this size, which it reads from memory."""
+    """Launches the step in memory."""
 
     def __call__(self, size: LaunchSize) -> None:
         """Launch the step."""
@@ -49,7 +49,7 @@ def mixed_ladder(max_num_tokens: int) -> list[int]:
 
 
 class StepSizes:
-    """The launch size of each step; other sizes than ``recorded`` are multiples of ``alignment``."""
+    """The launch size of each step."""
 
     def __init__(self, *, max_num_rows: int, max_num_tokens: int, recorded: bool, alignment: int) -> None:
         self._alignment = alignment

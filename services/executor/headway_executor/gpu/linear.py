@@ -1,7 +1,6 @@
 """Linear layers on a GPU, into preallocated memory.
 
-Owns: the form of a weight (dense, or 8-bit codes with a scale per output), and the product. Must not know: a layer's
-use.
+Owns: dense weights, or 8-bit codes with a scale per output. Must not know: a layer's use.
 """
 
 from typing import Literal, Protocol, TypeAlias
@@ -15,7 +14,7 @@ QuantizationKind: TypeAlias = Literal["int8", "fp8"]
 
 
 class DeviceLinear(Protocol):
-    """``out = inputs @ weight.T + bias``: ``[tokens, in] -> [tokens, out]``, in the model's dtype."""
+    """``out = inputs @ weight.T + bias``: ``[tokens, in] -> [tokens, out]``."""
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """Multiply; allocates nothing."""
@@ -23,7 +22,7 @@ class DeviceLinear(Protocol):
 
 
 class DenseLinear:
-    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, both of the model's dtype, on its device."""
+    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._transposed = weight.t()

@@ -1,6 +1,6 @@
 """Log probabilities of prompts on the device, from the hidden states of a step.
 
-Owns: pieces of logits, the form of reports. Must not know: graphs, sampling, blocks.
+Owns: pieces of logits. Must not know: graphs, sampling, blocks.
 
 The head takes a chunk in pieces, behind the step and before it samples. Nothing waits.
 """
@@ -30,7 +30,7 @@ class HeadOverTokens(Protocol):
 
 
 class _Piece(NamedTuple):
-    """``[n]``, ``[n, k]`` and ``[n, k]``; valid once the device has passed the copies."""
+    """``[n]``, ``[n, k]`` and ``[n, k]``; valid after the copies."""
 
     logprobs: Tensor
     top_ids: Tensor
@@ -51,7 +51,7 @@ class PromptReader:
         chunks: Sequence[PromptChunk],
         num_scheduled_tokens: Int32Array,
     ) -> Callable[[], tuple[RowPromptLogprobs, ...]]:
-        """Launch the reports of ``chunks``; the returned function builds them afterwards."""
+        """Launch the reports; the returned function builds them afterwards."""
         starts: NDArray[np.integer] = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens
         under_way = []
         for chunk in chunks:

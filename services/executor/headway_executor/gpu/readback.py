@@ -1,6 +1,6 @@
 """A thread that waits until results have come from the device.
 
-Owns: that thread, and the order of results. Must not know: their contents.
+Owns: the order of results. Must not know: their contents.
 """
 
 import queue
@@ -14,7 +14,7 @@ from headway_executor.gpu.runtime import Mark
 
 
 class Readback:
-    """The launching thread must not wait, so this one does."""
+    """The launching thread must not wait."""
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (
@@ -24,7 +24,7 @@ class Readback:
         self._thread.start()
 
     def when_reached(self, mark: Mark, build: Callable[[], StepResult]) -> Future[StepResult]:
-        """The future gets the result of ``build`` once the device has passed ``mark``."""
+        """Call ``build`` for the future once the device has passed ``mark``."""
         future: Future[StepResult] = Future()
         self._under_way.put((mark, build, future))
         return future

@@ -1,6 +1,6 @@
 """The difference between a CUDA device and Triton's interpreter on a CPU.
 
-Owns: pinned memory, the steps' stream, its marks. Must not know: models, rows, steps.
+Owns: pinned memory, the steps' stream. Must not know: models, rows.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Mark(Protocol):
         ...
 
     def microseconds_since(self, earlier: "Mark") -> int:
-        """Time on the device's clock; both marks must be passed."""
+        """Time on the device's clock."""
         ...
 
 
@@ -41,7 +41,7 @@ class Runtime(Protocol):
         ...
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory that the device can copy from and to."""
+        """Uninitialised memory for transfers."""
         ...
 
     def mark(self) -> Mark:
@@ -88,7 +88,7 @@ class _CudaMark:
 
 
 class InterpretedRuntime:
-    """A CPU on which Triton interprets kernels: a launch returns when it is done."""
+    """A CPU on which Triton interprets kernels; a launch is synchronous."""
 
     device = torch.device("cpu")
     is_cuda = False
@@ -130,12 +130,12 @@ def runtime_for(device: torch.device) -> Runtime:
 
 
 def fetched(runtime: Runtime, values: Tensor) -> Tensor:
-    """Copy to main memory; valid once the device has passed the copy."""
+    """Copy to main memory; valid once the device has passed it."""
     return runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 
 class UploadRing:
-    """Host memory for uploads: slots of ``size`` int32 numbers, used in turn."""
+    """Slots of ``size`` int32 numbers in host memory, used in turn."""
 
     def __init__(self, runtime: Runtime, size: int, *, num_slots: int = 8) -> None:
         self._runtime = runtime
@@ -153,7 +153,7 @@ class UploadRing:
         return self._arrays[self._next]
 
     def send(self, target: Tensor, count: int) -> None:
-        """Copy the slot's first numbers to ``target`` (int32) on the current stream."""
+        """Copy ``count`` numbers to ``target`` on the current stream."""
         target[:count].copy_(self._slots[self._next][:count], non_blocking=True)
         self._sent[self._next] = self._runtime.mark()
         self._next = (self._next + 1) % len(self._slots)

@@ -1,6 +1,6 @@
 """One step as int32 columns in one piece of memory: one copy takes it to the device.
 
-Owns: the layout, and filling it with numpy. Must not know: devices, kernels, token values.
+Owns: the layout. Must not know: devices, kernels, token values.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,6 @@ def shape_of(batch: StepBatch) -> StepShape:
 class ColumnViews(NamedTuple):
     """The columns on the device: int32, for at most ``m`` rows. Padding rows have no tokens.
 
-    - ``rows`` ``[m]``: the running rows;
     - ``query_start`` ``[m + 1]``: a row's first token in the flat batch; at the end, the number of tokens;
     - ``first_position`` ``[m]``: the position of that token;
     - ``kv_length`` ``[m]``: the row's positions after this step;

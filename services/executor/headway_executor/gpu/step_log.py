@@ -11,7 +11,7 @@ from headway_executor.backend import BackendConfigError, StepBatch
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The device's clock in microseconds; ``idle_us`` is None at first."""
+    """Microseconds of the device's clock; ``idle_us`` is None at first."""
 
     step: int
     num_rows: int

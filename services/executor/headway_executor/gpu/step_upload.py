@@ -1,6 +1,6 @@
 """The columns of a step on their way to the device.
 
-Owns: their memory on both sides. Must not know: what reads them.
+Owns: their memory on both sides. Must not know: their readers.
 """
 
 import torch
@@ -20,7 +20,7 @@ class StepUpload:
         self.views = self._layout.views(self._columns)
 
     def send(self, batch: StepBatch, shape: StepShape, num_padded_rows: int) -> None:
-        """Send the columns, padded to ``num_padded_rows``, on the current stream."""
+        """Send the columns on the current stream."""
         self._layout.fill(self._ring.next_slot(), batch, shape, num_padded_rows)
         self._ring.send(self._columns, self._layout.size)
 

@@ -1,6 +1,6 @@
 """Attention over paged keys and values for one flat batch of chunks and decode tokens.
 
-Owns: the order and groups of a step's tokens. Must not know: requests, sampling, the rest of a layer.
+Owns: the order and groups of a step's tokens. Must not know: requests, sampling.
 
 Groups depend on shape only, so other rows change a row by rounding at most. Padding decode rows to the longest of their
 group at most doubles the work. A chunk with only new keys does not read the pool.
@@ -49,8 +49,7 @@ class AttentionShape:
 class KvVectors:
     """A pool's blocks as vectors of one head at one position.
 
-    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first. Slot ``block * block_size + offset`` is one
-    position.
+    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first.
     """
 
     def __init__(self, shape: AttentionShape, pool: KvPool) -> None:
@@ -78,8 +77,8 @@ class KvVectors:
 class OrderedRows:
     """The rows in the order of the flat batch: decode rows first, by length.
 
-    ``num_new`` and ``kv_length`` (positions after the step) are int64, ``[rows]``. ``order[i]`` is row i's place in the
-    caller's arrays, ``starts[i]`` its first token.
+    ``num_new`` and ``kv_length`` (positions after the step) are int64, ``[rows]``. ``order[i]`` is row i's place for
+    the caller, ``starts[i]`` its first token.
     """
 
     def __init__(self, num_new: _Int64Array, num_computed: _Int64Array, tables: Int32Array) -> None:
@@ -110,13 +109,13 @@ class Group(Protocol):
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         """Return ``[tokens, query width]``.
 
-        ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` from ``KvVectors.of_layer``, with the new positions.
+        ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions.
         """
         ...
 
 
 class AttentionPlan:
-    """How one step attends in every layer, with keys and values in ``slots`` (int64, ``[tokens]``)."""
+    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values."""
 
     def __init__(self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array) -> None:
         self._shape = shape

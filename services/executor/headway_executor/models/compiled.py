@@ -1,6 +1,6 @@
 """A model on the CPU kernels, which compute in float32.
 
-Owns: which models they can run, their weights and arguments. Must not know: how they compute.
+Owns: their weights and arguments. Must not know: how they compute.
 
 A row's logits have the same bits in any step and with any chunks. Variants of the kernels may differ in the last bits.
 """

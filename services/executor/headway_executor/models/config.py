@@ -24,10 +24,7 @@ MAX_SIZE = 1 << 24
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding; ``rope`` explains the fields.
-
-    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3".
-    """
+    """Rotary position embedding; see ``rope``."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -46,8 +43,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and variants of one decoder-only model.
 
-    ``context`` is the longest sequence, rope scaling included. ``sliding_windows``: how many positions a query sees per
-    layer, its own included; None: all.
+    ``context`` includes rope scaling. ``sliding_windows``: how many positions a query sees per layer, its own included;
+    None: all.
     """
 
     architecture: str
@@ -74,7 +71,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ConfigFields:
     """Typed access to one JSON object.
 
-    A method returns its default if the field is absent or null, and raises ``ModelFilesError`` for other values.
+    A method returns its default for an absent or null field, and raises ``ModelFilesError`` for wrong values.
     """
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:

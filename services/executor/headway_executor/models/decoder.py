@@ -1,6 +1,6 @@
 """The decoder of all supported families, as plain torch operators.
 
-Owns: the forward pass, the form of its weights. Must not know: paging, the use of logits.
+Owns: the forward pass. Must not know: paging, the use of logits.
 
 Query, key and value projections are one product, gate and up projections another. Rotated pairs of channels lie side by
 side (see ``rope``).
@@ -25,7 +25,7 @@ class RmsNorm:
     eps: float
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalise the last dimension; return a new tensor of the same dtype."""
+        """Normalise the last dimension into a new tensor."""
         wide = inputs.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normalised.to(inputs.dtype).mul_(self.weight)
@@ -35,8 +35,8 @@ class RmsNorm:
 class DecoderLayer:
     """``qkv`` and ``gate_up`` give their parts side by side.
 
-    The first ``num_rotated`` heads are queries and keys. ``qk_norm`` (``[num_rotated, head_dim]``) normalises them, or
-    is None. A query sees ``window`` positions; None: all.
+    ``qk_norm`` (``[num_rotated, head_dim]``) normalises the heads of queries and keys, or is None. A query sees
+    ``window`` positions; None: all.
     """
 
     index: int
@@ -78,7 +78,7 @@ class Decoder:
     head: Linear
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, sampled: Tensor) -> Tensor:
-        """Store keys and values of all tokens; return logits, ``[n, vocab]``, in the model's dtype.
+        """Store keys and values; return logits, ``[n, vocab]``, in the model's dtype.
 
         ``token_ids`` integer and ``positions`` int64, both ``[tokens]``; ``sampled`` int64, ``[n]``, indices into them.
         """

@@ -1,6 +1,6 @@
 """A model as plain torch operators: any device, any floating dtype.
 
-Owns: building the decoder, and its arguments. Must not know: files, how it computes.
+Owns: building the decoder. Must not know: files, how it computes.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """The supported model families: from config.json to a ``ModelConfig``.
 
-Owns: architecture names, defaults, refusing other models. Must not know: tensors.
+Owns: names, defaults, refusing other models. Must not know: tensors.
 
 Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. Files come from transformers 4
 (``torch_dtype``, ``rope_theta``, ``rope_scaling``) or 5 (``dtype``, ``rope_parameters``); defaults are theirs.
@@ -30,7 +30,7 @@ _QWEN3_HEAD_DIM = 128
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read and check the configuration of a checkpoint.
+    """Read and check a checkpoint's configuration.
 
     Raises:
         ModelFilesError: the file is missing or damaged, or has a value that cannot be served.

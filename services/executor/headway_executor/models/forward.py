@@ -21,8 +21,8 @@ class StepRows:
     """The ``n`` rows of one step.
 
     Row i runs ``num_new[i]`` tokens from position ``num_computed[i]``; ``numbers[i]`` is its row in the store of token
-    ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: the tokens
-    whose logits are needed, among all tokens in row order.
+    ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: tokens in
+    row order that need logits.
     """
 
     numbers: Int64Array
@@ -32,7 +32,7 @@ class StepRows:
     wanted: Int64Array
 
     def token_places(self) -> tuple[Int64Array, Int64Array]:
-        """Each token's place of its row, and position; both ``[tokens]``."""
+        """Each token's row and position; both ``[tokens]``."""
         places = np.repeat(np.arange(len(self.num_new)), self.num_new)
         first = self.num_computed - (np.cumsum(self.num_new) - self.num_new)
         return places, np.arange(len(places)) + first[places]

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint in the model's form.
 
-Owns: tensor names, tied and fused tensors. Must not know: files, how the model runs.
+Owns: names, tied and fused tensors. Must not know: files.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -19,7 +19,7 @@ _HEAD = "lm_head.weight"
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; of a tied embedding and head only the ``stored`` ones."""
+    """Only the ``stored`` ones of a tied embedding and head."""
     words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
     expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
     expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
@@ -94,7 +94,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 class ModelTensors:
-    """Reads the tensors of a checked checkpoint in its own dtype, straight to ``device``, if any.
+    """Reads the tensors of a checked checkpoint, straight to ``device``, if any.
 
     A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, ``[head_dim]``) orders the
     channels of query and key heads.

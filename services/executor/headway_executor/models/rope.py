@@ -1,13 +1,13 @@
 """Rotary position embeddings as one table of rotations by position.
 
-Owns: frequencies of every kind of rope scaling, the rotation. Must not know: batches, families.
+Owns: rope scaling, the rotation. Must not know: batches, families.
 
 Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
 scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
 and code of Llama 3.1.
 
 Channels i and i + d/2 of a head form a rotated pair. Loading makes pairs adjacent (``interleaved``): a rotation is then
-one complex multiplication, and dot products stay the same.
+one complex multiplication.
 """
 
 import math
@@ -66,8 +66,8 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
     """Beyond the original context, the base grows with the sequence.
 
-    The sequence ends at the position itself, so that cached keys stay valid. Decoding in transformers gives the same;
-    there, a longer prompt rotates all its positions by its total length.
+    The sequence ends at the position itself, so that cached keys stay valid. In transformers, a longer prompt rotates
+    all its positions by its total length.
     """
     length = (positions + 1).clamp(min=rope.original_context)
     stretch = rope.factor * length / rope.original_context - (rope.factor - 1)

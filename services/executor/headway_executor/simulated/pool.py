@@ -1,6 +1,6 @@
 """The simulated KV pool: it detects a row that would attend to a block with the wrong contents.
 
-Owns: contents of device and host blocks. Must not know: tokens, hashing.
+Owns: contents of blocks. Must not know: tokens.
 
 A slot holds the hash of the prefix that ends with its token. This finds wrong block tables, blocks reused too early,
 and wrong prefix hits.
@@ -21,7 +21,7 @@ class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
 
 
 class SimulatedPool:
-    """Slots hold hashes of prefixes; each block counts its written slots."""
+    """Slots hold hashes of prefixes."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -32,7 +32,7 @@ class SimulatedPool:
         self._host_written = np.zeros(num_host_blocks, dtype=bool)
 
     def check_partial_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """Before the step writes, a row's partial block must hold its last computed token."""
+        """Before the step writes, a partial block must hold its row's last token."""
         offsets = batch.num_computed_tokens % self._block_size
         places = np.flatnonzero(offsets)
         rows, ends, offsets = batch.rows[places], batch.num_computed_tokens[places], offsets[places]
@@ -44,7 +44,7 @@ class SimulatedPool:
             raise _mismatch(rows[first], blocks[first], indices[first], ends[first] - offsets[first], ends[first])
 
     def check_full_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """After the step wrote (rows may fill shared blocks), each full block must hold the row's prefix."""
+        """After the step wrote, each full block must hold the row's prefix. Rows may fill shared blocks."""
         num_full = batch.num_computed_tokens // self._block_size
         width = int(num_full.max(initial=0))
         if not width:

@@ -1,6 +1,6 @@
 """The settings of the simulated backend.
 
-Owns: parsing and checking. Must not know: rows, steps.
+Owns: parsing and checking. Must not know: rows.
 """
 
 import json
@@ -28,11 +28,10 @@ _SWAP_BYTES_PER_US = 25_000
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The backend's own options, given as text.
 
-    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model without a checkpoint directory. A step
-    takes ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens``
-    microseconds, and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s); it
-    waits for that time if ``real_time``. ``eos_probability`` ends rows at random. Each of up to
-    ``max_speculative_tokens`` proposals is right with probability ``speculative_acceptance``.
+    ``vocab_size``, ``eos_token_id`` and ``context_length`` count without a checkpoint directory. A step takes
+    ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens`` microseconds,
+    and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s).
+    ``eos_probability`` ends rows at random. A proposal is right with probability ``speculative_acceptance``.
 
     Failures: a row whose last token is ``nan_row_token`` reports NaN logits. A step of more than ``oom_over_tokens``
     tokens runs out of memory. A prompt with ``fail_on_token`` fails the step, with ``lose_device_on_token`` loses the
@@ -90,7 +89,7 @@ def settings_of(config: BackendConfig) -> Settings:
 
     Raises:
         BackendConfigError: a setting cannot be honoured.
-        ModelFilesError: the directory has no config.json that can be read.
+        ModelFilesError: the directory has no usable config.json.
     """
     options = _parse_options(config.options)
     _check_at_least("block_size", config.block_size, 1)

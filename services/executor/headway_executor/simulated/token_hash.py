@@ -1,10 +1,10 @@
 """The next token of a simulated model: a pure function of the row's whole history and of the seeds.
 
-Owns: the hash of a history, the draws from it. Must not know: rows, steps, the pool.
+Owns: the hash of a history. Must not know: rows, steps.
 
-One token lost, repeated or misplaced changes everything that follows. The hash of a history sums its mixed (position,
-token) pairs, so appending is O(1). The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast
-splittable pseudorandom number generators", OOPSLA 2014).
+One token lost, repeated or misplaced changes everything that follows. The hash sums mixed (position, token) pairs, so
+appending is O(1). The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014).
 """
 
 from typing import TypeAlias

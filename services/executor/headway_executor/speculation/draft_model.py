@@ -2,10 +2,9 @@
 
 Owns: the draft's passes, and how far its keys and values reach. Must not know: verification.
 
-The draft's pool has as many blocks as the target's, and both share the block tables. The draft counts the computed
-positions of each block. A row first computes the missing ones in one chunk, then one token after another. New,
-swapped-in or copied-into blocks count as empty; shared blocks do not. The draft draws with the target's random numbers:
-where the distributions agree, so do the draws.
+The draft's pool has as many blocks as the target's, and both share the block tables. A row first computes its missing
+positions in one chunk, then one token after another. New, swapped-in or copied-into blocks count as empty; shared
+blocks do not. The draft draws with the target's random numbers: where the distributions agree, so do the draws.
 """
 
 import numpy as np
@@ -21,7 +20,7 @@ from headway_proto.step import ERRORED_ROW
 
 
 class DraftModel:
-    """``forward`` has as many blocks as the target, and a context of ``max_model_len``."""
+    """``forward`` has as many blocks as the target."""
 
     def __init__(self, forward: ForwardPass, sampler: Sampler, max_model_len: int) -> None:
         self._forward = forward

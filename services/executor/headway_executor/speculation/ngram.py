@@ -1,9 +1,9 @@
-"""Proposals by prompt lookup: the tokens that followed the last occurrence of the row's last few tokens.
+"""Proposals by prompt lookup: the tokens that followed an earlier occurrence of the row's last few tokens.
 
-Owns: the search. Must not know: models, verification.
+Owns: the search. Must not know: models.
 
-It takes the latest occurrence of the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens. If that is closer to the end
-than the number of proposals, the repetition goes on (Saxena, "Prompt lookup decoding", 2023).
+It takes the latest occurrence of the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens. Close to the end, the
+repetition goes on (Saxena, "Prompt lookup decoding", 2023).
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ class PromptLookup:
 
 
 def continuation(token_ids: Int32Array, limit: int) -> Int32Array:
-    """Propose ``limit`` tokens, int32, ``[limit]``; none if the end never occurred before."""
+    """Propose ``limit`` tokens (int32) or none."""
     last = len(token_ids) - 1
     ends = np.flatnonzero(token_ids[:last] == token_ids[last])
     length = 1

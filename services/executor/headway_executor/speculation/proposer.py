@@ -1,6 +1,6 @@
 """The interface of proposers.
 
-Owns: the question to a proposer, the order of calls. Must not know: how it finds proposals.
+Owns: the question to a proposer, the order of calls. Must not know: models.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Asked:
     """``n`` rows that may get proposals, ascending.
 
     ``numbers``: rows in the store of token ids; ``num_tokens``: their known tokens; ``limits``: the most proposals. All
-    int64, ``[n]``. ``tables`` int32, ``[n, blocks]``, cover the proposals.
+    int64, ``[n]``. ``tables`` int32, ``[n, blocks]``.
     """
 
     numbers: Int64Array
@@ -39,10 +39,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
-        """Write proposals behind the known tokens; return their counts, int64, ``[n]``.
-
-        ``token_ids`` is int32, ``[max rows, max length]``.
-        """
+        """Write proposals behind the known tokens in ``token_ids`` (int32); return their counts, int64, ``[n]``."""
         ...
 
     def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:

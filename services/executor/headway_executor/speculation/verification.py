@@ -1,6 +1,6 @@
 """A step with proposals: what the model runs, and which draws count.
 
-Owns: places of tokens, acceptance. Must not know: how tokens are proposed or computed.
+Owns: places of tokens, acceptance. Must not know: models.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from headway_proto.step import ERRORED_ROW
 class Draws:
     """The ``m`` draws of a step, by row, then position; all int64, ``[m]``.
 
-    ``places``: the number of earlier draws of the row.
+    ``places`` counts a row's earlier draws.
     """
 
     numbers: Int64Array
@@ -65,8 +65,8 @@ def num_accepted(
 ) -> Int64Array:
     """Count the right proposals of each row, int64, ``[n]``.
 
-    ``drawn`` int32, ``[m]``; ``proposals`` int32, those of all rows in order. If a draw behind right proposals failed,
-    the last of them is dropped: a later step draws it again.
+    ``drawn`` int32, ``[m]``; ``proposals`` int32, of all rows in order. If a draw behind right proposals failed, the
+    last of them is dropped: a later step draws it again.
     """
     accepted = np.zeros(len(counts), dtype=np.int64)
     starts = np.searchsorted(draws.numbers, asked.numbers)

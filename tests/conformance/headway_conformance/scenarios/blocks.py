@@ -1,7 +1,4 @@
-"""Blocks: their order, sharing, and copies.
-
-Owns: scenarios about block tables. Must not know: how a backend stores a block.
-"""
+"""Blocks: their order, sharing, and copies."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -106,7 +103,6 @@ def preempted_and_computed_again(stage: Stage) -> None:
 
 
 def _after_prefix(stage: Stage, other: ScriptedRequest, num_blocks: int, tail: int) -> ScriptedRequest:
-    """Begin as ``other`` for ``num_blocks`` blocks, then differ."""
     prefix = other.prompt[: num_blocks * stage.size.block_size]
     return ScriptedRequest(prefix + stage.prompt(tail), 3, LOGPROBS)
 

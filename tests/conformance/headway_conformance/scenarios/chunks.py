@@ -1,7 +1,4 @@
-"""Prompts in chunks: the cut must not change a result.
-
-Owns: scenarios about a row's tokens in a step. Must not know: how a backend handles them.
-"""
+"""Prompts in chunks: the cut must not change a result."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario

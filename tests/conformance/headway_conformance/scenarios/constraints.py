@@ -1,7 +1,5 @@
 """Rows under a constraint follow it, and no other row changes.
 
-Owns: scenarios about constrained outputs. Must not know: masks.
-
 The checkpoints' tokenizer has one token per printable character.
 """
 

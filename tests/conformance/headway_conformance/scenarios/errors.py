@@ -1,7 +1,4 @@
-"""A row that fails must fail alone.
-
-Owns: scenarios about failing rows. Must not know: how a failure is detected.
-"""
+"""A row that fails must fail alone."""
 
 import msgspec
 

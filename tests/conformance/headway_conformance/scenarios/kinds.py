@@ -1,7 +1,5 @@
 """Sampling parameters of every kind, for scenarios that mix them.
 
-Owns: the parameters. Must not know: scenarios.
-
 Penalties and masks are strong enough to change a short output.
 """
 
@@ -16,7 +14,6 @@ LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=5)
 
 
 def kinds(size: Size) -> dict[str, SamplingParams]:
-    """Name one of each kind; random ones have their own seeds."""
     half = tuple(range(0, size.vocab_size, 2))
     return {
         "greedy": GREEDY,

@@ -1,7 +1,4 @@
-"""Rows: their numbers, which of them run, and what a row forgets.
-
-Owns: scenarios about live rows. Must not know: what a backend keeps per row.
-"""
+"""Rows: their numbers, which of them run, and what a row forgets."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario

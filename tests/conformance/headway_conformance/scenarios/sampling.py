@@ -1,7 +1,4 @@
-"""Sampling: each row by its own parameters, in any company.
-
-Owns: scenarios about drawing and logprobs. Must not know: how a backend draws.
-"""
+"""Sampling: each row by its own parameters, in any company."""
 
 import msgspec
 
@@ -105,7 +102,7 @@ def _with_prompt_logprobs(count: int) -> SamplingParams:
 
 
 def _with_logprobs(place: int, count: int) -> SamplingParams:
-    """Odd rows are greedy; the draws of others are far from the raw distribution."""
+    """Half of the draws are far from the raw distribution."""
     if place % 2:
         return msgspec.structs.replace(GREEDY, logprobs=count)
     return SamplingParams(temperature=2.5, seed=place, logprobs=count, logit_bias=((place, 6.0),), presence_penalty=1.0)

@@ -1,7 +1,4 @@
-"""Steps that speculate: a row returns its accepted proposals and one more token.
-
-Owns: scenarios about these. Must not know: how tokens are proposed.
-"""
+"""Steps that speculate: a row returns its accepted proposals and one more token."""
 
 from headway_conformance.failures import NotApplicable
 from headway_conformance.requests import GREEDY, ScriptedRequest

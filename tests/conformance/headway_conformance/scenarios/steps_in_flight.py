@@ -1,7 +1,4 @@
-"""Several steps in flight: a step is sent before the tokens of the step before are known.
-
-Owns: scenarios about depth and repetition. Must not know: how a backend runs ahead.
-"""
+"""Several steps in flight: a step is sent before the tokens of the step before are known."""
 
 from functools import partial
 
@@ -39,7 +36,7 @@ def _in_flight(stage: Stage, *, depth: int) -> None:
 
 
 def _change_hands(stage: Stage, scheduler: ScriptedScheduler) -> None:
-    """While a row's last step is in flight, another request gets the row and its blocks in another order."""
+    """Another request gets a row while its last step is in flight, with the blocks in another order."""
     block_size = stage.size.block_size
     requests = [stage.request(2 * block_size + 1 + place, 1, LOGPROBS) for place in range(4)]
     for request in requests:
@@ -52,7 +49,7 @@ def _change_hands(stage: Stage, scheduler: ScriptedScheduler) -> None:
 
 
 def _lose_and_resume(stage: Stage, scheduler: ScriptedScheduler) -> None:
-    """Preempt one request and swap another, with tokens of both in flight."""
+    """Tokens of both are in flight."""
     parameters = kinds(stage.size)
     recomputed, swapped = (stage.request(9, 8, parameters[name]) for name in ("top_p", "everything"))
     scheduler.admit(recomputed)

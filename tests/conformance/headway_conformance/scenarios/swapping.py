@@ -1,7 +1,4 @@
-"""Blocks on their way to main memory and back.
-
-Owns: scenarios about host blocks. Must not know: how a backend moves a block.
-"""
+"""Blocks on their way to main memory and back."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -109,7 +106,7 @@ def swapped_in_then_copied(stage: Stage) -> None:
 def _started(
     stage: Stage, scheduler: ScriptedScheduler, steps_before: int, sampling: SamplingParams
 ) -> ScriptedRequest:
-    """Run a first chunk and ``steps_before`` more steps alone."""
+    """Run a first chunk and ``steps_before`` steps."""
     block_size = stage.size.block_size
     request = stage.request(block_size + 6, 7, sampling)
     others = dict.fromkeys(scheduler.live.values(), 0)
