@@ -3,9 +3,11 @@
 Owns: the order of the stages. Must not know: requests, steps.
 
 The rule: ``p`` is the float32 softmax of the adjusted logits divided by the temperature, and ``floor(p * 2^52)`` a
-token's weight. Tokens rank by ``p``, equal ones by lower id. Top-k, top-p and min-p each keep a beginning of the
-ranking. The draw inverts the cumulative weights of the kept tokens, in the order of their ids, at the row's Philox
-uniform. Sums of integer weights are exact, so the rest of the batch cannot change a token.
+token's weight. Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the
+shortest beginning whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps
+tokens with ``p`` of at least ``min_p`` times the best. The draw inverts the cumulative weights of the kept tokens, in
+the order of their ids, at the row's Philox uniform. Sums of integer weights are exact, so the rest of the batch cannot
+change a token.
 
 Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at it
 are kept, lowest ids first. The stages:

@@ -60,10 +60,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that becomes live. ``token_ids`` int32, shape ``[num_tokens]``.
-
-    Its blocks already hold the first ``num_computed_tokens``.
-    """
+    """Its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32."""
 
     row: int
     token_ids: Int32Array
@@ -152,7 +149,7 @@ class ExecutorBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything, once or twice; ``execute`` raises afterwards."""
+        """May be called twice; ``execute`` raises afterwards."""
         ...
 
 

@@ -1,8 +1,8 @@
 """The executor's copy of the scheduler's rows, advanced by one diff per step.
 
-Owns: counters, block tables, the state digest. Must not know: token values, sockets, backends.
+Owns: counters, block tables, the state digest. Must not know: token values, backends.
 
-A wrong but plausible diff would make a backend read another request's cache, so everything is checked.
+Everything is checked: a wrong but plausible diff would make a backend read another request's cache.
 """
 
 from typing import NamedTuple

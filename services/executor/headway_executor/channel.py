@@ -55,7 +55,7 @@ class SchedulerChannel:
         self._poller.register(self._bell, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the current or next ``wait``, from any thread or signal handler."""
+        """End the ``wait``, from any thread or signal handler."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: no poll runs
             self._bell_rope.send(b"\0")
 

@@ -42,7 +42,7 @@ class Mark(Protocol):
     """A CUDA event in a queue."""
 
     def query(self) -> bool:
-        """Return at once whether the queue has passed it."""
+        """Whether the queue has passed it; never wait."""
         ...
 
     def synchronize(self) -> None:

@@ -121,7 +121,6 @@ def block_index(blocks: Int32Array, layers: Tensor) -> Tensor:
 
 
 def _runs(host_blocks: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Yield places and numbers of consecutive blocks."""
     starts = np.flatnonzero(np.diff(host_blocks, prepend=host_blocks[:1] - 2) != 1)
     ends = np.append(starts[1:], len(host_blocks))
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

@@ -25,7 +25,7 @@ _SHOWN_CHARS = 160
 
 
 class KernelVariants(msgspec.Struct, frozen=True, kw_only=True):
-    """Without a variant for this processor, ``problem`` says why."""
+    """``problem`` says why ``used`` is empty."""
 
     installed: tuple[str, ...]
     used: str

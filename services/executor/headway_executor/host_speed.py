@@ -2,7 +2,7 @@
 
 Owns: measurements of torch's operators. Must not know: models, backends.
 
-Each figure is the best of several rounds. A copy counts every byte twice: read and written.
+Each figure is the best of several rounds. A copy reads and writes every byte.
 """
 
 import time

@@ -2,8 +2,7 @@
 
 Owns: the order of steps and results. Must not know: backends, sockets, signals.
 
-``StepCycle`` is pure: frames and the time go in, frames come out. A failed step asks for a new epoch; a lost device
-ends the process.
+A failed step asks for a new epoch; a lost device ends the process.
 """
 
 import time

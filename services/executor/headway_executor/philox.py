@@ -2,8 +2,8 @@
 
 Owns: the map from (seed, position) to a uniform number. Must not know: its use.
 
-Source: J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The key is
-the 64-bit seed, the counter is the position; there is no state.
+Source: J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The seed is
+the key, the position the counter.
 """
 
 import numpy as np

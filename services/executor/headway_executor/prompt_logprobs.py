@@ -2,7 +2,7 @@
 
 Owns: which tokens give them. Must not know: a pass, sampling.
 
-These tokens run **ahead of the step**, in passes of their own. The rest of each row stays in the step.
+These tokens run **ahead of the step**, in passes of their own.
 """
 
 from collections.abc import Iterable, Sequence

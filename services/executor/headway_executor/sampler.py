@@ -4,14 +4,7 @@ Owns: sampling state, the draw. Must not know: steps, blocks, the model.
 
 **A row's token depends only on its own logits, parameters, seed and position, bit for bit.** The order of
 floating-point sums may change with the shape of the batch. So the float32 softmax ``p``, which works row by row, first
-becomes integer weights ``floor(p * 2^52)``, whose sums are exact in float64.
-
-Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the shortest beginning
-whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps tokens with ``p``
-of at least ``min_p`` times the best.
-
-A draw inverts the cumulative weights of the kept tokens, **in the order of their ids**, at one Philox uniform keyed by
-(seed, position). So it needs no ranks; ``headway_kernels.gpu.sampling`` computes the same without sorting.
+becomes integer weights, whose sums are exact in float64. ``headway_kernels.gpu.sampling`` has the rule.
 
 Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
 temperature; top-k; top-p; min-p.

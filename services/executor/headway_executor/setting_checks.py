@@ -1,8 +1,6 @@
 """The settings of the built-in backends, and the checks that need neither PyTorch nor a device.
 
-Owns: their packages, quantizations, options. Must not know: how a backend runs.
-
-Errors are ``BackendConfigError`` of one line.
+Owns: their packages, quantizations, options. Must not know: how a backend runs. Errors are ``BackendConfigError``.
 """
 
 from collections.abc import Collection, Mapping

@@ -151,7 +151,6 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def _check_file_name(file: object) -> None:
-    """A path could point outside of the directory."""
     if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
         raise ModelFilesError(
             f"{WEIGHTS_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name"

@@ -197,7 +197,6 @@ class SimulatedBackend:
     def _speculate(
         self, batch: StepBatch, num_allowed: Int32Array, reached: Int32Array, first: StepResult
     ) -> StepResult:
-        """A hash of the history decides how many are right."""
         assert self._pool is not None
         asked = num_allowed > 0
         rows, positions, counts = batch.rows[asked], reached[asked], num_allowed[asked]

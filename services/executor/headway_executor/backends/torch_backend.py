@@ -233,7 +233,6 @@ class _OpenModel:
         return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: StepBatch, rows: StepRows) -> tuple[Tensor | None, tuple[RowPromptLogprobs, ...]]:
-        """The logits are None if no token is left."""
         reports: tuple[RowPromptLogprobs, ...] = ()
         chunks = self._prompts.chunks(batch)
         if chunks:

@@ -6,8 +6,7 @@ Token ids, block tables and sampling parameters stay on the device. Step k + 1 i
 ``execute`` returns a future.
 
 Decode steps and small steps with chunks are CUDA graphs. ``open`` runs the largest step, which allocates everything;
-the pool gets the rest of the memory. Under ``TRITON_INTERPRET=1`` tests run it on a CPU, without graphs, streams and
-CuPy.
+the pool gets the rest of the memory. Tests run it on a CPU (``TRITON_INTERPRET=1``), without graphs, streams and CuPy.
 """
 
 from collections import deque

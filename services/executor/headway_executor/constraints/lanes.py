@@ -26,7 +26,7 @@ class Task:
         self._is_abandoned = False
 
     def run(self) -> None:
-        """Run the steps; the thread calls this."""
+        """Called by the thread."""
         for step in self.steps:
             step()
             if self._is_abandoned:
@@ -77,7 +77,7 @@ class Lane:
         return True
 
     def abandon(self, first: Task | None) -> None:
-        """Leave the thread in its current step; a new one goes on with ``first``."""
+        """Leave the thread; a new one goes on with ``first``."""
         with self._has_work:
             if self.current is not None:
                 self.current.abandon()

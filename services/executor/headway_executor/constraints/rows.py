@@ -185,7 +185,6 @@ class ConstrainedRows:
                 self._leave_behind(row.lane)
 
     def _leave_behind(self, lane: Lane) -> None:
-        """The tasks behind the blocking row go on."""
         stuck = lane.current
         if stuck is None:
             return

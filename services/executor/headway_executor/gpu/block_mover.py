@@ -51,8 +51,6 @@ class BlockMover(Protocol):
 
 
 class _ImmediateMoves:
-    """In main memory, the call makes the move."""
-
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._coming_us = 0

@@ -1,8 +1,8 @@
-"""The decoder of all supported families, as kernels and products over preallocated memory.
+"""The decoder of all supported families, as kernels and products.
 
 Owns: weights, activations, launches. Must not know: graphs, sampling.
 
-Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it.
+Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model, its memory and its rows."""
+    """A loaded model."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ def load_decoder(
     quantization: QuantizationKind | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load straight to ``device``; embedding and head are not quantised."""
+    """Embedding and head are not quantised."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
     workspace = SplitWorkspace(device)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of a model's step: recorded once for a ladder of sizes, then launched as one.
+"""CUDA graphs of a model's step: recorded once for a ladder of sizes.
 
 Owns: the recorded sizes. Must not know: what a step computes.
 
@@ -38,13 +38,13 @@ class ForwardPass(Protocol):
 
 
 def decode_ladder(max_num_rows: int) -> list[int]:
-    """The recorded rows of decode steps, ascending."""
+    """Rows of decode graphs, ascending."""
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows + 32, 32)]
     return [*[rung for rung in rungs if rung < max_num_rows], max_num_rows]
 
 
 def mixed_ladder(max_num_tokens: int) -> list[int]:
-    """The recorded tokens of steps with chunks, ascending."""
+    """Tokens of graphs with chunks, ascending."""
     return list(range(_MIXED_STEP, min(max_num_tokens, MAX_MIXED_TOKENS) + 1, _MIXED_STEP))
 
 
@@ -70,7 +70,7 @@ class StepSizes:
         return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
 
     def recorded(self) -> list[LaunchSize]:
-        """Every size to record, largest first: smaller ones reuse its memory."""
+        """Largest first: smaller sizes reuse its memory."""
         sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
         return sorted(sizes, key=lambda size: -size.num_tokens)
 
@@ -87,7 +87,7 @@ class StepGraphs:
         self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
 
     def record(self, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
-        """Record a graph per size; the step in memory must be harmless."""
+        """The step in memory must be harmless."""
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))

@@ -37,7 +37,7 @@ class DenseLinear:
 
 
 class SplitWorkspace:
-    """Memory for partial sums, shared by quantised layers."""
+    """Shared memory for partial sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)

@@ -2,7 +2,7 @@
 
 Owns: pieces of logits. Must not know: graphs, sampling, blocks.
 
-The head takes a chunk in pieces, behind the step and before it samples. Nothing waits.
+The head takes a chunk in pieces, before the step samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,6 @@ class HeadOverTokens(Protocol):
 
 
 class _Piece(NamedTuple):
-    """``[n]``, ``[n, k]`` and ``[n, k]``; valid after the copies."""
-
     logprobs: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
@@ -66,7 +64,7 @@ class PromptReader:
         return lambda: tuple(RowPromptLogprobs(chunk.row, _columns(chunk, pieces)) for chunk, pieces in under_way)
 
     def try_largest(self, head: HeadOverTokens, token_store: Tensor, num_tokens: int) -> None:
-        """Read as much as possible, to take the memory once."""
+        """Take the memory once."""
         count = min(self._most_tokens, num_tokens, token_store.shape[1])
         self._piece(head.logits_of(0, count), token_store[0, :count], MAX_LOGPROBS)
 

@@ -41,7 +41,7 @@ class Runtime(Protocol):
         ...
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory for transfers."""
+        """Memory for transfers."""
         ...
 
     def mark(self) -> Mark:

@@ -40,9 +40,8 @@ def shape_of(batch: StepBatch) -> StepShape:
 class ColumnViews(NamedTuple):
     """The columns on the device: int32, for at most ``m`` rows. Padding rows have no tokens.
 
-    - ``query_start`` ``[m + 1]``: a row's first token in the flat batch; at the end, the number of tokens;
-    - ``first_position`` ``[m]``: the position of that token;
-    - ``kv_length`` ``[m]``: the row's positions after this step;
+    - ``rows`` and ``kv_length`` ``[m]``, ``query_start`` ``[m + 1]``: see ``AttentionRows`` of the kernels;
+    - ``first_position`` ``[m]``: the position of a row's first token;
     - ``sampled_token`` ``[m]``: a sampling row's last token in the flat batch;
     - ``sampled_row``, ``sampled_position`` ``[m]``: the sampling row, and the position of its draw.
     """
@@ -57,7 +56,7 @@ class ColumnViews(NamedTuple):
 
 
 class StepColumns:
-    """The layout for up to ``max_num_rows`` rows."""
+    """The layout."""
 
     def __init__(self, max_num_rows: int) -> None:
         sizes = (max_num_rows, max_num_rows + 1, *[max_num_rows] * 5)

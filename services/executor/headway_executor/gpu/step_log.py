@@ -1,6 +1,6 @@
-"""A file with a line per step: its size, its time on the device, the idle time before it.
+"""A file with one line of JSON per step.
 
-Owns: the file, one JSON object a line. Must not know: the source of times.
+Owns: the file. Must not know: the source of times.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 Owns: the order and groups of a step's tokens. Must not know: requests, sampling.
 
-Groups depend on shape only, so other rows change a row by rounding at most. Padding decode rows to the longest of their
-group at most doubles the work. A chunk with only new keys does not read the pool.
+Groups depend on shape only, so other rows change a row by rounding at most. Padding decode rows within a group at most
+doubles the work.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Owns: their weights and arguments. Must not know: how they compute.
 
-A row's logits have the same bits in any step and with any chunks. Variants of the kernels may differ in the last bits.
+A row's logits have the same bits in any step and with any chunks, but not with any variant of the kernels.
 """
 
 import torch

@@ -2,8 +2,7 @@
 
 Owns: the forward pass. Must not know: paging, the use of logits.
 
-Query, key and value projections are one product, gate and up projections another. Rotated pairs of channels lie side by
-side (see ``rope``).
+Rotated pairs of channels lie side by side (see ``rope``).
 """
 
 from dataclasses import dataclass

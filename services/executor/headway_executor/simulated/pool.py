@@ -2,8 +2,8 @@
 
 Owns: contents of blocks. Must not know: tokens.
 
-A slot holds the hash of the prefix that ends with its token. This finds wrong block tables, blocks reused too early,
-and wrong prefix hits.
+A slot holds the hash of the prefix that ends with its token. This finds wrong block tables and prefix hits, and blocks
+reused too early.
 """
 
 import numpy as np

@@ -31,7 +31,6 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``vocab_size``, ``eos_token_id`` and ``context_length`` count without a checkpoint directory. A step takes
     ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens`` microseconds,
     and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s).
-    ``eos_probability`` ends rows at random. A proposal is right with probability ``speculative_acceptance``.
 
     Failures: a row whose last token is ``nan_row_token`` reports NaN logits. A step of more than ``oom_over_tokens``
     tokens runs out of memory. A prompt with ``fail_on_token`` fails the step, with ``lose_device_on_token`` loses the

@@ -2,9 +2,9 @@
 
 Owns: the hash of a history. Must not know: rows, steps.
 
-One token lost, repeated or misplaced changes everything that follows. The hash sums mixed (position, token) pairs, so
-appending is O(1). The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014).
+One lost token changes everything that follows. The hash sums mixed (position, token) pairs, so appending is O(1). The
+mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014).
 """
 
 from typing import TypeAlias

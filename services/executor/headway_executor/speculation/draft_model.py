@@ -3,8 +3,8 @@
 Owns: the draft's passes, and how far its keys and values reach. Must not know: verification.
 
 The draft's pool has as many blocks as the target's, and both share the block tables. A row first computes its missing
-positions in one chunk, then one token after another. New, swapped-in or copied-into blocks count as empty; shared
-blocks do not. The draft draws with the target's random numbers: where the distributions agree, so do the draws.
+positions in one chunk. New, swapped-in or copied-into blocks count as empty; shared blocks do not. The draft draws with
+the target's random numbers: where the distributions agree, so do the draws.
 """
 
 import numpy as np
