@@ -176,7 +176,7 @@ def say(line: str) -> None:
 def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
     """Compile missing and outdated libraries; return the paths of all, or none for an unknown platform.
 
-    The compiler's caches are temporary, unless ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name directories.
+    ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR may name directories for the compiler's caches.
 
     Raises:
         KernelBuildError: no compiler, sources that do not compile, or a directory that cannot be read or written.

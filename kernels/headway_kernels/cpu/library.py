@@ -316,7 +316,7 @@ class Decoder:
         num_blocks, block_floats]``. All contiguous.
 
         Raises:
-            MemoryError: there is no room for so large a step; nothing has changed.
+            MemoryError: the step is too large; nothing has changed.
         """
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)

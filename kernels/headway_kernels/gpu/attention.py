@@ -11,9 +11,8 @@ Gimelshein 2018 (arXiv 1805.02867); one rescaling at the end, and masks on edge 
 arXiv 2307.08691); decodes cut along the positions, Dao, Haziza, Massa & Sizov 2023 (Flash-Decoding); blocks found
 through a table, Kwon et al. 2023 (PagedAttention, arXiv 2309.06180).
 
-A row's result depends only on its own tokens, their number and its ``kv_length``: these decide the cuts, and sums run
-in the order of positions. The host fixes the grids and the device reads the lengths, so a captured launch serves other
-lengths.
+A row's own tokens and ``kv_length`` alone decide its cuts and its result; sums run in the order of positions. The
+device reads the lengths, so a captured launch serves other lengths.
 """
 
 from dataclasses import dataclass
@@ -108,12 +107,11 @@ def paged_attention(
 
     ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
     ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
-    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. ``rows`` must be
-    planned.
+    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8.
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
-    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. Products, softmax and sums are in float32; weights
-    are rounded to the dtype before they meet the values.
+    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. Everything is float32, but weights are rounded to
+    the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)

@@ -64,7 +64,7 @@ def chunk_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """An item is a query tile of a row and a key-value head, with all query heads of its group.
+    """An item is a query tile of a row and a key-value head, with all its query heads.
 
     Tokens are consecutive, so that they and the diagonal stay close together.
     """
@@ -199,10 +199,7 @@ def decode_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """An item is a split of a row and a key-value head, with all query heads of its group.
-
-    A row with one split gets its result here.
-    """
+    """An item is a split of a row and a key-value head, with all its query heads."""
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)
     component = tl.arange(0, PADDED_HEAD_DIM)

@@ -59,10 +59,9 @@ def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
 
 @triton.jit
 def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
-    """The block ids of a key tile's positions: one each, or one for all if they share a block.
+    """The block ids of a key tile's positions: one each, or one for all; block 0 outside ``begin`` to ``end``.
 
-    Outside ``begin`` to ``end`` this is block 0. Loops load ids one turn ahead: otherwise Triton's pipeliner spends its
-    stages on the chain from id to vector.
+    Loops load ids one turn ahead: otherwise Triton's pipeliner spends its stages on the chain from id to vector.
     """
     start = tile * KEY_TILE
     if BLOCK_SIZE % KEY_TILE == 0:
@@ -135,9 +134,8 @@ def attend_tile(
 ):
     """Let each query attend to the positions of a key tile from ``begin`` up to ``end``.
 
-    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Without MASKED all
-    queries see the whole tile. Keys and values are read first, so that Triton's pipeliner keeps ``num_stages`` - 1
-    tiles on their way.
+    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Keys and values
+    are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)

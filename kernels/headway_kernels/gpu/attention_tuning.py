@@ -12,8 +12,8 @@ import torch
 class KernelTuning:
     """The cut of one kernel; it changes results by rounding at most.
 
-    ``query_tile``: query vectors of a program, a power of two from 16. ``key_tile``: positions of one turn, a power of
-    two from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the pipeline.
+    ``query_tile``: query vectors of a program. ``key_tile``: positions of one turn (in the decode kernel up to 128).
+    Both are powers of two from 16. ``num_stages``: key tiles in the pipeline.
     """
 
     query_tile: int

@@ -4,8 +4,8 @@ Owns: the CUDA source, the launch. Must not know: why or when a block moves.
 
 ``layers``, the device's pool, is ``[num_layers, num_blocks, *block]``; ``host``, pinned main memory,
 ``[num_host_blocks, num_layers, *block]``. Both contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2,
-n]``, contiguous, on the device, unchecked. Moves have no order: no destination may be listed twice or be a source of
-the same copy. A few dozen thread blocks saturate the link, so a step that computes meanwhile loses little.
+n]``, contiguous, on the device. Moves have no order: no destination may be listed twice or be a source of the same
+copy. A few dozen thread blocks saturate the link.
 """
 
 import functools

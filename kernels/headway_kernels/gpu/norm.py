@@ -19,8 +19,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
     ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``; one floating dtype.
     ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row.
 
-    The sum is rounded before it is normalised in float32, and the normalised row before the product, as in three
-    operators.
+    The sum and the normalised row are rounded, as in three operators; the rest is float32.
     """
     num_tokens, width = hidden.shape
     if num_tokens == 0:

@@ -6,8 +6,8 @@ Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1
 et al. 2022 (arXiv 2209.05433). In registers a code becomes a number of the inputs' dtype, exactly. Scales multiply the
 float32 sum.
 
-With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. Only
-the weight's shape and the tiling decide the cut; the number of tokens selects the tiling.
+With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The
+number of tokens only selects the tiling.
 """
 
 from dataclasses import dataclass
@@ -284,8 +284,8 @@ def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.cons
 def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     """Codes as numbers of ``dtype``, exactly; those of fp8 too small by ``FP8_SCALE``.
 
-    E4M3 is decoded by hand, since processors before sm_89 cannot: its bits are moved to float16's exponent and
-    mantissa, which also fits subnormal codes. ``quantize`` makes no NaN of finite weights.
+    Processors before sm_89 cannot decode E4M3: its bits are moved to float16's exponent and mantissa, which also fits
+    subnormal codes. ``quantize`` makes no NaN of finite weights.
     """
     if IS_FP8:
         bits = codes.to(tl.uint16)

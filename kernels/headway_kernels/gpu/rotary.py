@@ -34,9 +34,9 @@ def rotate_and_store(
 
     ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any row stride: query heads, key heads, value heads;
     channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables. ``slots`` int32
-    ``[T]``, distinct: block times block size plus offset, or -1 to store nothing. ``cosines``, ``sines`` float32
-    ``[context, head_dim / 2]``, contiguous. ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size, head_dim]``,
-    contiguous, key heads first. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head, or None.
+    ``[T]``, distinct; -1 stores nothing. ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous.
+    ``pool_layer`` as of ``paged_attention``. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head, or
+    None.
 
     Normalised heads are rounded before and after the product with the weight, then rotated in float32.
     """

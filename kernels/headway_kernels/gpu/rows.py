@@ -2,8 +2,8 @@
 
 Owns: moves between columns, the stores and flat tensors. Must not know: the model.
 
-The *token store* is int32 ``[max_rows, width]``: the tokens of each row by position. *Block tables* are int32
-``[max_rows, max_blocks]``. A *slot* is block times block size plus offset. A row or index of -1 is padding.
+The *token store* is int32 ``[max_rows, width]``, by position. *Block tables* are int32 ``[max_rows, max_blocks]``. A
+*slot* is block times block size plus offset. A row or index of -1 is padding.
 """
 
 import triton
@@ -51,9 +51,8 @@ def expand_rows(
 ) -> None:
     """Compute the model's input for each token of a step.
 
-    ``rows`` and ``first_position`` int32 ``[R]``; ``query_start`` int32 ``[R + 1]``, ascending from 0: entry r has
-    tokens ``query_start[r]`` up to ``query_start[r + 1]``. The stores may have any row stride. Writes ``token_ids``,
-    ``positions`` and ``slots``, int32 ``[T]``; padding tokens get 0, 0 and -1.
+    ``rows`` and ``query_start`` as in ``AttentionRows``; ``first_position`` int32 ``[R]``. The stores may have any row
+    stride. Writes ``token_ids``, ``positions`` and ``slots``, int32 ``[T]``; padding tokens get 0, 0 and -1.
     """
     num_tokens, num_rows = token_ids.shape[0], rows.shape[0]
     if num_tokens == 0:
@@ -92,8 +91,7 @@ def apply_edits(
     """Update the stores: ``block_tables[row, place] = block``, and the tokens of new rows from position 0.
 
     ``edit_rows``, ``edit_places``, ``edit_blocks`` int32 ``[n]``, no place twice. ``token_rows`` int32 ``[m]``;
-    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Do not capture this: empty
-    columns launch nothing.
+    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Never capture this.
     """
     num_edits, num_rows, num_tokens = edit_rows.shape[0], token_rows.shape[0], tokens.shape[0]
     if num_edits:

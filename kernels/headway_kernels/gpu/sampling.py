@@ -54,8 +54,8 @@ def sample(
 
     ``logits`` bfloat16, float16 or float32, ``[n, vocab_size]``, contiguous along the vocabulary, not modified.
     ``rows`` int32, ``[n]``, -1 for padding. ``positions`` int32, ``[n]``, at least 1: the index of the drawn token.
-    ``token_store`` int32, ``[rows, width]``. Writes ``out_token_ids`` (int32, ``[n]``; -1 for padding and for rows
-    without a finite largest logit) and ``out_status`` (int32, ``[n]``; 1 for the latter, otherwise 0).
+    ``token_store`` int32, ``[rows, width]``. Writes int32 ``[n]``: ``out_status`` is 1 for a row without a finite
+    largest logit, otherwise 0; ``out_token_ids`` is -1 for it and for padding.
 
     ``variant`` is the most that a row needs: "greedy", "random" (also min-p), or "truncated" (top-k or top-p).
     ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices.

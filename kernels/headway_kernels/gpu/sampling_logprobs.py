@@ -52,7 +52,7 @@ def row_logprobs(
     """Log probabilities of ``token_ids`` (int32, ``[n]``) in the raw distribution of ``logits``.
 
     ``out_logprobs`` and ``out_normalisers`` float32, ``[n]``: a logit less its row's normaliser is its log probability.
-    Token -1 gives zeros. Launch it after ``sample``, since it uses the workspace.
+    Token -1 gives zeros. Uses the workspace after ``sample``.
     """
     work = workspace
     # A row without a token counts as padding.

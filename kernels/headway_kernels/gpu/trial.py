@@ -2,7 +2,7 @@
 
 Owns: the trials. Must not know: real kernels.
 
-Both compile at the first launch: Triton needs a C compiler on the host, CuPy a compiler library that fits the driver.
+At the first launch, Triton needs a C compiler on the host, CuPy a compiler library that fits the driver.
 """
 
 import torch

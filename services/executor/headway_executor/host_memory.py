@@ -1,6 +1,6 @@
 """Main memory for blocks: how much is free, and zeros that cost nothing before use.
 
-Owns: free memory within a container's limit. Must not know: its use.
+Owns: a container's limit, large tensors. Must not know: their use.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Owns: each block's last use and last swap. Must not know: streams, tensors.
 
-Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue works in order. Both count from 1;
-0 means nothing. A wait for a number covers all earlier work of that queue.
+Steps and copies are work of the *step queue*, swaps of the *swap queue*; each works in order and counts from 1 (0:
+nothing). A wait for a number covers all earlier work of that queue.
 
 - A swap-out waits for all earlier work: the last step may have written its blocks.
 - A step or a copy waits for the newest swap-out of a block that it is the first to write: a step's new blocks, a copy's

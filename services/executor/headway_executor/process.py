@@ -49,8 +49,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 2 for a bad setting, 3 for a bad checkpoint (both with one line on stderr). A lost device ends the
-    process with 4.
+    0 after a signal, 2 for a bad setting, 3 for a bad checkpoint (both with one line on stderr). A lost device exits
+    with 4.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)

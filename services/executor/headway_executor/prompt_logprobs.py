@@ -140,7 +140,6 @@ def _run(
 
 
 def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
-    """Remove the first ``num_ahead[i]`` tokens of row i, and empty rows."""
     stays = num_ahead < rows.num_new
     starts = np.cumsum(rows.num_new) - rows.num_new
     # A token moves forward by the number of removed tokens before it, in its row and in earlier rows.

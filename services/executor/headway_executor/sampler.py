@@ -174,7 +174,6 @@ class Sampler:
             self._apply_entries(working, having, rows[having], positions[having])
 
     def _mask(self, working: Tensor, places: _HostIndex, words: Int32Array) -> None:
-        """``words`` is ``[len(places), words]``."""
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         excluded = self._to_device(bits == 0)
         if len(places) == len(working):

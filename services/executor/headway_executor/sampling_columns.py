@@ -30,9 +30,8 @@ class SamplingEntriesError(ValueError):
 
 
 class SamplingEntries(NamedTuple):
-    """Entries of the pool to upload; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
-
-    The complement of a token id also excludes the token below ``min_tokens``.
+    """Entries to upload; ``token_ids`` int32 and ``biases`` float32, both ``[k]``. See ``SamplingColumns`` of the
+    kernels.
     """
 
     first: int

@@ -184,8 +184,7 @@ class StepLink:
     ) -> LinkOutcome:
         """Give up ``epoch``, unless it is over, because a step was impossible or failed.
 
-        ``failed_step`` is a step that the backend could not run, or -1. ``max_num_batched_tokens`` limits later steps,
-        unless it is 0.
+        ``failed_step`` is -1 for an impossible one. ``max_num_batched_tokens`` limits later steps, unless it is 0.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:

@@ -1,6 +1,6 @@
 """A backend on its own thread, so that the executor shows life while the model computes.
 
-Owns: the order of calls, a copy of what later steps would change. Must not know: the protocol.
+Owns: the order of calls. Must not know: the protocol.
 """
 
 import queue

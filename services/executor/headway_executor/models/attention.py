@@ -230,8 +230,6 @@ class _Gather:
 
 
 class _NewChunks:
-    """Chunks without a past see only their own tokens."""
-
     def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
         self._shape = shape
         self._size = (num_rows, num_new)

@@ -21,8 +21,8 @@ class StepRows:
     """The ``n`` rows of one step.
 
     Row i runs ``num_new[i]`` tokens from position ``num_computed[i]``; ``numbers[i]`` is its row in the store of token
-    ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: tokens in
-    row order that need logits.
+    ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: the tokens
+    that need logits.
     """
 
     numbers: Int64Array

@@ -66,8 +66,7 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
     """Beyond the original context, the base grows with the sequence.
 
-    The sequence ends at the position itself, so that cached keys stay valid. In transformers, a longer prompt rotates
-    all its positions by its total length.
+    The sequence ends at the position itself, so that cached keys stay valid; in transformers it ends with the prompt.
     """
     length = (positions + 1).clamp(min=rope.original_context)
     stretch = rope.factor * length / rope.original_context - (rope.factor - 1)

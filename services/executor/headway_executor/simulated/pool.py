@@ -2,8 +2,7 @@
 
 Owns: contents of blocks. Must not know: tokens.
 
-A slot holds the hash of the prefix that ends with its token. This finds wrong block tables and prefix hits, and blocks
-reused too early.
+A slot holds the hash of the prefix that ends with its token.
 """
 
 import numpy as np

@@ -65,8 +65,8 @@ def num_accepted(
 ) -> Int64Array:
     """Count the right proposals of each row, int64, ``[n]``.
 
-    ``drawn`` int32, ``[m]``; ``proposals`` int32, of all rows in order. If a draw behind right proposals failed, the
-    last of them is dropped: a later step draws it again.
+    ``drawn`` int32, ``[m]``; ``proposals`` int32, of all rows in order. If the draw behind right proposals failed, a
+    later step draws the last of them again.
     """
     accepted = np.zeros(len(counts), dtype=np.int64)
     starts = np.searchsorted(draws.numbers, asked.numbers)
