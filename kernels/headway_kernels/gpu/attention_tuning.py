@@ -53,7 +53,7 @@ _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1,
 
 
 def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
-    """The table's entry."""
+    """The table's entry for this device, head size and dtype."""
     if device.type != "cuda":
         return _ON_CPU
     return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)

@@ -143,7 +143,7 @@ def adjust_logits(
     token_store: Tensor,
     work: SamplingWorkspace,
 ) -> None:
-    """Fill ``adjusted``."""
+    """Fill ``adjusted`` with the logits to draw from."""
     flags, num_prompt_tokens = columns.column("flags"), columns.column("num_prompt_tokens")
     grid = chunk_grid(rows, work)
     _clear_kernel[grid](rows, flags, work.words, work.vocab_size, CHUNK=work.chunk, num_warps=CHUNK_WARPS)

@@ -60,7 +60,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32."""
+    """A new row; its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32, ``[num_tokens]``."""
 
     row: int
     token_ids: Int32Array

@@ -29,7 +29,7 @@ def translating(batch: StepBatch | None = None) -> Iterator[None]:
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:
-    """Return the error to raise instead of ``error``, or itself."""
+    """Return the error to raise instead of ``error``, or ``error`` itself."""
     if isinstance(error, StepOutOfMemoryError | DeviceLostError):
         return error
     text = " ".join(str(error).split())

@@ -180,7 +180,7 @@ class DeviceMoves:
 
     @classmethod
     def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """Raises ``BackendConfigError``: no memory for host blocks."""
+        """The moves of a CUDA pool. Raises ``BackendConfigError``: no memory for host blocks."""
         return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
 
     @property

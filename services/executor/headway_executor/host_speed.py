@@ -61,7 +61,7 @@ def measure_host(say: Say) -> HostSpeed:
 
 
 def measure_device(index: int, say: Say) -> DeviceSpeed:
-    """Raises ``RuntimeError``: too little memory, or the device fails."""
+    """Measure a CUDA device. Raises ``RuntimeError``: too little memory, or the device fails."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         return DeviceSpeed(

@@ -47,7 +47,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
 
 
 def device_of(config: BackendConfig) -> torch.device:
-    """Raises ``BackendConfigError``: this host does not have the device."""
+    """Return the device. Raises ``BackendConfigError``: this host does not have it."""
     try:
         device = torch.device(config.device)
     except RuntimeError:

@@ -84,16 +84,16 @@ class MoveFences:
         return self._num_given
 
     def rows_ended(self, blocks: Int32Array) -> None:
-        """Their rows ended with the last queued step."""
+        """The holders of ``blocks`` (one entry each) ended with the last queued step."""
         np.subtract.at(self._num_holders, blocks, 1)
         self._last_use[blocks] = np.maximum(self._last_use[blocks], self._last_step)
 
     def work_ended(self, number: int) -> None:
-        """No swap needs to wait for this work."""
+        """Record that this work has ended."""
         self._swaps_follow = max(self._swaps_follow, number)
 
     def swap_ended(self, number: int) -> None:
-        """No step needs to wait for this swap."""
+        """Record that this swap has ended."""
         self._steps_follow = max(self._steps_follow, number)
 
     def _swap_needed(self, written: Int32Array) -> int:

@@ -140,7 +140,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def num_cuda_devices() -> int | None:
-    """The driver may show fewer devices; None if unknown."""
+    """Count the devices that the driver shows here; None if unknown."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES], capture_output=True, timeout=_COUNT_S, check=True

@@ -67,7 +67,7 @@ class ExecutorStatistics:
         self.num_pending -= 1
 
     def record_epoch(self) -> None:
-        """Steps of the last epoch are no longer pending."""
+        """Begin an epoch: steps of the last one are no longer pending."""
         self.num_epochs += 1
         self.num_pending = 0
         self._idle_since = None

@@ -42,7 +42,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Raises ``ConformanceFailure``: says what is wrong."""
+    """Check an answer. Raises ``ConformanceFailure``: says what is wrong."""
     require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
     tokens = _check_tokens(asked, result)
     errors = _check_errors(asked, result)

@@ -50,7 +50,7 @@ def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """Tokens without a character give nothing."""
+    """The text of tokens; those without a character give nothing."""
     return "".join(_CHARACTERS[token_id - 1] for token_id in token_ids if 0 < token_id <= len(_CHARACTERS))
 
 

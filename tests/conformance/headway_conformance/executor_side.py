@@ -52,7 +52,7 @@ class ExecutorSide:
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Raises ``ConformanceFailure``: the number is impossible."""
+        """Count accepted proposals. Raises ``ConformanceFailure``: the number is impossible."""
         accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)

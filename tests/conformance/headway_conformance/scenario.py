@@ -21,6 +21,6 @@ class Scenario:
 
 
 def scenario(run: Callable[[Stage], None]) -> Scenario:
-    """A scenario's docstring is what it proves."""
+    """Make a scenario; the function's docstring is what it proves."""
     proves = " ".join((run.__doc__ or "").split())
     return Scenario(name=run.__name__, proves=proves, run=run)

@@ -147,7 +147,7 @@ class ScriptedScheduler:
         self._diff.host_blocks_read += host_blocks
 
     def drop(self, request: ScriptedRequest) -> None:
-        """The backend gets no message about it."""
+        """Give up a swapped request; the backend gets no message about it."""
         self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
@@ -267,7 +267,7 @@ class ScriptedScheduler:
         self.drain()
 
     def drain(self) -> None:
-        """Wait also for earlier epochs: the backend must still finish them."""
+        """Wait for steps in flight, also of earlier epochs: the backend must still finish them."""
         while self._flights:
             self._collect()
         while self._abandoned:

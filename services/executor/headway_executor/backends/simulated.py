@@ -32,7 +32,7 @@ _PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class SimulatedBackend:
-    """Its steps take microseconds and need no thread."""
+    """An ``ExecutorBackend`` without a model. Its steps take microseconds and need no thread."""
 
     executes_inline: ClassVar[bool] = True
 

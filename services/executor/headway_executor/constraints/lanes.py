@@ -26,7 +26,7 @@ class Task:
         self._is_abandoned = False
 
     def run(self) -> None:
-        """Called by the thread."""
+        """The thread calls this."""
         for step in self.steps:
             step()
             if self._is_abandoned:

@@ -215,7 +215,7 @@ class ConstrainedRows:
 
 
 def compiler_for(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | None:
-    """Return None if the directory's tokenizer cannot be matched."""
+    """Return the directory's compiler, or None if its tokenizer cannot be matched."""
     try:
         text = (directory / _TOKENIZER_FILE).read_text(encoding="utf-8")
         return GrammarCompiler(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -206,7 +206,7 @@ def load_decoder(
     quantization: QuantizationKind | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Embedding and head are not quantised."""
+    """Load to ``device``; embedding and head are not quantised."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
     workspace = SplitWorkspace(device)
 

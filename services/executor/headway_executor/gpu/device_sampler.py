@@ -139,7 +139,7 @@ class DeviceSampler:
         )
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
-        """Compile every feature, and take the memory once."""
+        """Draw with every feature, to compile and to take the memory once."""
         for asked in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), _EVERYTHING):
             self.add_rows(
                 tuple(

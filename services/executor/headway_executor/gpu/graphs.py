@@ -21,7 +21,7 @@ _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """At least as large as the step."""
+    """The size of a launch, at least that of the step."""
 
     num_tokens: int
     num_rows: int
@@ -70,7 +70,7 @@ class StepSizes:
         return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
 
     def recorded(self) -> list[LaunchSize]:
-        """Largest first: smaller sizes reuse its memory."""
+        """Every size to record, largest first: smaller sizes reuse its memory."""
         sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
         return sorted(sizes, key=lambda size: -size.num_tokens)
 
@@ -87,7 +87,7 @@ class StepGraphs:
         self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
 
     def record(self, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
-        """The step in memory must be harmless."""
+        """Record a graph per size; the step in memory must be harmless."""
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))

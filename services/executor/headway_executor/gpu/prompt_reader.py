@@ -64,7 +64,7 @@ class PromptReader:
         return lambda: tuple(RowPromptLogprobs(chunk.row, _columns(chunk, pieces)) for chunk, pieces in under_way)
 
     def try_largest(self, head: HeadOverTokens, token_store: Tensor, num_tokens: int) -> None:
-        """Take the memory once."""
+        """Read the largest piece, to take its memory once."""
         count = min(self._most_tokens, num_tokens, token_store.shape[1])
         self._piece(head.logits_of(0, count), token_store[0, :count], MAX_LOGPROBS)
 

@@ -14,7 +14,7 @@ from headway_executor.gpu.runtime import Mark
 
 
 class Readback:
-    """The launching thread must not wait."""
+    """Waits for results, because the launching thread must not."""
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (

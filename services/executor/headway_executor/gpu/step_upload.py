@@ -25,5 +25,5 @@ class StepUpload:
         self._ring.send(self._columns, self._layout.size)
 
     def clear(self) -> None:
-        """Send a step without tokens."""
+        """Make the columns those of an empty step."""
         self._columns.zero_()

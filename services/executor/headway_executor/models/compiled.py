@@ -71,7 +71,7 @@ def load_compiled(
     block_size: int,
     num_threads: int,
 ) -> Decoder:
-    """``quantization`` is "none" or "int8"."""
+    """Load a checked checkpoint. ``quantization`` is "none" or "int8"."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim))
     loader = _Loader(config, tensors, library, quantization)
     table = rotations(config.rope, config.head_dim, max_model_len)

@@ -19,7 +19,7 @@ _HEAD = "lm_head.weight"
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Only the ``stored`` ones of a tied embedding and head."""
+    """Names and shapes; only the ``stored`` ones of a tied embedding and head."""
     words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
     expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
     expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
@@ -30,7 +30,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Old Llama checkpoints store rope frequencies."""
+    """Old Llama checkpoints store rope frequencies, which nothing reads."""
     return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
 
 
@@ -89,7 +89,7 @@ def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], N
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ``ModelFilesError``: the checkpoint has other tensors."""
+    """Check the tensors. Raises ``ModelFilesError``: the checkpoint has others."""
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config))
 
 

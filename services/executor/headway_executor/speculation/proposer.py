@@ -35,7 +35,7 @@ class Proposer(Protocol):
         ...
 
     def forget_blocks(self, blocks: Int32Array) -> None:
-        """These blocks get other contents."""
+        """Record that these blocks get other contents."""
         ...
 
     def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
