@@ -24,8 +24,6 @@ NOTHING = np.empty((2, 0), dtype=np.int32)
 
 
 class WrappedBackend:
-    """``torch``, eager, as it is."""
-
     executes_inline: ClassVar[bool] = False
     found_by: ClassVar[tuple[str, ...]] = ()
     timeout_s: ClassVar[float] = 60.0
@@ -170,8 +168,6 @@ class StartsEveryRowAtZero(WrappedBackend):
 
 
 class CountsRowsThatSitOut(WrappedBackend):
-    """Advances rows that sit out."""
-
     found_by = ("rows_that_sit_out",)
 
     def open(self, config):
@@ -193,8 +189,6 @@ class CountsRowsThatSitOut(WrappedBackend):
 
 
 class DropsSwapIn(WrappedBackend):
-    """Swaps out and never in."""
-
     found_by = ("swapped_out_and_in", "out_and_in_in_one_step", "host_blocks_of_a_new_epoch", "steps_in_flight_1")
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -209,8 +203,6 @@ class AlwaysHasHostBlocks(WrappedBackend):
 
 
 class ReportsOtherTokens(WrappedBackend):
-    """Reports tokens other than the likeliest."""
-
     found_by = ("logprobs_among_rows_without",)
 
     def execute(self, batch):

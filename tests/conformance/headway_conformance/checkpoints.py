@@ -1,7 +1,5 @@
 """Tiny checkpoints with random weights, one per family of models.
 
-Owns: configuration, tensors, a tokenizer of single characters.
-
 Every value is exact in bfloat16, so all dtypes load the same weights. Wide weights make logits lie far apart and depend
 on every token.
 """

@@ -1,4 +1,4 @@
-"""Sampling parameters of every kind, for scenarios that mix them.
+"""Sampling parameters of every kind.
 
 Penalties and masks are strong enough to change a short output.
 """
