@@ -43,13 +43,12 @@ NEEDS_SPECULATION = {"proposals_change_no_token"}
 
 
 def expected_of(scenario: Scenario, lacking: Collection[str]) -> Outcome:
-    """Exactly the scenarios for what a backend lacks do not apply: a silently skipped scenario would prove nothing."""
+    """A silently skipped scenario would prove nothing."""
     return Outcome.NOT_APPLICABLE if scenario.name in lacking else Outcome.PASSED
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Written once for all backends."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -64,7 +63,6 @@ def test_built_in_backends(backend, scenario, checkpoints):
 @pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.name not in SLOW_TWINS], ids=str)
 def test_the_triton_backend(scenario, checkpoints):
-    """On a device if there is one; otherwise interpreted."""
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
     assert outcome is expected_of(scenario, NEEDS_SPECULATION)
@@ -86,7 +84,6 @@ def test_low_precision_is_held_to_log_probabilities(name, dtype, checkpoints):
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_backend_is_found(broken, checkpoints):
-    """Each has the mistake of its docstring, and fails in the scenarios about it."""
     for name in broken.found_by:
         with pytest.raises(ConformanceFailure, match=name):
             check(scenario_named(name), broken, directory=checkpoints, timeout_s=broken.timeout_s)
