@@ -1,6 +1,5 @@
-"""The latencies and objectives of a run's requests, whatever they ran on.
-
-Owns: what bench, simulate and replay report alike, and how it is computed. Must not know: how times were obtained.
+"""The latencies and objectives of a run's requests, for bench, simulate and replay. Must not know: how times were
+obtained.
 
 Latencies count from the intended time of sending. **ITL** is one gap between two tokens of a request; all gaps of all
 requests count alike. A request meets its objectives if its first token and each further gap came within them, and a
@@ -23,7 +22,7 @@ GroupT = TypeVar("GroupT")
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Times in seconds, gaps in milliseconds."""
+    """One request. Times are in seconds, gaps in milliseconds."""
 
     number: int
     tenant: str
@@ -45,7 +44,7 @@ class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in figures. Rates per second; latencies in milliseconds; shares from 0 to 1.
+    """A run in figures. Rates are per second, latencies in milliseconds, shares from 0 to 1.
 
     Goodput is None if no request has an objective.
     """
@@ -82,7 +81,7 @@ class Measurement:
 
     @cached_property
     def meets_objectives(self) -> NDArray[np.bool_]:
-        """By request number; without meaning for requests that have not ended."""
+        """Return a value per request number; it has no meaning for requests that have not ended."""
         times = self.times
         longest_s = np.zeros(len(times.arrival_s))
         np.maximum.at(longest_s, times.gap_owners, times.gaps_s)
@@ -94,18 +93,18 @@ class Measurement:
         return meets
 
     def num_meeting(self, numbers: Sequence[int]) -> int | None:
-        """How many of these requests meet their objectives; None if none of them has one."""
+        """Return how many of these requests meet their objectives; None if none of them has one."""
         if not any(self._requests[number].objectives.are_some for number in numbers):
             return None
         return int(np.count_nonzero(self.meets_objectives[numbers]))
 
     def goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
-        """Requests per second that meet their objectives; None as above."""
+        """Return the requests per second that meet their objectives; None as above."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, window_s)
 
     def attainment(self, numbers: Sequence[int]) -> float | None:
-        """The share of these requests that meet their objectives; None as above."""
+        """Return the share that meets its objectives; None as above."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, len(numbers))
 
@@ -142,7 +141,7 @@ class Measurement:
         )
 
     def by_tenant(self, numbers: Iterable[int], make: Callable[[list[int]], GroupT]) -> dict[str, GroupT]:
-        """Make a group of each tenant's requests; those without a tenant are in none."""
+        """Make a group of each tenant's requests."""
         groups: dict[str, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._requests[number].tenant, []).append(number)

@@ -1,7 +1,4 @@
-"""Percentiles and rates for every report of a run.
-
-Owns: how they are computed and rounded. Must not know: what was measured.
-"""
+"""Percentiles and rates, computed and rounded, for every report of a run. Must not know: what was measured."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,4 @@
-"""A published comparison of batching policies.
-
-Owns: its figures, the orderings that it states, and a table of them beside others. Must not know: how others are made.
+"""A published comparison of batching policies: its figures and orderings. Must not know: how other figures are made.
 
 The article is about iteration-level scheduling, for "Llama 70B, 128 concurrent users". A "chunk of C" is chunked
 prefill with a token budget of C. It does not state the lengths of prompts and answers, so another device and model can

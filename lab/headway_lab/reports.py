@@ -1,7 +1,4 @@
-"""The cells and lines that reports of runs have in common.
-
-Owns: how percentiles, rates and groups look. Must not know: which report they are for.
-"""
+"""The cells and lines that reports of runs share. Must not know: the reports."""
 
 from collections.abc import Mapping
 from typing import TypeVar

@@ -1,13 +1,10 @@
 """The search for the highest rate that meets an objective.
 
-Owns: the next rate, the verdict on a rate, and the end of the search. Must not know: how a rate is tried.
+Must not know: how a rate is tried.
 
 Rates double until one misses (or halve until one meets), then the geometric mean of both is tried until they are near.
-A rate *meets* the objective if the required share of requests keeps theirs and requests are answered as fast as they
-arrive. If that cannot be determined, the rate misses.
-
-Few requests may mislead. So a rate is measured again with other requests until the required share is outside the 95%
-interval (Wilson's), at most four times; then the share itself decides, and the report says that it was close.
+A rate *meets* the objective if the required share of requests keeps theirs and the server keeps up. Few requests may
+mislead: a rate is measured again, at most four times, until the required share is outside the 95% interval (Wilson's).
 """
 
 import math
@@ -26,7 +23,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_meeting: int
     keeps_up: bool | None
-    """Whether requests were answered as fast as they came; None if it was too short to tell."""
+    """Whether the server kept up; None if the run was too short to tell."""
     trustworthy: bool
     """Whether the client itself was in time."""
 
@@ -60,7 +57,7 @@ class Search:
         """The lowest above it that did not."""
 
     def next_rate(self) -> float | None:
-        """Return the rate to try now, or None if the search is over."""
+        """Return the rate to try now, or None at the end."""
         if self.met is None and self.missed is None:
             return self._first
         if self.missed is None:
@@ -87,7 +84,7 @@ TakeLook = Callable[[float], Awaitable[Look]]
 async def find_capacity(
     search: Search, attainment: float, look: TakeLook, on_trial: Callable[[Trial], None]
 ) -> list[Trial]:
-    """Search to the end; return the trials in their order. ``on_trial`` gets each as it ends."""
+    """Search to the end; return the trials. ``on_trial`` gets each as it ends."""
     trials = []
     while (rate := search.next_rate()) is not None:
         trial = await _try(rate, attainment, look)

@@ -1,8 +1,7 @@
 """``headway bench`` and ``headway bench capacity``: from flags to runs to the report.
 
-Owns: the flags, the order of work, and the exit codes (1: no server, no answer, no capacity, or the required rate was
-not reached; 2: the command line or a file is wrong; 130: Ctrl-C). Must not know: how requests are sent, measured or
-shown.
+Owns: the flags and the exit codes (1: no server, no answer, no capacity, or the required rate was not reached; 2: the
+command line or a file is wrong; 130: Ctrl-C). Must not know: sending, measuring or layout.
 """
 
 import argparse
@@ -36,11 +35,11 @@ INTERRUPTED_EXIT_CODE = 130
 LOAD, CAPACITY = "load", "capacity"
 _WARM_UP_SHARE = 10
 _TIMES_AS_LONG = (1, 2, 4, 8)
-"""A look that was too short to tell is taken again, longer."""
+"""A run that was too short to tell is repeated, longer."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway bench``."""
+    """Add the command's flags."""
     parser.add_argument(
         "what",
         nargs="?",
@@ -53,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bench and report; see ``Command``."""
+    """See ``Command``."""
     given = given_by_flags(arguments, settings_of(BenchOptions))
     session = _load_session
     if arguments.what not in {LOAD, CAPACITY}:
@@ -111,7 +110,7 @@ async def _load_session(options: BenchOptions) -> int:
 async def _capacity_session(options: BenchOptions) -> int:
     search = Search(options.rate, options.most_rate, options.tolerance)
     numbers = itertools.count()
-    async with opened(options) as (_, info):  # A missing server is an error before anything else.
+    async with opened(options) as (_, info):  # Report a missing server before anything else.
         sys.stdout.write(f"{info.model} at {info.address} ({info.runs_on}); {options.arrivals} arrivals\n\n")
 
     async def look(rate: float) -> Look:

@@ -1,6 +1,6 @@
-"""One load, sent by one client process or by several.
+"""One load from one client process or from several.
 
-Owns: starting the others, a common beginning, and merging their results. Must not know: the target.
+Owns: starting the others, a common beginning, and merging results. Must not know: the target.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from headway_lab.workload.load import Load
 _HEAD_START_S = 0.2
 
 OnProgress = Callable[[int], None]
-"""Called with the number of requests that have ended so far."""
+"""A callback for the number of ended requests."""
 
 
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load, which ``options`` and ``context_length`` describe, to an open ``target``. Records come by number.
+    """Send the load to an open ``target``; return records in the order of their numbers.
 
     Raises:
-        TargetError: a client process could not do its share.
+        TargetError: a client process failed.
     """
     if options.processes > 1:
         results = await _run_processes(options, context_length, on_progress)
@@ -89,7 +89,7 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
 
 
 class _ClientProcess:
-    """A client process, seen from the launching process."""
+    """A client process, as its parent sees it."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
         self._index = index

@@ -1,7 +1,4 @@
-"""Whether the client itself was too slow.
-
-Owns: samples of how late the event loop is. Must not know: what keeps it busy. Latencies below the lag mean nothing.
-"""
+"""The event loop's lag: latencies below it mean nothing. Must not know: its cause."""
 
 import asyncio
 

@@ -1,11 +1,7 @@
-"""An OpenAI-compatible HTTP server as a target.
-
-Owns: requests to ``/completions`` and ``/chat/completions``, and reading their event streams. Must not know: when
-requests are sent. Needs aiohttp; nothing else of the package imports this.
+"""An OpenAI-compatible HTTP server as a target. Must not know: when requests are sent.
 
 The number of an answer's tokens is the server's ``usage`` (requested by ``stream_options``), or else the number of
-chunks with text. Each chunk counts as one token when it comes. Two requests before the load find from ``usage`` how
-many tokens a word of a prompt takes.
+chunks with text. Two requests before the load find from ``usage`` how many tokens a word of a prompt takes.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -99,7 +95,7 @@ class OpenAITarget:
 
     async def open(self) -> TargetInfo:
         self._session = aiohttp.ClientSession(
-            # No limit: the load decides how many run at once.
+            # The load itself limits how many run at once.
             connector=aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True),
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Content-Type": "application/json", **self._headers},
@@ -172,7 +168,7 @@ class OpenAITarget:
         if request is not None and request.tenant:
             own["user"] = request.tenant
         if request is not None and request.priority != PRIORITY_NORMAL:
-            own["priority"] = request.priority - PRIORITY_NORMAL  # Peers: 0 is usual, and lower comes first.
+            own["priority"] = request.priority - PRIORITY_NORMAL  # For these servers 0 is usual, and lower comes first.
         return self._encoder.encode(
             {
                 "model": self._model,
@@ -198,7 +194,7 @@ class OpenAITarget:
         with contextlib.suppress(msgspec.DecodeError, UnicodeError):
             models = msgspec.json.decode(body, type=_Models).data
         if status != _HTTP_OK or not models:
-            if self._model:  # Not every server lists what it has.
+            if self._model:  # Not every server lists its models.
                 return _Model(id=self._model)
             raise TargetError(f"/models answers HTTP {status} and names no model; name one with --model")
         wanted = self._model or models[0].id

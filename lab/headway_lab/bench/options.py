@@ -1,7 +1,4 @@
-"""The flags of ``headway bench``.
-
-Owns: defaults, help and allowed ranges. Must not know: how anything is done.
-"""
+"""The flags of ``headway bench``: defaults, help and allowed ranges. Must not know: their effect."""
 
 from typing import Annotated, Literal
 

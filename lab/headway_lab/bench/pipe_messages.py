@@ -1,6 +1,6 @@
-"""The messages between the launching process and its client processes.
+"""The messages between client processes and their parent. Must not know: their effect.
 
-Owns: the messages and their frames: a length of four bytes, then msgpack. Must not know: what is done with them.
+A frame is a length of four bytes, then msgpack.
 """
 
 import struct
@@ -16,7 +16,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a client process: its share of the load that the options describe."""
+    """To a client process: its share of the load."""
 
     options: BenchOptions
     context_length: int
@@ -40,7 +40,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: the number of its requests that ended."""
+    """From a client process: the number of its ended requests."""
 
     num_ended: int
 
@@ -59,7 +59,7 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: ToClient | FromClient) -> bytes:
-    """Return the bytes of a message."""
+    """Return a message as bytes."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -73,7 +73,7 @@ def from_client(body: bytes) -> FromClient:
     """Decode the body of a frame.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: the body is no message.
     """
     return _from_client.decode(body)
 

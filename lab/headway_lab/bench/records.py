@@ -1,7 +1,6 @@
-"""The result of each request of a load.
+"""The result of each request of a load. Must not know: which server answered.
 
-Owns: the record that client processes send on. Must not know: which server answered. Times are in seconds from the
-start of the load, by the client's clock.
+Times are in seconds from the start of the load, by the client's clock.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,11 @@ TIMEOUT = "TIMEOUT"
 DISCONNECTED = "DISCONNECTED"
 CUT_SHORT = "CUT_SHORT"
 MALFORMED = "MALFORMED"
-"""Beside these, a status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
+"""Any other status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """A Headway server's own timings, in milliseconds from a request's arrival at the scheduler."""
+    """A Headway server's own timings, in milliseconds since the request reached the scheduler."""
 
     queue_ms: float
     ttft_ms: float
@@ -29,7 +28,8 @@ class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
 
-    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, or else what was asked for and what came.
+    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, or else the requested and the received
+    ones.
     """
 
     number: int
@@ -43,7 +43,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
-    """Of the prompt, from the server's prefix cache, if it says so."""
+    """Prompt tokens from the server's prefix cache, if it reports them."""
     server: ServerTimings | None = None
 
     @property
@@ -53,7 +53,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFailed(Exception):  # noqa: N818  # it names what happened
-    """A request that was not answered to its end; ``status`` is one of those above."""
+    """A request ended early; ``status`` is one of those above."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)

@@ -1,7 +1,4 @@
-"""How the result of a bench is shown: text, JSON and CSV.
-
-Owns: their layout. Must not know: how a run came about.
-"""
+"""The result of a bench as text, JSON and CSV. Must not know: how a run came about."""
 
 import csv
 import io
@@ -22,7 +19,7 @@ JSON_SCHEMA = 2
 _OUTPUTS = frozenset({"json", "csv", "png"})
 _TOGETHER_TOLD_FROM = 1.02
 _LEAST_AT_WORK = 0.5
-"""Of the window: below it, throughputs are mostly those of the beginning and the end."""
+"""A share of the window: below it, throughputs are mostly those of the beginning and the end."""
 CSV_COLUMNS = (
     "number",
     "tenant",

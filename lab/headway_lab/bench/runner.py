@@ -1,9 +1,6 @@
-"""Sends a load to a target at the intended times, and records the answers.
+"""Sends a load at the intended times, and records the answers. Must not know: which server answers.
 
-Owns: when requests are sent, and their timeout. Must not know: which server answers.
-
-The clock is the event loop's. Nothing slow delays a send: each request is prepared before its time, and a task of its
-own follows its answer.
+Nothing slow delays a send: each request is prepared before its time, and its own task follows its answer.
 """
 
 import asyncio
@@ -29,7 +26,7 @@ class Runner:
         self._start = self._loop.time()
 
     async def run(self, start: float) -> None:
-        """Run from the time ``start`` of the event loop's clock until every request has ended."""
+        """Run from ``start`` (event loop's clock) until every request has ended."""
         self._start = start
         async with asyncio.TaskGroup() as group:
             for arrival in self._arrivals.first():
@@ -41,7 +38,7 @@ class Runner:
         return self._loop.time() - self._start
 
     async def _until(self, time_s: float) -> None:
-        # Even if it is late already: what has been sent may go out first.
+        # It sleeps even if it is late already, so that sent requests may go out first.
         await asyncio.sleep(max(0.0, time_s - self._now()))
 
     async def _follow(self, arrival: Arrival, prepared: Any) -> None:

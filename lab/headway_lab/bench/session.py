@@ -1,8 +1,4 @@
-"""One load against one server, from options to figures, for the command and for programs.
-
-Owns: the order of connecting, drawing the load, sending it and measuring. Must not know: flags, or how figures are
-shown.
-"""
+"""One load against one server, from options to figures. Must not know: flags, or layout."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -34,7 +30,7 @@ async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInf
 
     Raises:
         TargetError: it does not answer.
-        ConfigurationError: a file of the options cannot be used.
+        ConfigurationError: a file is unusable.
     """
     target = make_target(options)
     info = await target.open()
@@ -45,10 +41,10 @@ async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInf
 
 
 async def send_load(options: BenchOptions, target: Target, info: TargetInfo, what: str = "requests") -> BenchResult:
-    """Send the load of the options to an open server; a progress line on stderr counts ``what``.
+    """Send the load to an open server; a progress line on stderr counts ``what``.
 
     Raises:
-        TargetError: a client process could not do its share.
+        TargetError: a client process failed.
         ConfigurationError: the load does not fit the model.
     """
     load = make_load(options, info.context_length)

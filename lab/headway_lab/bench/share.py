@@ -1,7 +1,4 @@
-"""One client process's share of a load.
-
-Owns: running it and measuring the process. Must not know: whether there are other processes.
-"""
+"""One client process's share of a load. Must not know: other processes."""
 
 import asyncio
 import contextlib
@@ -17,7 +14,7 @@ from headway_lab.bench.runner import Runner
 from headway_lab.bench.target import Target
 from headway_lab.workload.load import Load
 
-# Collecting garbage stops the process for as long as there are objects to look at, and answers in flight are many.
+# Collecting garbage stops the process for a time that grows with its objects, and answers in flight are many.
 _GC_THRESHOLD = 200_000
 
 
@@ -33,7 +30,7 @@ class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
 async def run_share(
     target: Target, load: Load, *, start: float, timeout_s: float, on_end: Callable[[RequestRecord], None]
 ) -> ShareResult:
-    """Run it from the time ``start`` of the event loop's clock on."""
+    """Run the share from ``start`` (event loop's clock) on."""
     records: list[RequestRecord] = []
 
     def take(record: RequestRecord) -> None:

@@ -1,16 +1,15 @@
-"""Whether requests were answered as fast as they came, and whether a load was long enough to say so.
-
-Owns: the rule. Must not know: how requests were sent, or how a verdict is shown.
+"""The rule for whether a server keeps up, and whether a load was long enough to decide. Must not know: sending or
+layout.
 
 At the beginning of open arrivals no request has ended yet, and at their end no more come. An overloaded server looks
 fast in the one and slow in the other, so only the **steady part** counts. It begins after a run-in: the shortest TTFT
 of the first tenth of requests, plus the time from first token to end that nine in ten of them needed. (This leaves out
-waiting in a queue, which is what the rule looks for.) It ends with the last arrival.
+waiting in a queue, which the rule is to find.) It ends with the last arrival.
 
 The **achieved rate** is the number of requests answered in the steady part over its length. The asked rate is
-**reached** if at least ``REACHED_SHARE`` of the number that came was answered. It is missed if fewer were answered even
-with the share of chance added: with random arrivals, the number in flight varies by its root at either end of the part,
-and by more with bursts.
+**reached** if at least ``REACHED_SHARE`` of the arrivals was answered. It is missed if fewer were answered even with
+the share of chance added: with random arrivals, the number in flight varies by its root at either end of the part, and
+by more with bursts.
 
 A load is **too short** if fewer than ``LEAST_ARRIVALS`` came in its steady part, if chance could hide a tenth of them,
 or if only chance separates the two verdicts.
@@ -35,7 +34,7 @@ _SIGMAS = 2.0
 
 
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrivals and answers of the steady part. Times in seconds; a part without length is empty."""
+    """The arrivals and answers of the steady part. Times are in seconds; a part without length is empty."""
 
     run_in_s: float
     """How long the first requests took, without their wait in a queue."""
@@ -45,7 +44,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     num_arrived: int
     num_answered: int
     chance: float
-    """How many fewer may be answered than come without being a sign."""
+    """The gap between arrivals and answers that chance explains."""
 
     def reaches(self, share: float) -> bool | None:
         """Return whether this share of the arrivals was answered; None if the load was too short."""
@@ -59,7 +58,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_up(self) -> bool | None:
-        """Whether requests were answered as fast as they came; None if the load was too short."""
+        """Whether the server kept up; None if the load was too short."""
         return self.reaches(REACHED_SHARE)
 
     @property
@@ -75,9 +74,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> SteadyPart | None:
-    """Return the steady part of all records with open arrivals, from ``measured_from_s`` at the earliest; None without
-    answers.
-    """
+    """Return the steady part of open arrivals, from ``measured_from_s`` at the earliest; None without answers."""
     answered = sorted((record for record in records if record.is_ok), key=lambda record: record.intended_s)
     if not answered:
         return None

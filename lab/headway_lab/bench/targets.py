@@ -1,7 +1,4 @@
-"""The server of a bench.
-
-Owns: making it from the options. Must not know: how requests are sent to it.
-"""
+"""The target of a bench, made from its options. Must not know: how requests are sent."""
 
 import ssl
 
@@ -16,7 +13,7 @@ def make_target(options: BenchOptions) -> Target:
     """Return the server of the options, not yet connected.
 
     Raises:
-        ConfigurationError: a file of the options cannot be used.
+        ConfigurationError: a file is unusable.
     """
     return _openai(options) if options.url else _headway(options)
 

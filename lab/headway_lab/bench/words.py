@@ -1,7 +1,6 @@
-"""Prompts as text, of about a wanted number of tokens.
+"""Prompts as text, of about a wanted number of tokens. Must not know: the tokenizer.
 
-Owns: the words, which are common and short: one token with a space before it in most vocabularies. Must not know: the
-tokenizer; the caller measures how many tokens a word takes.
+The words are common and short: one token with a space before it in most vocabularies.
 """
 
 import msgspec

@@ -1,6 +1,6 @@
 """A client process that sends a share of a load: ``python -m headway_lab.bench.worker``.
 
-Owns: its order of work, with messages on stdin and stdout. Must not know: the other processes.
+Its messages use stdin and stdout. Must not know: the other processes.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def main() -> int:
         asyncio.run(_work(sys.stdin.buffer, sys.stdout.buffer))
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-    except (EOFError, BrokenPipeError):  # The launching process has ended.
+    except (EOFError, BrokenPipeError):  # the parent has ended
         return 1
     return 0
 
@@ -70,7 +70,7 @@ async def _run(target: Target, load: Load, timeout_s: float, inbox: BinaryIO, ou
 
 
 class _ProgressTeller:
-    """Reports now and then how many requests have ended."""
+    """Reports the number of ended requests now and then."""
 
     def __init__(self, outbox: BinaryIO) -> None:
         self._outbox = outbox

@@ -1,7 +1,7 @@
 """``headway doctor``: from flags to the report.
 
-Owns: the flags, the order of work, and the exit codes (0: some backend can run models here; 1: none can; 2: the command
-line is wrong; 3: the model directory is wrong; 130: Ctrl-C). Must not know: how findings are made or shown.
+Owns: the flags and the exit codes (0: some backend can run models here; 1: none can; 2: the command line is wrong; 3:
+the model directory is wrong; 130: Ctrl-C). Must not know: how findings are made or shown.
 """
 
 import argparse
@@ -22,7 +22,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway doctor``."""
+    """Add the command's flags."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--model",
@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, measure and report; see ``Command``."""
+    """See ``Command``."""
     model = _model(arguments)
     try:
         findings = examine()

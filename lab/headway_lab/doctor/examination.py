@@ -1,7 +1,4 @@
-"""The examination of this host.
-
-Owns: the order of the questions; without a working torch it goes on. Must not know: how findings are shown, or flags.
-"""
+"""The examination of this host, with or without a working torch. Must not know: layout, or flags."""
 
 from collections.abc import Callable
 

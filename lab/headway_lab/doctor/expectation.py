@@ -1,6 +1,6 @@
 """A lower bound for the time of a decode step, from memory and arithmetic rates.
 
-Owns: the bound. Must not know: how rates were measured, or how a backend computes.
+Must not know: how rates were measured, or how a backend computes.
 
 A step reads every weight once and the keys and values of every row, and multiplies each row's token by every weight.
 The longer time is the bound (S. Williams et al., "Roofline", CACM 2009). Waiting between kernels and Python add to it.

@@ -1,7 +1,4 @@
-"""Everything that ``headway doctor`` found.
-
-Owns: the document that ``--json`` prints. Must not know: how it was found or is shown.
-"""
+"""The findings of ``headway doctor``, as ``--json`` prints them. Must not know: how they were found or are shown."""
 
 import msgspec
 
@@ -38,10 +35,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings. Without torch (``torch_problem``) no device is known. A ``problem`` is one line with its remedy, or
-    empty.
+    """All findings. Without torch (``torch_problem``) no device is known.
 
-    ``figures`` and ``expected_steps`` are empty without measurements; ``measurement_problems`` say why.
+    A ``problem`` is one line with its remedy, or empty. ``figures`` and ``expected_steps`` are empty without
+    measurements; ``measurement_problems`` say why.
     """
 
     host: Host

@@ -1,7 +1,4 @@
-"""The host as Python and the system describe it.
-
-Owns: versions of packages, processor, memory, and whether the core is compiled. Must not know: torch.
-"""
+"""The host: packages, processor, memory, and whether the core is compiled. Must not know: torch."""
 
 import importlib.metadata
 import os
@@ -15,7 +12,7 @@ from headway_scheduler.compiled_core import runs_compiled
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-# What a package is called here, the distributions that bring it, and the extra of Headway that asks for it.
+# Our name of a package, the distributions that bring it, and Headway's extra that asks for it.
 _PACKAGES = (
     ("msgspec", ("msgspec",), ""),
     ("numpy", ("numpy",), ""),
@@ -66,7 +63,7 @@ def describe_host() -> Host:
 
 
 def installed_packages() -> tuple[Package, ...]:
-    """Return the packages that Headway uses, and how to install missing ones. Imports none of them."""
+    """Return the packages that Headway uses, and how to install missing ones, without importing them."""
     return tuple(
         Package(
             name=name,

@@ -1,7 +1,4 @@
-"""The findings as text.
-
-Owns: the layout. Must not know: how anything was found.
-"""
+"""The findings as text. Must not know: how anything was found."""
 
 from collections.abc import Sequence
 

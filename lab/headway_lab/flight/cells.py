@@ -1,7 +1,4 @@
-"""The rows of each step, from which a timeline is drawn.
-
-Owns: the cells and how a decided step gives them. Must not know: pictures or traces.
-"""
+"""The rows of each step, for a timeline. Must not know: pictures or traces."""
 
 from enum import Enum
 
@@ -20,7 +17,7 @@ _NEVER = float("inf")
 
 
 class Kind(Enum):
-    """What a row does in a step."""
+    """A row's work in a step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -64,7 +61,7 @@ class StepRange(msgspec.Struct, frozen=True):
         """Read ``FIRST:END``.
 
         Raises:
-            ConfigurationError: it is none.
+            ConfigurationError: the text has another form.
         """
         first, _, end = text.partition(":")
         if first.isascii() and first.isdigit() and end.isascii() and end.isdigit() and int(first) < int(end):
@@ -75,7 +72,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 class StepCollector:
-    """Collects the steps of a range from the events of a replay, given in order."""
+    """Collects the steps of a range from the events of a replay, in order."""
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted

@@ -1,7 +1,7 @@
 """``headway explain``: the life of a request, from a flight log or a running server.
 
-Owns: the flags, what it does without a request, and the exit codes (1: no such request, or a decision differs; 2: the
-log or the server cannot be used). Must not know: how a life is collected or described.
+Owns: the flags and the exit codes (1: no such request, or a decision differs; 2: the log or the server is unusable).
+Must not know: how a life is collected or described.
 """
 
 import argparse
@@ -18,7 +18,7 @@ NOT_FOUND_EXIT_CODE = 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway explain``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument(
         "request",
@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain; see ``Command``."""
+    """See ``Command``."""
     try:
         with log_on_disk(arguments) as path:
             flight = Flight(path)

@@ -1,6 +1,5 @@
-"""A request's life in plain words.
-
-Owns: the words, and the parts of the time to the first token. Must not know: where a life comes from.
+"""A request's life in plain words, and the parts of its time to the first token. Must not know: where a life comes
+from.
 """
 
 import statistics
@@ -30,7 +29,7 @@ _Section: TypeAlias = tuple[float, list[str]]
 
 
 def explanation(life: Life, first_s: float) -> str:
-    """Describe one life in several lines; ``first_s`` is when the recording begins."""
+    """Describe one life; the recording begins at ``first_s``."""
     return "\n".join(_lines(life, first_s)) + "\n"
 
 

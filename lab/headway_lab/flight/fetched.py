@@ -1,7 +1,4 @@
-"""A copy of a running server's flight log on this host.
-
-Owns: the copy, its progress, and a second attempt if the log moved on. Must not know: what the log is read for.
-"""
+"""A copy of a running server's flight log on this host. Must not know: what the log is read for."""
 
 import argparse
 import shutil
@@ -25,7 +22,7 @@ def client_for(arguments: argparse.Namespace) -> Client:
     """Connect to the server that ``arguments.log`` names.
 
     Raises:
-        ConfigurationError: a file that a flag names cannot be read.
+        ConfigurationError: a file is unreadable.
     """
     return Client(
         arguments.log,
@@ -39,7 +36,7 @@ def fetch(arguments: argparse.Namespace, directory: Path) -> Path:
 
     Raises:
         NoFlightLogError: the server records nothing.
-        ConfigurationError: the server cannot be asked, or the copy cannot be written.
+        ConfigurationError: the server does not answer, or writing failed.
     """
     with client_for(arguments) as client:
         try:

@@ -1,7 +1,6 @@
 """A request's life, collected while a flight is replayed.
 
-Owns: what is read after each event, and what is kept. Must not know: how it is described. It only reads the replayed
-core. Times are seconds of the scheduler's clock.
+Must not know: how it is described. It only reads the replayed core. Times are seconds of the scheduler's clock.
 """
 
 from collections.abc import Iterator
@@ -71,7 +70,7 @@ class Setback(msgspec.Struct):
 
 
 class Life(msgspec.Struct, kw_only=True):
-    """Everything about one sequence of a request."""
+    """The record of one sequence of a request."""
 
     request_id: str
     index: int
@@ -81,7 +80,7 @@ class Life(msgspec.Struct, kw_only=True):
     max_tokens: int
     arrival_s: float
     num_running: int = 0
-    """When it arrived; likewise the next two."""
+    """The time of its arrival; the next two are times as well."""
     num_waiting: int = 0
     ahead: tuple[str, ...] = ()
     waits: list[Wait] = msgspec.field(default_factory=list)
@@ -130,7 +129,7 @@ class _Followed:
 
 
 class Follower:
-    """Follows all sequences of one request id through the events of a replay, given in order."""
+    """Follows all sequences of one request id through the events of a replay, in order."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -272,7 +271,7 @@ class Follower:
 
 
 def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[int, str, int]]:
-    """Row, request id and tokens of every row that runs more than one token in a step that was just decided."""
+    """Yield row, request id and tokens of every row that runs more than one token in a new step."""
     if output.num_scheduled_tokens:
         rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
         for row, count in zip(rows, counts, strict=True):

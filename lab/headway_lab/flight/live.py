@@ -1,7 +1,4 @@
-"""The state of a request on a running server, from ``Admin.Explain``.
-
-Owns: the call, and the hint if the server records nothing. Must not know: flight logs.
-"""
+"""The state of a request on a running server, from ``Admin.Explain``. Must not know: flight logs."""
 
 import argparse
 import sys
@@ -18,7 +15,7 @@ def explain_live(arguments: argparse.Namespace) -> int:
     """Print the server's explanation; return the exit code.
 
     Raises:
-        ConfigurationError: the server cannot be asked.
+        ConfigurationError: the server does not answer.
     """
     if not arguments.request:
         raise ConfigurationError(

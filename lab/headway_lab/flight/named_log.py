@@ -1,6 +1,6 @@
 """The log that a command line names: a path, or a server's address.
 
-Owns: the argument and the flags for it. Must not know: how a server's log is fetched, or how a log is read.
+Must not know: how a server's log is fetched, or how a log is read.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a log, and the flags for asking a server for its own."""
+    """Add the argument that names a log, and the flags of its server."""
     parser.add_argument(
         "log",
         metavar="LOG|HOST:PORT",
@@ -23,11 +23,11 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
-    """Give the path of the log that ``arguments`` name. A server's log is copied, and the copy is removed at the end.
+    """Return the path of the log. A server's log is copied, and the copy is removed at the end.
 
     Raises:
         NoFlightLogError: the server records nothing.
-        ConfigurationError: the server cannot be asked.
+        ConfigurationError: the server does not answer.
     """
     if not is_address(arguments.log):
         yield arguments.log

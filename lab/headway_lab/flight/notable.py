@@ -1,7 +1,4 @@
-"""The requests of a flight that are worth a look.
-
-Owns: which stand out, and their list. Must not know: why they do.
-"""
+"""The list of requests that stand out in a flight. Must not know: why they do."""
 
 from collections.abc import Callable
 
@@ -25,7 +22,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class Notables:
-    """Collects the events of a replay, given in order."""
+    """Collects the events of a replay, in order."""
 
     def __init__(self) -> None:
         self._names: dict[Origin, str] = {}

@@ -1,6 +1,4 @@
-"""A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing.
-
-Owns: the tracks and the format. Must not know: where steps come from.
+"""A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing. Must not know: where steps come from.
 
 One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps, from
 sending to answer. Counters show running and waiting requests.

@@ -1,6 +1,6 @@
 """The picture of a flight: rows against steps, as articles on iteration-level batching draw it.
 
-Owns: its layout. Must not know: where steps come from. Needs matplotlib; nothing else of the package imports this.
+Must not know: where steps come from. Only this module of the package imports matplotlib.
 """
 
 import math
@@ -23,7 +23,7 @@ _MOST_NAMED_CELLS = 2400
 _MOST_COUNTED_CELLS = 700
 _INCHES_PER_STEP, _INCHES_PER_ROW, _INCHES_PER_CURVE = 0.30, 0.22, 0.8
 _NAME_POINTS = 6.0
-_INCHES_PER_CHARACTER = 0.72 * _NAME_POINTS / 72  # Of the bold digits and letters that most ids are made of.
+_INCHES_PER_CHARACTER = 0.72 * _NAME_POINTS / 72  # for the bold digits and letters of most ids
 _LEAST_NAME, _MOST_NAME = 3, 16
 
 
@@ -31,7 +31,7 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
     """Write a PNG of at least one step.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     figure_of(title, steps).savefig(path, format="png")
 
@@ -98,7 +98,7 @@ def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: 
 
 
 def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
-    """Return by row which request was in it from which step on."""
+    """Return the requests of each row and their first steps."""
     begun: dict[int, list[tuple[int, str]]] = {}
     for step in steps:
         for cell in step.cells:

@@ -1,8 +1,7 @@
 """A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
 
-Owns: the cases, their runs, and the text around the table. Must not know: flags, or how a recording is made. The table
-begins with the recording itself and its simulation under the recorded policies; their difference is the simulation's
-error.
+Must not know: flags, or how a recording is made. The table begins with the recording itself and its simulation under
+the recorded policies; their difference is the simulation's error.
 """
 
 import time
@@ -35,7 +34,7 @@ def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case
     """Return the recorded limits, and those with each of ``policies`` (``FIELD=VALUE,...``) instead.
 
     Raises:
-        ConfigurationError: a field or a value is not allowed.
+        ConfigurationError: a field or a value is wrong.
     """
     recorded = {name: Given(value, "the log") for name, value in msgspec.structs.asdict(limits).items()}
     return (case_of(AS_RECORDED, recorded), *make_cases(recorded, {}, (), policies, origin="--policy"))
@@ -45,7 +44,7 @@ def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[
     """Return the results of the recording and of all cases, in this order.
 
     Raises:
-        ConfigurationError: nothing ran that could be compared.
+        ConfigurationError: no request ran.
         NoProgress: a case leaves requests waiting for ever.
     """
     if not recording.steps or recording.capacity is None:

@@ -1,7 +1,4 @@
-"""A flight as a workload: its requests, how they went, and how long steps took.
-
-Owns: collecting it during a replay, and a device with the recorded step times. Must not know: policies, or reports.
-"""
+"""A flight as a workload: its requests, how they went, and how long steps took. Must not know: policies, or reports."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -45,12 +42,10 @@ class _Sent(NamedTuple):
 
 
 class FittedCosts:
-    """The time of a step, and the time between steps, learned from recorded steps. ``median_error`` is relative, over
-    those steps.
-    """
+    """The times of steps and between them, learned from recorded steps. ``median_error`` is relative."""
 
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
-        """``steps`` in their order, at least one."""
+        """``steps`` are in order, at least one."""
         self.model_name, self.device_name = "recorded", "as recorded"
         self._swap_block_s = swap_us_per_block / 1e6
         self._model = StepTimeModel()
@@ -95,7 +90,7 @@ def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) 
 
 
 class Recording:
-    """Collects the events of a replay, given in order. Times count from the first event."""
+    """Collects the events of a replay, in order. Times count from the first event."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -115,7 +110,7 @@ class Recording:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were right; 0 if none were proposed."""
+        """The share of proposed tokens that were right; 0 without proposals."""
         return self._num_accepted / max(self._num_proposed, 1)
 
     def note(self, event: Event, core: Scheduler | None) -> None:
@@ -166,8 +161,9 @@ class Recording:
         self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
-        """Return every request that got a token, with the number of tokens it got, and their arrival times. The length
-        of other answers is unknown.
+        """Return every request that got a token, with the number of its tokens, and the arrival times.
+
+        The length of other answers is unknown.
         """
         kept = [(place, record) for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         requests = [_planned(number, record, self._num_output[place]) for number, (place, record) in enumerate(kept)]

@@ -1,7 +1,7 @@
 """``headway replay``: run a recording again and compare every decision.
 
-Owns: the flags, the result line and the exit codes (1: a decision differs; 2: the log cannot be used). Must not know:
-how records become calls, or how policies are simulated.
+Owns: the flags, the result line and the exit codes (1: a decision differs; 2: the log is unusable). Must not know: how
+records become calls, or how policies are simulated.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway replay``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument(
         "--policy",
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and report; see ``Command``."""
+    """See ``Command``."""
     with log_on_disk(arguments) as path:
         return _run(Flight(path), arguments)
 

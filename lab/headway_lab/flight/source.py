@@ -1,7 +1,6 @@
 """A flight log on disk, opened and replayed event by event, with progress.
 
-Owns: from a path to events, and the messages for a log that cannot be used. Must not know: how a server's log gets here,
-or what the events are used for.
+Must not know: how a server's log gets here, or the use of events.
 """
 
 import sys
@@ -28,7 +27,7 @@ class Flight:
         """Open the log.
 
         Raises:
-            ConfigurationError: there is none, or it begins with damage.
+            ConfigurationError: there is none, or its beginning is damaged.
         """
         try:
             self.log = FlightLog(Path(path))
@@ -68,6 +67,6 @@ class Flight:
         return self.replay.now - self.first_s
 
     def tell_notice(self) -> None:
-        """Say on stderr if the end of the log is torn."""
+        """Report on stderr if the end of the log is torn."""
         if self.log.notice:
             sys.stderr.write(f"note: {self.log.notice}\n")

@@ -1,7 +1,7 @@
 """``headway timeline``: a picture of the rows in each step, and a trace.
 
-Owns: the flags, which steps it takes, and the exit codes (1: there are none, or a decision differs; 2: a flag or the
-log cannot be used). Must not know: how cells are made or drawn.
+Owns: the flags, the choice of steps, and the exit codes (1: there are none, or a decision differs; 2: a flag or the log
+is unusable). Must not know: how cells are made or drawn.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _MARGIN_STEPS = 4
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway timeline``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument("--png", metavar="FILE", default="", help="draw rows against steps; needs the extra bench")
     parser.add_argument("--perfetto", metavar="FILE", default="", help="write a Chrome trace, for ui.perfetto.dev")
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw and write; see ``Command``."""
+    """See ``Command``."""
     _check(arguments)
     try:
         with log_on_disk(arguments) as path:

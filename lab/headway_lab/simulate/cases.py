@@ -1,7 +1,6 @@
-"""The scheduler's settings that are simulated: one case per row of the table.
+"""The simulated cases: scheduler settings, one case per row of the table.
 
-Owns: the scheduler's limits as flags, and cases made of them. Must not know: what a limit does; every field of
-``SchedulerLimits`` can be given and compared.
+Must not know: what a limit does; every field of ``SchedulerLimits`` can be compared.
 """
 
 import itertools
@@ -49,7 +48,7 @@ def make_cases(
     ``FIELD=VALUE,...`` per case, from the flag ``origin``. ``swept`` has token budgets.
 
     Raises:
-        ConfigurationError: a limit does not exist, a value is not allowed, or two ways of comparing are mixed.
+        ConfigurationError: a limit or value is wrong, or two ways of comparing are mixed.
     """
     if sum(map(bool, (compared, swept, listed))) > 1:
         raise ConfigurationError("--compare, --case and --sweep-budget do not go together; allowed: one of them")
@@ -69,7 +68,7 @@ def case_of(label: str, given: Layer) -> Case:
     """Return the case with these limits.
 
     Raises:
-        ConfigurationError: a value is not allowed.
+        ConfigurationError: a value is wrong.
     """
     return Case(label=label, limits=build(SchedulerLimits, given, _validate))
 

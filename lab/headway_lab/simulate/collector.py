@@ -1,10 +1,7 @@
-"""The events of a simulated run, and its figures.
-
-Owns: collecting arrivals, tokens and ends, and the totals of a run. Must not know: how requests are scheduled, or how
-figures are shown.
+"""The events of a simulated run, and its figures. Must not know: scheduling, or layout.
 
 Times are virtual. The window of throughputs begins with the first measured arrival and ends with the last token. Every
-output token in it counts, and the prompts of the measured requests. ``headway_lab.measurement`` defines latencies.
+output token in it counts, and the prompts of the measured requests.
 """
 
 from collections.abc import Sequence
@@ -147,7 +144,7 @@ class RunCollector:
         )
 
     def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> SimulationTotals:
-        """Return the figures of the whole run; latencies and throughput are without the warm-up."""
+        """Return the run's figures; latencies and throughput are without the warm-up."""
         measured = [number for number in sorted(self._ends) if number >= self._first_measured]
         measurement = self.measurement()
         arrival_s, end_s = self._arrival_s[measured], self._end_s[measured]

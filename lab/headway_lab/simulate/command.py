@@ -1,7 +1,7 @@
 """``headway simulate``: from flags to runs to the report.
 
-Owns: the flags, the order of work, and the exit codes (1: the scheduler stopped for ever; 2: the command line or a file
-is wrong; 130: Ctrl-C). Must not know: what a step costs, what is measured, or how it is shown.
+Owns: the flags and the exit codes (1: the scheduler stopped for ever; 2: the command line or a file is wrong; 130:
+Ctrl-C). Must not know: costs, measuring or layout.
 """
 
 import argparse
@@ -34,7 +34,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway simulate``."""
+    """Add the command's flags."""
     settings = settings_of(SimulationOptions)
     compare = settings.pop("compare")
     add_setting_flags(parser, settings.values(), title="device, workload and output")
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate and report; see ``Command``."""
+    """See ``Command``."""
     compares_sources = _take_compare_sources(arguments)
     given = given_by_flags(arguments, settings_of(SimulationOptions))
     if compares_sources:
@@ -148,7 +148,7 @@ def _write_outputs(
 
 
 def _described(world: World) -> dict[str, Any]:
-    """Return what was simulated, without the names of output files."""
+    """Return the simulated world, without the names of output files."""
     asked = msgspec.structs.asdict(world.options)
     options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
     return {

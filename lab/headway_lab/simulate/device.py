@@ -1,10 +1,7 @@
-"""The executor's end of the step protocol, with a cost model in place of the model.
-
-Owns: the virtual device: its steps, their times, and random tokens. Must not know: requests, queues.
+"""The executor's end of the step protocol, with a cost model in place of the model. Must not know: requests, queues.
 
 Steps are applied to the executor's own batch state, which refuses an impossible diff and returns the digests that the
-scheduler checks. A step takes the model's time, plus that of the blocks it moves, times a *disturbance*. A request with
-a known length (by the seed of its sampling) gets the stop token there.
+scheduler checks. A step takes the model's time, plus that of the blocks it moves, times a *disturbance*.
 """
 
 from collections import deque
@@ -35,7 +32,7 @@ class Slowdown(msgspec.Struct, frozen=True):
 
 
 class Disturbance:
-    """Factors on the time of a step: lognormal noise with mean 1 and standard deviation ``noise``, and the latest
+    """Factors on a step's time: lognormal noise with mean 1 and standard deviation ``noise``, and the latest
     slowdown.
     """
 
@@ -71,7 +68,7 @@ class StepRecord(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """A model of what a step costs; see ``Roofline``."""
+    """A model of a step's cost; see ``Roofline``."""
 
     @property
     def model_name(self) -> str: ...  # noqa: D102 - as the executor announces it
@@ -130,7 +127,7 @@ class VirtualDevice:
         """Accept a step; it starts when those before it have ended.
 
         Raises:
-            ImpossibleDiff: the scheduler contradicts what it sent before.
+            ImpossibleDiff: the scheduler contradicts earlier steps.
         """
         batch, moves = self._state.apply(output)
         sampling = batch.samples != 0
@@ -198,7 +195,7 @@ class VirtualDevice:
         accepted = right.cumprod(axis=1).sum(axis=1).astype(np.int32)
         self._state.accept(np.stack((rows, proposed, accepted)))
         further = self._rng.integers(0, self._stop_token_id, size=int(accepted.sum()), dtype=np.int32)
-        # Where the token that ends an answer belongs among them.
+        # These are the places of the tokens that end an answer.
         owner = np.repeat(np.arange(len(rows)), accepted)
         places = np.arange(len(owner)) - (np.cumsum(accepted) - accepted)[owner]
         positions = batch.num_computed_tokens[asked][owner] + batch.num_scheduled_tokens[asked][owner] + places + 1
@@ -226,7 +223,7 @@ class VirtualDevice:
 
 
 def stop_token_of(vocab_size: int) -> int:
-    """Return the token that ends an answer: the last of the vocabulary."""
+    """Return the last token of the vocabulary."""
     return vocab_size - 1
 
 

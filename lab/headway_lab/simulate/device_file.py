@@ -1,7 +1,4 @@
-"""A device from a file, for example one fitted to measured steps.
-
-Owns: the file's content and reading it. Must not know: where its figures are from, or how they are used.
-"""
+"""A device from a file, for example one fitted to measured steps. Must not know: how its figures are used."""
 
 import msgspec
 
@@ -21,7 +18,7 @@ def read_device(path: str) -> DescribedDevice:
     """Read a device from a JSON file; other keys are ignored.
 
     Raises:
-        ConfigurationError: the file cannot be read, or describes no accelerator.
+        ConfigurationError: the file is unreadable, or describes no accelerator.
     """
     try:
         return msgspec.json.decode(bytes_of_file(path, "--hardware-file") or b"", type=DescribedDevice)

@@ -1,6 +1,4 @@
-"""The accelerators that can be simulated.
-
-Owns: the peaks of each, and the shares of them that good kernels reach. Must not know: models or steps.
+"""The accelerators that can be simulated, and the shares of their peaks that good kernels reach. Must not know: models.
 
 Peaks are NVIDIA's data sheets' (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16 without sparsity, decimal gigabytes,
 links in one direction. The rest:
@@ -16,8 +14,8 @@ links in one direction. The rest:
 - Host memory 0.78 of the link: measured on an H200 (50 of PCI Express 5's 64 GB/s).
 - Assumed: the same shares for the other devices; NVLink 0.80; 10 us for a small all-reduce; 2 us from kernel to kernel
   in a graph; 0.3 ms between two steps, without the scheduler's own time.
-- ``compute-bound`` is no accelerator, but the assumption of a published comparison of policies: 0.34 ms for each token
-  of a 70B model and 2 ms beside that (see ``comparison``).
+- ``compute-bound`` is the assumption of a published comparison (see ``comparison``): 0.34 ms for each token of a 70B
+  model and 2 ms beside that.
 """
 
 from typing import Annotated
@@ -31,7 +29,7 @@ _Duration = Annotated[float, Meta(ge=0)]
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. Rates per second, sizes in bytes, times in seconds; shares of the peak from 0 to 1.
+    """One device. Rates are per second, sizes in bytes, times in seconds, shares of the peak from 0 to 1.
 
     ``overlap_exponent``: how far arithmetic hides reading; 1 not at all, large values wholly. ``gemm_tile_tokens`` and
     ``attention_tile_queries``: what a kernel computes at once, so fewer take as long. ``num_processors`` work on

@@ -1,6 +1,4 @@
-"""Virtual time: arrivals and ends of steps in order, and the real core in between.
-
-Owns: the clock and the order of events. Must not know: what a step costs, or how anything is decided.
+"""Virtual time: arrivals and ends of steps in order, and the real core in between. Must not know: costs or decisions.
 
 As in the scheduler process, an answer is processed, new requests are queued, and ``schedule`` is called until it
 returns nothing. The scheduler's own time counts as 0. At the same instant, ends of steps come before arrivals, and

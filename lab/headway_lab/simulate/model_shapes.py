@@ -1,6 +1,4 @@
-"""The models that can be simulated, as far as they determine costs.
-
-Owns: the dimensions of each and what follows from them. Must not know: hardware.
+"""The dimensions of simulated models, and the resulting costs. Must not know: hardware.
 
 Weights, activations and KV have ``bytes_per_value`` each: two, as in bfloat16, by default. Dimensions are from each
 model's published config.json; the resulting number of parameters equals the published one.

@@ -1,6 +1,5 @@
-"""The flags of ``headway simulate`` except the scheduler's own.
-
-Owns: defaults, help and allowed ranges. Must not know: how anything is simulated.
+"""The flags of ``headway simulate`` except the scheduler's own: defaults, help and allowed ranges. Must not know: their
+effect.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias

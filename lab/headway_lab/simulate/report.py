@@ -1,7 +1,6 @@
-"""How a simulation is shown: the table, the JSON, and the knee of a sweep.
+"""The table and JSON of a simulation, and the knee of a sweep. Must not know: how a run came about.
 
-Owns: their layout. Must not know: how a run came about. The same flags give the same bytes of JSON, so the speed of the
-simulation is only in the table.
+The same flags give the same bytes of JSON, so only the table has the simulation's speed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,9 +67,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return a line per case, with its tenants and priorities below it; the knee has a star. Goodput has a column if
-    there are objectives.
-    """
+    """Return a line per case, with its tenants and priorities below it; the knee has a star."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))

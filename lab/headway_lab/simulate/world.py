@@ -1,6 +1,5 @@
-"""One device and one workload, and its runs under different limits of the scheduler.
-
-Owns: what the cases share, and one run. Must not know: flags, or how a result is shown.
+"""One device and one workload, and its runs under different limits of the scheduler. Must not know: flags, or
+layout.
 """
 
 import time
@@ -104,10 +103,10 @@ def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, floa
     """Run one case; ``on_progress`` gets the collector and the virtual time after each answer.
 
     Raises:
-        ConfigurationError: the scheduler does not take these limits.
+        ConfigurationError: the scheduler refuses these limits.
         NoProgress: it leaves requests waiting for ever.
     """
-    # The device has a row for each request that may run, as an executor that is started with the same settings.
+    # The device has a row for each request that may run, like an executor with the same settings.
     capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
     try:
         scheduler = Scheduler(case.limits, capacity)

@@ -23,7 +23,7 @@ _SHORTEST_INTERVAL_S = 0.1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway top``."""
+    """Add the command's flags."""
     parser.add_argument(
         "--interval",
         type=float,
@@ -56,12 +56,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the server; see ``Command``."""
+    """See ``Command``."""
     from headway_lab.top.server import NoAnswerError
 
     _check(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # Names of requests may have characters that a terminal has not.
+        sys.stdout.reconfigure(errors="replace")  # names of requests may have characters that a terminal lacks
     try:
         return asyncio.run(_once(arguments) if arguments.once else _live(arguments))
     except NoAnswerError as error:
@@ -121,6 +121,6 @@ async def _live(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("stdout is no terminal that can be drawn on; give --once for one screen as text")
     async with client_of(arguments) as client:
         server = Server(client, max_listed=arguments.max_listed)
-        first = await server.look()  # One line for a missing server, rather than a screen.
+        first = await server.look()  # Report a missing server in one line, without a screen.
         view = LiveView(server, console, first, address=arguments.address, interval_s=arguments.interval)
         return await view.show()

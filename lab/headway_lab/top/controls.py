@@ -1,6 +1,6 @@
 """The keyboard's state: the selected request, the sort order, an open question.
 
-Owns: what each key changes or orders. Must not know: terminals, pictures, or the server.
+Must not know: terminals, pictures, or the server.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ class Controls:
         return sorted(requests, key=_SORT_KEYS[self.sort_order])
 
     def press(self, key: str, requests: Sequence[Request]) -> Order | None:
-        """Process one key; return the order that it gives, if any."""
+        """Process one key; return its order, if any."""
         if self._asked is not None:
             return self._answer(key)
         self.message = ""
@@ -134,7 +134,7 @@ class Controls:
         return None
 
     def _move(self, places: int, requests: Sequence[Request]) -> None:
-        # Continuations share an id, and are one thing to select.
+        # Continuations share an id, so they are selected together.
         ids = list(dict.fromkeys(request.request_id for request in self.sorted(requests)))
         if not ids:
             return

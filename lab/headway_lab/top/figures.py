@@ -1,6 +1,5 @@
-"""Figures as short texts: counts, durations, bars, sparklines, and printable names.
-
-Owns: how one figure is written. Must not know: which figures exist.
+"""Figures as short texts: counts, durations, bars, sparklines, and printable names. Must not know: which figures
+exist.
 """
 
 from collections.abc import Sequence

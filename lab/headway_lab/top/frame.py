@@ -1,6 +1,5 @@
-"""The frame of a picture: the terminal's size and glyphs, and whether the server answers.
-
-Owns: these values, and the styles of states. Must not know: what is shown.
+"""The frame of a picture: the terminal's size and glyphs, and whether the server answers. Must not know: what is
+shown.
 """
 
 import msgspec

@@ -1,7 +1,4 @@
-"""The latest answer of a server, and the rates between answers.
-
-Owns: answers and rates. Must not know: how they are shown, or how the server is asked.
-"""
+"""The latest answer of a server, and the rates between answers. Must not know: layout, or how the server is asked."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from headway_proto import admin_pb2
 MAX_LOOKS = 240
 """How many rates are kept; more than the widest terminal shows."""
 RATE_WINDOW_S = 5.0
-"""Rates that stand as a number are taken over so long, so that they can be read."""
+"""The time behind a rate that is shown as a number, so that it can be read."""
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -69,7 +66,7 @@ class History:
         return _rate(first.num_output_tokens, last.num_output_tokens, last.taken_at - first.taken_at)
 
     def tenant_tokens_per_s(self, tenant: str) -> float:
-        """Rate of a tenant's output tokens; 0 for a new tenant."""
+        """Return the rate of a tenant's output tokens; 0 for a new tenant."""
         first, last = self._window()
         now = last.by_tenant.get(tenant, 0)
         return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)
@@ -88,7 +85,7 @@ class History:
         last = self._totals[-1]
         recent = (totals for totals in self._totals if totals.taken_at >= last.taken_at - RATE_WINDOW_S)
         first = next(recent)
-        if first is last and self.has_rates:  # Looks further apart than the window.
+        if first is last and self.has_rates:  # looks are further apart than the window
             first = self._totals[-2]
         return first, last
 

@@ -1,7 +1,4 @@
-"""Single keys from a terminal.
-
-Owns: the terminal's mode, which is always restored, and the names of keys. Must not know: what a key does.
-"""
+"""Single keys from a terminal, whose mode is always restored. Must not know: what a key does."""
 
 import contextlib
 import re
@@ -12,7 +9,7 @@ from collections.abc import Iterator
 from headway_lab.top.controls import DOWN, ESCAPE, UP
 
 _ARROWS = {b"A": UP, b"B": DOWN}
-# An escape sequence of any kind, so that those of unknown keys are not taken for letters; or one byte.
+# An escape sequence of any kind, so that unknown keys are not taken for letters; or one byte.
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
 
 

@@ -47,9 +47,7 @@ class LiveView:
         self._orders: set[asyncio.Task[None]] = set()
 
     async def show(self) -> int:
-        """Show from the first look on; return the exit code: 0 after quitting, 128 plus the number of a signal. The
-        terminal is always restored.
-        """
+        """Show from the first look on; return 0 after quitting, or 128 plus a signal's number."""
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             for number in _ENDING_SIGNALS:
@@ -134,7 +132,7 @@ class LiveView:
             data = os.read(descriptor, _MAX_KEY_BYTES)
         except OSError:
             data = b""
-        if not data:  # The terminal is gone.
+        if not data:  # the terminal is gone
             self._end(128 + signal.SIGHUP)
             return
         for key in keys_of(data):

@@ -1,7 +1,4 @@
-"""The calls behind a look and an order.
-
-Owns: which calls, their timeouts, and their failures as one line. Must not know: keys, pictures, or when to look.
-"""
+"""The calls behind a look and an order, with their timeouts. Must not know: keys, pictures, or when to look."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,7 +12,7 @@ from headway_lab.top.controls import Order, OrderKind
 from headway_lab.top.history import Look
 
 ANSWER_TIMEOUT_S = 6.0
-"""A little longer than a gateway waits for its scheduler, so that its own words arrive."""
+"""A little longer than a gateway waits for its scheduler, so that its own message arrives."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -25,8 +22,9 @@ class NoAnswerError(Exception):
 
 
 class Server:
-    """The Admin service of a server. With more than ``max_listed`` live requests they are not listed, because a list
-    costs the scheduler time per request.
+    """The Admin service of a server.
+
+    It does not list more than ``max_listed`` live requests, because a list costs the scheduler time per request.
     """
 
     def __init__(self, client: AsyncClient, *, max_listed: int) -> None:
@@ -48,7 +46,7 @@ class Server:
         """Send an order; return its outcome, or the explanation for EXPLAIN.
 
         Raises:
-            NoAnswerError: it was refused, or not answered.
+            NoAnswerError: the call failed.
         """
         match order.kind:
             case OrderKind.PAUSE:
@@ -70,7 +68,7 @@ class Server:
 
 async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
     try:
-        # Not wait_for, which until Python 3.12 may lose a cancellation that comes together with the answer.
+        # Until Python 3.12 wait_for may lose a cancellation that comes together with the answer.
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await call
     except HeadwayError as error:

@@ -1,7 +1,4 @@
-"""The tables of a picture: tenants and requests.
-
-Owns: columns, rows and their alignment. Must not know: the lines above them, or how requests are sorted.
-"""
+"""The tables of a picture: tenants and requests. Must not know: the lines above them, or how requests are sorted."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
-"""The picture: lines for a terminal of a given size.
+"""The picture: lines for a terminal of a given size. Must not know: calls, time, or keys' bytes.
 
-Owns: the layout, and what a small terminal leaves out. Must not know: calls, time, or keys' bytes. No line is wider
-than the terminal. Names from clients pass ``printable`` first.
+Names from clients pass ``printable`` first.
 """
 
 import textwrap

@@ -1,8 +1,7 @@
-"""When requests arrive.
+"""When requests arrive. Must not know: what happens in between.
 
-Owns: the arrival times, and which request follows the end of another. Must not know: what happens in between. *Open*
-arrivals have times that are known before the run. *Closed* arrivals come from users who send a request when their last
-has ended.
+*Open* arrivals have times that are known before the run. *Closed* arrivals come from users who send a request when
+their last has ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from headway_lab.workload.requests import PlannedRequest
 
 REJECTED_PAUSE_S = 1.0
-"""How long a user whose request was refused waits before the next."""
+"""How long a refused user waits before the next request."""
 
 
 class Arrival(NamedTuple):
@@ -33,7 +32,7 @@ class Arrivals(Protocol):
         ...
 
     def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
-        """Return what arrives because a request ended, or was refused, at ``now``."""
+        """Return the arrival that follows the end, or the refusal, of a request at ``now``."""
         ...
 
 

@@ -1,7 +1,4 @@
-"""Lengths of prompts and answers.
-
-Owns: the distributions, their notation, and drawing from them. Must not know: requests.
-"""
+"""Distributions of prompt and answer lengths, and their notation. Must not know: requests."""
 
 from collections.abc import Callable
 
@@ -33,7 +30,7 @@ class LengthKind(msgspec.Struct, frozen=True):
     draw: Callable[..., NDArray[np.float64]]
 
 
-# What grows beyond any model's context is of no use, and would not fit a 64-bit integer.
+# Larger lengths exceed any model's context, and would not fit a 64-bit integer.
 _UNBOUNDED = float(1 << 40)
 
 

@@ -1,7 +1,4 @@
-"""The load that options describe: its requests, and when they come.
-
-Owns: drawing it before the run, as a pure function of the options. Must not know: what serves it.
-"""
+"""The load that options describe: its requests, and when they come. Must not know: what serves it."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -73,7 +70,7 @@ def make_load(options: LoadOptions, context_length: int) -> Load:
     """Draw the load, or read its trace. Drawn requests are cut to the context.
 
     Raises:
-        ConfigurationError: the load does not fit the model, or the trace cannot be used.
+        ConfigurationError: the load does not fit the model, or the trace is unusable.
     """
     if options.trace:
         requests, times_s = read_trace(options.trace, options.objectives)

@@ -1,7 +1,4 @@
-"""The flags that describe a load, for the simulator and the bench.
-
-Owns: defaults, help and allowed ranges. Must not know: what serves the load.
-"""
+"""The flags of a load: defaults, help and allowed ranges. Must not know: what serves the load."""
 
 from typing import Annotated, Literal
 

@@ -1,6 +1,5 @@
-"""The requests of a run: lengths, tenants, priorities, objectives and shared prefixes.
+"""The requests of a run, drawn from one seed. Must not know: when they arrive, or what serves them.
 
-Owns: drawing them from one seed, and the token ids of prompts. Must not know: when they arrive, or what serves them.
 Each kind of draw has its own stream, so other lengths do not change the tenants.
 """
 
@@ -95,8 +94,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     """The distributions of requests.
 
-    ``prompt`` counts a request's own tokens; before them come ``num_prefix_tokens`` of one of ``num_prefixes`` shared
-    prefixes.
+    ``prompt`` counts a request's own tokens, after ``num_prefix_tokens`` of one of ``num_prefixes`` shared prefixes.
     """
 
     num_requests: int
@@ -106,7 +104,7 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_tokens: int = 0
     tenants: Sequence[Tenant] = ()
     objectives: Objectives = NO_OBJECTIVES
-    """Of the requests if there are no tenants."""
+    """The requests' objectives if there are no tenants."""
 
 
 def rng_of(seed: int, stream: int, *path: int) -> np.random.Generator:

@@ -1,10 +1,10 @@
 """The child process that renders chats with one template.
 
-Owns: the template dialect, its sandbox, its memory limit. Must not know: tokenizers, gRPC.
+Owns: the template dialect (that of transformers' ``apply_chat_template``), its sandbox, its memory limit. Must not
+know: tokenizers, gRPC.
 
-A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. The dialect is that of
-transformers' ``apply_chat_template``. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
-``Rendering``.
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a
+``TemplateSource``, then ``Messages``; each gets a ``Rendering``.
 """
 
 import datetime as dt
@@ -49,7 +49,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect of chat templates."""
+    """Return the dialect of chat templates."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
     )
@@ -63,7 +63,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class _GenerationBlocks(jinja2.ext.Extension):
     """``{% generation %}``: only training uses the mark. As in transformers, its variables do not outlive it."""
 
-    tags = {"generation"}  # noqa: RUF012  # So does jinja2 declare it.
+    tags = {"generation"}  # noqa: RUF012  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -75,7 +75,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's, without names that begin with an underscore: they reach into Python."""
+    """Without names that begin with an underscore: they reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
         own = dict(*args[1:], **kwargs)
@@ -96,7 +96,7 @@ def _check_attribute(name: object) -> None:
 
 
 class Renderer:
-    """One template, compiled."""
+    """One compiled template."""
 
     def __init__(self, template: TemplateSource) -> None:
         """Compile the template; jinja2's errors pass through."""
@@ -104,7 +104,7 @@ class Renderer:
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
-        """The text of a chat, ready for the assistant's answer."""
+        """Return the chat's text, up to the assistant's answer."""
         parts = []
         num_characters = 0
         variables = self._special | {
@@ -122,7 +122,7 @@ class Renderer:
 
 
 def main() -> None:
-    """Serve until the pipe is closed."""
+    """Serve until the pipe closes."""
     limit_this_process(MAX_MEMORY_BYTES)
     renderer: Renderer | None = None
 

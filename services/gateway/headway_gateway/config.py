@@ -1,6 +1,6 @@
-"""The gateway's configuration.
+"""The gateway's configuration: every setting, its default, description and range.
 
-Owns: every setting, its default, description and range. Must not know: where values come from.
+Must not know: where values come from.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of one gateway process. Durations in seconds."""
+    """One gateway process's settings. Durations are in seconds."""
 
     model: Annotated[str, Meta(description="directory with the checkpoint's tokenizer.json and tokenizer_config.json")]
     ingress_address: Annotated[
@@ -180,7 +180,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (IPv6 hosts in brackets).
 
     Raises:
-        ValueError: another form, or a port outside 0 to 65535.
+        ValueError: the form is different, or the port is outside 0 to 65535.
     """
     host, separator, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -203,15 +203,15 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:
-    """Whether to serve VllmEngine: it is wanted, and its stubs are installed."""
+    """Return whether VllmEngine is wanted and its stubs are installed."""
     return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:
-    """The valid tokens; None if calls need none.
+    """Return the valid tokens; None if calls need none.
 
     Raises:
-        ValueError: the file cannot be used.
+        ValueError: the file is unusable.
     """
     if not config.auth_token_file:
         return None

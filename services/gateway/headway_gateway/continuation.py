@@ -1,9 +1,7 @@
 """One continuation on its way to the client: tokens in, deltas out.
 
-Owns: what the client has, the text of tokens, the end at a stop string, the final figures. Must not know: sockets, gRPC
-calls, the link.
-
-Everything since the last delta goes into the next, so a slow client gets larger deltas, never a queue.
+Owns: its text, its stop strings, its final figures. Must not know: sockets, gRPC calls, the link. A slow client gets
+larger deltas, never a queue.
 """
 
 import math
@@ -34,7 +32,7 @@ _REASONS = {
 
 
 class OutputText:
-    """The text of one output, up to a stop string. Stop strings count after ``min_tokens`` tokens."""
+    """One output's text, up to a stop string. Stop strings count after ``min_tokens`` tokens."""
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
         self._detokenizer = detokenizer
@@ -48,13 +46,13 @@ class OutputText:
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: list[int]) -> str:
-        """Take in tokens up to a stop string's end; return the certain text."""
+        """Add tokens up to a stop string's end; return the certain text."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
         texts = []
-        for token_id in token_ids:  # One by one, to know which token completed a stop string.
+        for token_id in token_ids:  # one by one, to know which token completed a stop string
             self.num_tokens += 1
             text = self._detokenizer.push((token_id,))
             texts.append(text if self.num_tokens <= self._min_tokens else matcher.push(text))
@@ -72,10 +70,10 @@ class OutputText:
 
 
 class Continuation:
-    """One output of a request: ``sequence`` as the client sees it."""
+    """One output of a request, as the client sees it."""
 
     def __init__(self, sequence: LiveSequence, text: OutputText) -> None:
-        """``text`` knows the tokens that the client already has."""
+        """``text`` contains the tokens that the client already has."""
         self.index = sequence.submission.index
         self.sequence = sequence
         self.is_over = False
@@ -109,7 +107,7 @@ class Continuation:
         return sum(values) / len(values) if values else math.nan
 
     def record_arrival(self) -> None:
-        """Record that news has just come."""
+        """Record the time of news."""
         now = time.monotonic()
         if self._admitted_at is None:
             self._admitted_at = now
@@ -119,7 +117,7 @@ class Continuation:
             self._last_token_at = now
 
     def take(self) -> list[api.GenerateResponse]:
-        """The new events: at most one delta, and the end."""
+        """Return the new events: at most one delta, and the end."""
         responses: list[api.GenerateResponse] = []
         if self.is_over:
             return responses
@@ -206,7 +204,7 @@ class Continuation:
         return finished
 
     def timings(self) -> api.Timings:
-        """The scheduler's figures, or the gateway's own after a stop string."""
+        """Return the scheduler's figures, or the gateway's own after a stop string."""
         num_gaps = self.num_sent - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0

@@ -1,6 +1,6 @@
-"""Who may call: the tokens in a file, and their roles.
+"""The tokens in a file, and their roles.
 
-Owns: the file's format, reading it again, the search for a token. Must not know: gRPC.
+Owns: the file's format, and the search for a token. Must not know: gRPC.
 
 One token per line; ``#`` begins a comment:
 
@@ -8,9 +8,9 @@ One token per line; ``#`` begins a comment:
     alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
     ops      generate,admin  an-open-token
 
-A single word is one token with all roles. A search takes the same time for any token. A half-written file must grant
-no more than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as
-a single word.
+A single word is one token with all roles. A search takes the same time for any token. A half-written file must grant no
+more than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as a
+single word.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The owner of a token. ``tenant`` is None if the caller may name any."""
+    """A token's owner. ``tenant`` is None if the caller may name any."""
 
     name: str
     roles: frozenset[str]
@@ -58,7 +58,7 @@ class TokenTable:
         self._callers = tuple(callers.items())
 
     def find(self, token: str) -> Caller | None:
-        """The caller with this token, or None, in constant time."""
+        """Return the caller with this token, or None, in constant time."""
         digest = digest_of(token)
         found = None
         for known, caller in self._callers:
@@ -71,7 +71,7 @@ class TokenTable:
 
 
 def digest_of(token: str) -> bytes:
-    """The SHA-256 digest of a token."""
+    """Return the SHA-256 digest of a token."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -79,7 +79,7 @@ def parse_tokens(text: str) -> dict[bytes, Caller]:
     """Read the contents of a token file.
 
     Raises:
-        ValueError: names the line and the fault, never a token.
+        ValueError: it names the line and the fault, never a token.
     """
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, words) for number, words in lines if words]
@@ -131,13 +131,13 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
 
 
 class TokenFile:
-    """The tokens of a file. If a change makes it unusable, the former tokens stay valid."""
+    """A file's tokens. If a change makes it unusable, the former tokens stay valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
         """Read the file; ``extra`` are callers from elsewhere.
 
         Raises:
-            ValueError: the file cannot be used; one line without a token.
+            ValueError: the file is unusable; one line without a token.
         """
         self._path = Path(path)
         self._extra = dict(extra or {})
@@ -149,7 +149,7 @@ class TokenFile:
         """Why the present file is not used."""
 
     def table(self) -> TokenTable:
-        """The valid tokens; checks the file now and then."""
+        """Return the valid tokens; check the file now and then."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now

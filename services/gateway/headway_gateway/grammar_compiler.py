@@ -1,6 +1,6 @@
 """The child process that compiles constraints to check them.
 
-Owns: the frames on its pipes, its limits. Must not know: what a constraint means, gRPC.
+Must not know: what a constraint means, gRPC.
 
 The library does not count all it spends, so ``constraint_check`` runs this as a process. Frames hold JSON: a
 ``Vocabulary``, then ``Constraint``s; each gets a ``Verdict``.
@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Serve until the pipe is closed."""
+    """Serve until the pipe closes."""
     limit_this_process(MAX_MEMORY_BYTES)
     compiler: GrammarCompiler | None = None
 

@@ -1,6 +1,6 @@
-"""Whether this gateway should get requests, for ``grpc.health.v1``.
+"""Whether this gateway should get requests, for ``grpc.health.v1``: a model is ready and steps are made.
 
-Owns: the rule (a model is ready and steps are made). Must not know: generation calls, sockets.
+Must not know: generation calls, sockets.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class ProgressWatch:
         self._moved_at = float("-inf")
 
     def is_stalled(self, *, num_steps: int, num_unfinished: int, now: float) -> bool:
-        """Take in the latest figures and judge."""
+        """Record the latest figures and judge."""
         if num_unfinished == 0 or num_steps != self._num_steps:
             self._num_steps = num_steps
             self._moved_at = now
@@ -67,11 +67,11 @@ class HealthReporter:
 
     @property
     def problem(self) -> str | None:
-        """Why not to send requests here, as last reported, or None."""
+        """The reported reason to send no requests here, or None."""
         return self._reported
 
     async def shut_down(self) -> None:
-        """NOT_SERVING from now on."""
+        """Report NOT_SERVING from now on."""
         self._is_shutting_down = True
         await self._report()
 

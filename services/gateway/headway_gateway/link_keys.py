@@ -1,7 +1,4 @@
-"""The CURVE keys of the link to the scheduler.
-
-Owns: the key files. Must not know: the protocol.
-"""
+"""The CURVE keys of the link to the scheduler. Must not know: the protocol."""
 
 from pathlib import Path
 

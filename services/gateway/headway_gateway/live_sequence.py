@@ -1,6 +1,6 @@
-"""One continuation as the link knows it: the submission, and everything received for it.
+"""One continuation on the link: its submission, and everything received for it.
 
-Owns: its tokens and log probabilities, and the submission on a new link. Must not know: frames, text.
+Must not know: frames, text.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 class LiveSequence:
     """One continuation that the gateway wants.
 
-    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others, ``prompt_logprobs`` the prompt
-    from its second token. ``num_cached_tokens`` is None until it runs.
+    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others, ``prompt_logprobs`` the
+    prompt from its second token. ``num_cached_tokens`` is None until it runs.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class LiveSequence:
         return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
 
     def to_submit(self) -> Submit:
-        """The submission that continues after these tokens."""
+        """Return the submission that continues after these tokens."""
         if not self.tokens and not self.has_run:
             return self.submission
         token_ids = self.submission.token_ids + encode_column(self.tokens)
@@ -65,7 +65,7 @@ class LiveSequence:
         )
 
     def take_prompt_logprobs(self, values: PromptLogprobColumns) -> bool:
-        """Take in what is new; False if there is a gap."""
+        """Add new values; return False if there is a gap."""
         first = self.num_prompt_logprobs + 1
         is_within = values.end <= self.submission.num_prompt_tokens
         if values.problem() is not None or not is_within or not 1 <= values.first_position <= first:

@@ -1,6 +1,6 @@
-"""How busy gateway and scheduler are, for gRPC clients that balance by load (ORCA, gRFC A51).
+"""The load of gateway and scheduler, for gRPC clients that balance by load (ORCA, gRFC A51).
 
-Owns: the figures, the out-of-band service, the trailer. Must not know: generation, clients.
+Must not know: generation, clients.
 
 ``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row.
 ``cpu_utilization``: share of one core. ``rps_fractional``, ``eps``: generations and failures per second.
@@ -37,7 +37,7 @@ class _Sample(NamedTuple):
 
 
 class LoadMonitor:
-    """Measures the load of this process; ``link`` has the scheduler's."""
+    """Measures this process's load; ``link`` has the scheduler's."""
 
     def __init__(self, link: IngressLink, statistics: GatewayStatistics) -> None:
         self._link = link
@@ -57,7 +57,7 @@ class LoadMonitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def report(self) -> api.OrcaLoadReport:
-        """The load of this moment."""
+        """Return the load of this moment."""
         before, newest = self._before, self._newest
         elapsed_s = max(newest.time - before.time, 1e-9)
         load = self._link.load
@@ -90,13 +90,13 @@ class LoadMonitor:
 
 
 def trailer_of(report: api.OrcaLoadReport, **request_cost: float) -> tuple[str, bytes]:
-    """The trailing metadata with this cost of the call."""
+    """Return the trailing metadata with this cost of the call."""
     report.request_cost.update(request_cost)
     return TRAILER_KEY, report.SerializeToString()
 
 
 def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadReport]) -> None:
-    """Serve reports out of band, at the interval that the client asks for."""
+    """Serve reports out of band, at the client's interval."""
 
     async def stream_core_metrics(
         request: api.OrcaLoadReportRequest,

@@ -1,6 +1,6 @@
-"""Asks the scheduler on behalf of a gRPC call.
+"""Questions to the scheduler on behalf of a gRPC call.
 
-Owns: how long an answer may take, and the refusal without one. Must not know: what is asked.
+Owns: the time limit, and the refusal after it. Must not know: the questions.
 """
 
 import grpc
@@ -14,7 +14,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 def time_left_s(context: Context) -> float:
-    """Seconds for an answer, before the call's deadline."""
+    """Return the seconds for an answer, before the call's deadline."""
     remaining_s = context.time_remaining()
     return ANSWER_TIMEOUT_S if remaining_s is None else min(ANSWER_TIMEOUT_S, max(0.0, remaining_s))
 

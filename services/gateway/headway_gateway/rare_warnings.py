@@ -1,7 +1,4 @@
-"""Warnings that a crowd of clients could repeat without end.
-
-Owns: how often such a line is logged. Must not know: what it says.
-"""
+"""Warnings that many clients could repeat without end. Must not know: their text."""
 
 import time
 from typing import Any

@@ -1,6 +1,6 @@
-"""gRPC server reflection, v1 and v1alpha.
+"""gRPC server reflection: v1alpha of the companion package, and v1 as a renamed copy.
 
-Owns: the v1 service, a renamed copy of the companion package's v1alpha. Must not know: the reflected services.
+Must not know: the reflected services.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""Carries an ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
+"""An ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Owns: the socket, the timer behind ``tick``, waking tasks that wait. Must not know: the protocol's rules, text, gRPC.
+Owns: the socket, the timer behind ``tick``, waking waiting tasks. Must not know: the protocol's rules, text, gRPC.
 
-The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered,
-so its event flags are read after every use.
+The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered, so
+its event flags are read after every use.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class SchedulerClient:
         await asyncio.to_thread(self._context.term)
 
     def next_handle(self) -> int:
-        """A handle for a new sequence."""
+        """Return a new sequence's handle."""
         return self._link.next_handle()
 
     def submit(self, sequences: Iterable[LiveSequence]) -> None:
@@ -133,7 +133,7 @@ class SchedulerClient:
         """Send an operator's call to the scheduler.
 
         Raises:
-            SchedulerUnavailableError: no answer within ``timeout_s``.
+            SchedulerUnavailableError: no answer came within ``timeout_s``.
         """
         call_id = self._link.call_admin(method, request_id, prefix, position, place)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
@@ -152,7 +152,7 @@ class SchedulerClient:
         """Wait for a scheduler with a model and an executor; return the model.
 
         Raises:
-            SchedulerUnavailableError: none within ``timeout_s``.
+            SchedulerUnavailableError: none came within ``timeout_s``.
         """
         if not self.can_serve:
             try:
@@ -185,7 +185,7 @@ class SchedulerClient:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # Queue only for a connected scheduler: frames of an old link are useless.
+            (zmq.IMMEDIATE, 1),  # queue only for a connected scheduler: frames of an old link are useless
             (zmq.SNDHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.RCVHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
@@ -218,7 +218,7 @@ class SchedulerClient:
             return
         assert self._loop is not None
         self._pump()
-        if not self._pump_scheduled:  # Everything that has arrived was received, so this is real silence.
+        if not self._pump_scheduled:  # everything that has arrived was received, so this is real silence
             self._link.tick(time.monotonic())
             self._after_link()
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)

@@ -1,7 +1,9 @@
 """The Generation service: checks a request, encodes its prompt, and runs its generation.
 
-Owns: which calls are refused at the door, and the ids of live requests. Must not know: ZeroMQ, how tokens become text.
+Owns: refusals at the door, and the ids of live requests. Must not know: ZeroMQ, how tokens become text.
 """
+
+# ruff: noqa: D102 (generation.proto describes the calls)
 
 import asyncio
 import time
@@ -83,7 +85,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
             await self._became_idle.wait()
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Stream the continuations of one prompt. See generation.proto."""
         await self.generate(request, context, context.write)
 
     async def generate(
@@ -116,7 +117,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.TokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.TokenizeResponse:
-        """Tokenise as Generate does, with the same limits."""
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
@@ -132,7 +132,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.DetokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.DetokenizeResponse:
-        """The text of these output tokens."""
         model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
@@ -142,7 +141,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.GetModelRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> api.GetModelResponse:
-        """What is served."""
         model = await self.serving_model()
         return api.GetModelResponse(
             name=model.name,
@@ -229,7 +227,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="tenant_rate", after_s=wait_s)
 
     async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """The served model; waits a short while if there is none yet.
+        """Return the served model; wait a short while if there is none yet.
 
         Raises:
             CallRefusedError: UNAVAILABLE, there is none.

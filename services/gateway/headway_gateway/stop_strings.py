@@ -1,6 +1,6 @@
 """Finds stop strings in text that comes in pieces; never releases part of one.
 
-Owns: how much text is certain. Must not know: tokens, streams, gRPC.
+Must not know: tokens, streams, gRPC.
 
 One automaton per stop string (Knuth, Morris and Pratt 1977); its state is how many characters to hold. The first
 complete stop string wins, then the longest.
@@ -24,7 +24,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Take in text; return the certain part, nothing after a match."""
+        """Add text; return the certain part, nothing after a match."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):

@@ -1,7 +1,4 @@
-"""A chat template in a process with bounded time and memory.
-
-Owns: the process and the time of a rendering. Must not know: jinja2, tokenizers.
-"""
+"""A chat template in a process with bounded time and memory. Must not know: jinja2, tokenizers."""
 
 import contextlib
 import threading
@@ -16,11 +13,11 @@ _PROGRAM = "headway_gateway.chat_templates"
 
 
 class TemplateError(Exception):
-    """No text; the message begins with a verb: it refuses, it fails."""
+    """There is no text; the message begins with a verb: it refuses, it fails."""
 
 
 class TemplateUnavailableError(TemplateError):
-    """No text this time, through no fault of template or messages."""
+    """There is no text this time, through no fault of template or messages."""
 
 
 class ChatTemplate:
@@ -30,16 +27,16 @@ class ChatTemplate:
         """Start the process and compile the template.
 
         Raises:
-            TemplateError: it cannot be compiled.
+            TemplateError: it does not compile.
         """
         self._most_render_s = most_render_s
         self._lock = threading.Lock()
         self._renderer = BoundedProcess(_PROGRAM, _encoded(TemplateSource(source, dict(special))))
-        with self._lock, contextlib.suppress(TemplateUnavailableError):  # The first chat tries again.
+        with self._lock, contextlib.suppress(TemplateUnavailableError):  # the first chat tries again
             self._start()
 
     def render(self, messages: tuple[tuple[str, str], ...]) -> str:
-        """The text of a chat.
+        """Return the text of a chat.
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
@@ -60,7 +57,7 @@ class ChatTemplate:
             return self._renderer.ask(question, self._most_render_s)
         except OutOfTimeError:
             raise
-        except NoAnswerError:  # It may have been broken before.
+        except NoAnswerError:  # it may have been broken before
             self._start()
             return self._renderer.ask(question, self._most_render_s)
 

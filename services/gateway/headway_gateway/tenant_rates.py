@@ -1,7 +1,4 @@
-"""How many requests a second each tenant may begin.
-
-Owns: a token bucket per tenant, and their number. Must not know: requests, a clock.
-"""
+"""The rate of requests per tenant, by token buckets. Must not know: requests, a clock."""
 
 from collections import OrderedDict
 

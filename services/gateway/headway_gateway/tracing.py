@@ -2,8 +2,8 @@
 
 Owns: the spans, their attributes (GenAI semantic conventions), the export. Must not know: how requests are served.
 
-The gateway makes all spans; the scheduler reports durations, placed to end when the gateway got them. A thread
-exports; spans beyond its queue are dropped. The spans::
+The gateway makes all spans; the scheduler reports durations, placed to end when the gateway got them. A thread exports,
+and drops spans beyond its queue. The spans::
 
     chat MODEL                       gateway    the whole call
       tokenize                       gateway    until the prompt was tokens
@@ -55,13 +55,13 @@ class RequestTrace(Protocol):
         """For the scheduler; empty without a trace."""
 
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
-        """What is asked for."""
+        """Record the request's parameters."""
 
     def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
-        """The prompt is tokens, in monotonic seconds."""
+        """Record the encoding, in monotonic seconds."""
 
     def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
-        """How the continuations went, ended or not."""
+        """Record the continuations, ended or not."""
 
     def __enter__(self) -> Self: ...
 
@@ -71,7 +71,7 @@ class RequestTrace(Protocol):
 
 
 class Untraced:
-    """No trace."""
+    """No trace: every method does nothing."""
 
     traceparent = ""
 
@@ -136,7 +136,7 @@ class Tracing:
             self._providers[service] = provider
 
     def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """The trace of a call that came at ``arrived_at``."""
+        """Return the trace of a call that came at ``arrived_at``."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
@@ -144,7 +144,7 @@ class Tracing:
         return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
 
     def close(self) -> None:
-        """Send the rest. Blocks."""
+        """Send the rest. This blocks."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -283,7 +283,6 @@ class _WallClock:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def ns(self, monotonic_s: float) -> int:
-        """Nanoseconds since 1970."""
         return self._offset_ns + round(monotonic_s * 1e9)
 
 

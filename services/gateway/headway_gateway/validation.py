@@ -1,8 +1,7 @@
-"""Checks a generation request before and after its prompt is tokenised.
+"""Checks of a generation request before and after its prompt is tokenised.
 
-Owns: the limits of the public API, the translation to ``Submit``. Must not know: sockets, tasks, tokenising.
-
-The scheduler repeats the range checks of ``headway_proto.sampling``.
+Owns: the public API's limits, and ``Submit``. Must not know: sockets, tasks, tokenising. The scheduler repeats the
+range checks of ``headway_proto.sampling``.
 """
 
 import json
@@ -41,7 +40,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     num_returned: int
     num_continuations: int
-    """How many are generated, of which the best ``num_returned`` go back."""
+    """How many are generated; the best ``num_returned`` go back."""
     held_tokens: tuple[int, ...]
     """Output tokens that the client already has."""
 
@@ -57,12 +56,12 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_returned < self.num_continuations
 
     def end_ids(self, model: ModelInfo) -> frozenset[int]:
-        """The tokens that end an output."""
+        """Return the tokens that end an output."""
         own = () if self.request.sampling.ignore_eos else model.eos_token_ids
         return frozenset((*own, *self.sampling.stop_token_ids))
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """The parameters of one continuation; the seed counts up.
+        """Return one continuation's parameters; the seed counts up.
 
         Only the first reports the prompt; to choose the best, all report log probabilities.
         """
@@ -75,7 +74,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=NO_LOGPROBS)
 
     def submission(self, index: int, *, handle: int, prompt: bytes, max_tokens: int, traceparent: str) -> Submit:
-        """The submission of continuation ``index``. ``prompt`` is an int32 column."""
+        """Return one continuation's submission. ``prompt`` is an int32 column."""
         request = self.request
         return Submit(
             handle=handle,
@@ -143,7 +142,7 @@ def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
 
 
 def most_prompt_tokens(model: ModelInfo) -> int:
-    """The longest prompt that leaves room for one token."""
+    """Return the longest length that leaves room for one token."""
     return min(model.max_model_len, model.max_request_tokens) - 1
 
 
@@ -175,7 +174,7 @@ def require_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> 
 
 
 def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """The limit of output tokens, including those that the client already has.
+    """Return the limit of output tokens, including those that the client already has.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT if ``max_tokens`` or ``min_tokens`` do not fit behind the prompt,
@@ -205,7 +204,7 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
 
 
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
-    """The request's sampling with the API's defaults; ranges are not checked."""
+    """Fill in the API's defaults; ranges are not checked."""
     given = request.sampling
     top_k = given.top_k if given.HasField("top_k") else 0
     return SamplingParams(
@@ -277,7 +276,7 @@ def _prompt_violations(
 
 
 def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
-    """What is wrong with a chat, as (field, description)."""
+    """Return a chat's faults, as (field, description)."""
     if not chat.messages:
         yield "chat.messages", "the prompt is empty; allowed: at least one message"
     for place, message in enumerate(chat.messages):

@@ -1,6 +1,4 @@
-"""Several gateway processes on one port.
-
-Owns: starting, restarting and ending them, the port (SO_REUSEPORT). Must not know: what a worker does.
+"""Several gateway processes on one port (SO_REUSEPORT). Must not know: what a worker does.
 
 Workers are new interpreters: gRPC's and ZeroMQ's threads do not survive a fork.
 """
@@ -72,7 +70,7 @@ class WorkerGroup:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Without SO_REUSEPORT: another group of workers on this port must not be joined by accident.
+                # SO_REUSEPORT stays off: another group of workers on this port must not be joined by accident.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
             self._reservation = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,6 @@
 """The ``headway`` command and the Python client.
 
-Owns: the short names ``headway.Client`` and ``headway.AsyncClient``. Importing the package itself stays cheap: gRPC is
-loaded with the first use of a client.
+Owns: the names ``Client`` and ``AsyncClient``, which import gRPC at their first use only.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The ``headway`` command.
 
-Owns: the list of commands and their modules. Must not know: how any of them works. A module is imported only for its
-command, so ``headway scheduler`` starts on a host without torch or gRPC.
+Owns: the list of commands. Must not know: how they work. It imports a command's module only to run it, so ``headway
+scheduler`` needs neither torch nor gRPC.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from headway_process.last_words import tell_last
 
 USAGE_EXIT_CODE = 2
 
-# Which extra brings a module that a command needs and this host may lack.
+# The extra that brings a module which this host may lack.
 _EXTRAS = {
     "grpc": "gateway",
     "grpc_health": "gateway",
@@ -38,10 +38,10 @@ _EXTRAS = {
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command: its line in the overview, and its module.
+    """A command's line in the overview, and its module.
 
-    The module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code or raises
-    ConfigurationError for a flag, a variable or a file that cannot be used.
+    Its module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``. ``run`` returns the exit code, or
+    raises ConfigurationError.
     """
 
     summary: str
@@ -49,7 +49,7 @@ class Command(msgspec.Struct, frozen=True):
     words: tuple[str, ...] = ()
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of the command."""
+        """Add the command's flags."""
         importlib.import_module(self.module).add_flags(parser, *self.words)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """Return the help text of the command itself."""
+    """Return ``headway``'s own help text."""
     width = max(map(len, COMMANDS))
     lines = [f"  headway {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -89,7 +89,7 @@ def overview() -> str:
 
 
 def parser_of(name: str) -> OneLineParser:
-    """Return the parser of a command, with all its flags."""
+    """Return a command's parser, with all flags."""
     summary = COMMANDS[name].summary
     description = f"{summary[0].upper()}{summary[1:]}."
     parser = OneLineParser(prog=f"headway {name}", description=description, allow_abbrev=False)

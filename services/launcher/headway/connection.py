@@ -1,6 +1,6 @@
-"""The flags of all commands that connect to a server.
+"""The flags of commands that connect to a server, and their client.
 
-Owns: the flags and the client made from them. Must not know: what is asked of the server.
+Must not know: what is asked of the server.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the server's address and credentials, as a group."""
+    """Add the flags for the server's address and credentials."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
@@ -26,7 +26,7 @@ def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -
     """Make the client, for the running event loop.
 
     Raises:
-        ConfigurationError: a file cannot be used.
+        ConfigurationError: a file is unusable.
     """
     shown_to_server = client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate")
     return AsyncClient(

@@ -1,7 +1,7 @@
 """``headway generate``: prompts in, answers on the terminal, timings below.
 
-Owns: the flags, reading prompts, and the exit codes (1: a request failed; 2: the command line or the file is wrong;
-130: Ctrl-C). Must not know: how a stream is measured or an answer laid out.
+Owns: reading prompts, and the exit codes (1: a request failed; 2: bad command line or file; 130: Ctrl-C). Must not
+know: measuring a stream, or the layout of an answer.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DEFAULT_CONCURRENCY = 64
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options that flags and lines of a JSONL file may give; the server checks ranges."""
+    """The options of flags and JSONL lines; the server checks ranges."""
 
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     min_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -69,7 +69,7 @@ class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway generate``."""
+    """Add the command's flags."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")
     source.add_argument(
@@ -139,7 +139,7 @@ _FLAG_TYPES: dict[str, type[int | float]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stream the answers; see ``Command``."""
+    """See ``Command``."""
     jobs = list(jobs_of(arguments))
     if arguments.concurrency < 1:
         raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
@@ -156,10 +156,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
-    """Yield the prompts of the command line or of its file.
+    """Yield the prompts of the command line or file.
 
     Raises:
-        ConfigurationError: the file cannot be read, has a bad line, or no prompt at all.
+        ConfigurationError: the file is unreadable or empty, or has a bad line.
     """
     given = SamplingOptions(
         **{
@@ -220,7 +220,7 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
     async with client_of(arguments, arguments.retry_s) as client:
-        await client.model()  # One line for a missing server, rather than one per prompt.
+        await client.model()  # Report a missing server once, not once per prompt.
         return await (
             _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)
         )

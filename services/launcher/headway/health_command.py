@@ -1,6 +1,6 @@
 """The command ``headway health``.
 
-Owns: its flags and its exit code. Must not know: how the server is asked.
+Must not know: how to ask the server.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the address and what a connection with TLS or a token needs."""
+    """Add the flags."""
     parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
     parser.add_argument(
         "--root-certificates",
@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of the server; return 0 if it serves, 1 if not."""
+    """Print the server's state; return 0 if it serves, 1 if not."""
     target = Target(
         address=arguments.address,
         certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),

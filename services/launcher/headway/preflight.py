@@ -1,7 +1,7 @@
-"""Checks of this host before a process is started.
+"""Checks of this host before a process starts.
 
-Owns: whether packages, devices, the model's files and ports of a plan are there. Must not know: what a setting means.
-It sees the host as it is now; a process checks again when it starts.
+Owns: whether packages, devices, model files and ports are there. Must not know: what a setting means. The processes
+check again later.
 """
 
 import functools
@@ -26,7 +26,7 @@ def check(plan: Plan) -> None:
     """Check that the processes can start.
 
     Raises:
-        ConfigurationError: something does; it names the setting.
+        ConfigurationError: a setting prevents it.
         ModuleNotFoundError: a package is missing.
     """
     for settled in plan.settled:
@@ -71,7 +71,7 @@ def _checked(settled: Settled, look: Callable[[], None]) -> None:
 
 
 def check_free(who: str, address: str) -> None:
-    """Check that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
+    """Check that HOST:PORT is free; ``who`` is the flag.
 
     Raises:
         ConfigurationError: another process listens there, or the host is not this machine's.

@@ -1,9 +1,8 @@
-"""Detection of children that run and do nothing: stopped, or in a call that never returns.
+"""Detection of children that hang: stopped, or in a call that never returns.
 
-Owns: the pipes for signs of life, and how long each child has been silent. Must not know: how children are started, or
-what happens to a silent one.
+Owns: the pipes for signs of life, and each child's silence. Must not know: what happens to a silent child.
 
-Silence is counted in looks, not in time. So children are not taken for dead after the whole machine was suspended.
+Silence is counted in looks, not in time: a suspended machine must not make children look dead.
 """
 
 import math
@@ -23,7 +22,7 @@ class PulseWatch:
         self._silent_looks: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """Make a pipe for a new child; return the end to pass on, which the caller closes."""
+        """Make a child's pipe; return its end of it, which the caller closes."""
         self.close(name)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipes[name] = reader
@@ -37,7 +36,7 @@ class PulseWatch:
             os.close(reader)
 
     def look(self) -> list[str]:
-        """Return the children that have been silent for too long, each once."""
+        """Return newly silent children."""
         silent = []
         for name, reader in self._pipes.items():
             if _has_signs(reader):

@@ -1,7 +1,6 @@
 """Waiting until a new server serves.
 
-Owns: polling, messages meanwhile, and the readiness line. Must not know: how the server was started, or what happens
-when it dies.
+Owns: polling, messages meanwhile, and the readiness line. Must not know: how the server started.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ PROGRESS_INTERVAL_S = 5.0
 async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
     """Return the readiness line once all are SERVING; report now and then until then.
 
-    ``started`` is the monotonic time, in seconds, of the start.
+    ``started`` is in monotonic seconds.
     """
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
@@ -49,6 +48,6 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
 
 
 def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
-    """Return the line that says what is served where."""
+    """Return the line that names the model and its addresses."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
     return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"

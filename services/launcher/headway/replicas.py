@@ -1,7 +1,7 @@
 """The differences between the replicas of ``headway serve --replicas N``.
 
-Owns: their names, and the settings that they cannot share: ports, directories, devices, processor cores. Must not know:
-where a setting came from, or how a process is started. A single replica has every setting as given, and plain names.
+Owns: names, ports, directories, devices, processor cores. Must not know: how a process starts. A single replica has
+every setting as given, and plain names.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is only one replica."""
+        """Whether it is the only one."""
         return self.count == 1
 
     def named(self, name: str) -> str:
-        """Return the name of one of its processes or links."""
+        """Return the replica's name for a process or link."""
         return name if self.is_alone else f"{name}-{self.index}"
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
-        """Return a service's settings, changed if replicas cannot share them.
+        """Return a service's settings, changed where replicas cannot share them.
 
         Raises:
-            ConfigurationError: one cannot be shared, and not be derived either.
+            ConfigurationError: no change is possible either.
         """
         result = dict(given)
         if self.is_alone:
@@ -60,7 +60,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return str(Path(given.value) / f"{REPLICA_NAMES}{self.index}") if given.value else ""
 
     def _device(self, given: Given) -> str:
-        """Return a device per replica: ``cuda`` becomes device ``index``."""
+        """``cuda`` becomes device ``index``."""
         device: str = given.value
         if device == _CUDA:
             return f"{_CUDA}:{self.index}"
@@ -94,13 +94,13 @@ def replicas_of(count: int) -> list[Replica]:
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:
-    """Return a HOST:PORT for each of ``count`` gateways: the given port and those after it, or free ones if it is 0.
+    """Return a HOST:PORT for each gateway: the given port and those after it, or free ones if it is 0.
 
     Free ports are chosen here, so that a gateway keeps its address when it restarts. The gateway reports an invalid
     HOST:PORT.
 
     Raises:
-        ConfigurationError: there are not as many ports, or the host is not this machine's.
+        ConfigurationError: there are too few ports, or the host is not this machine's.
     """
     address: str = given.value
     host, _, text = address.rpartition(":")
@@ -134,7 +134,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
-    """Refuse equal addresses; ``listeners`` are pairs of a name and HOST:PORT.
+    """Refuse equal addresses among pairs of a name and HOST:PORT.
 
     Raises:
         ConfigurationError: it names both.

@@ -1,6 +1,6 @@
 """The settings of ``headway serve`` itself.
 
-Owns: these settings. Must not know: the services' settings, or how anything is started.
+Must not know: the services' settings, or how anything starts.
 """
 
 import importlib.util
@@ -73,7 +73,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one of certificate and key is missing, or smg cannot be started.
+            ValueError: one of certificate and key is missing, or smg cannot start.
         """
         _check_openai(self)
         if bool(self.probe_cert_file) != bool(self.probe_key_file):

@@ -1,7 +1,6 @@
 """The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out.
 
-Owns: restarts with back-off and a budget, the order of a stop, and the exit code. Must not know: how a process is
-started or signalled, what it does, or the clock.
+Owns: restarts with back-off and a budget, the order of a stop, the exit code. Must not know: processes or the clock.
 """
 
 import itertools
@@ -11,13 +10,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 USER_ERROR_EXIT_CODES = frozenset({2, 3})
-"""Configuration (2) and model files (3): starting again cannot help, and the process has written why."""
+"""Configuration (2) and model files (3): a restart cannot help, and the process has written why."""
 
 RESTARTS_EXHAUSTED_EXIT_CODE = 1
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how fast a dead process is started again. Times in seconds.
+    """How often and how fast a dead process restarts. Times are in seconds.
 
     The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. A process that ran
     for a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
@@ -36,13 +35,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Terminate(msgspec.Struct, frozen=True, tag=True):
-    """Ask the process to end (SIGTERM)."""
+    """Send SIGTERM."""
 
     name: str
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """End the process and its descendants (SIGKILL)."""
+    """Send SIGKILL to the process and its descendants."""
 
     name: str
 
@@ -59,8 +58,8 @@ Action = Start | Terminate | Kill | Report
 class Fleet:
     """The processes of one served model, from the first start to the last exit.
 
-    ``stop_stages`` are the stages of an orderly stop. Each stage maps names to seconds from SIGTERM to SIGKILL, and
-    begins when all processes of the stage before have ended. ``policy`` is for restarts.
+    Each of the ``stop_stages`` maps names to seconds from SIGTERM to SIGKILL. It begins when all processes of the stage
+    before have ended.
     """
 
     def __init__(self, stop_stages: Sequence[Mapping[str, float]], policy: RestartPolicy) -> None:
@@ -79,7 +78,7 @@ class Fleet:
 
     @property
     def refused_by(self) -> str:
-        """The process that refused its settings and so ended the others; empty without one."""
+        """The process that refused its settings and so ended the others, or empty."""
         return self._refused_by
 
     @property
@@ -120,7 +119,7 @@ class Fleet:
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
         """Begin an orderly stop; a second request kills at once, with ``impatient_exit_code``.
 
-        A process that dies meanwhile without having been asked is started again, to finish accepted work.
+        A process that dies unasked meanwhile restarts, to finish accepted work.
         """
         if self._stopping:
             self._is_orderly = False
@@ -134,7 +133,7 @@ class Fleet:
         return [Report("stopping: " + ", then ".join(stages)), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due: delayed restarts, and kills of processes that did not end when asked."""
+        """Do due restarts, and kill processes that did not end when asked."""
         actions: list[Action] = []
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -159,7 +158,7 @@ class Fleet:
         return [Report(f"{ended}; starting it again in {delay:g} s")]
 
     def _stop_all(self, exit_code: int, now: float) -> list[Action]:
-        """Stop everything out of order, because the others cannot finish without the lost process."""
+        """Stop everything at once: the others cannot finish without the lost process."""
         self._stopping = True
         self._is_orderly = False
         self._exit_code = exit_code

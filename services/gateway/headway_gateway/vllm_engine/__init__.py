@@ -1,6 +1,4 @@
-"""The service ``vllm.grpc.engine.VllmEngine``, for the gateway ``smg``.
+"""The service ``vllm.grpc.engine.VllmEngine``, for the gateway ``smg``, on ``headway.v1.Generation``.
 
-Owns: the translation to ``headway.v1.Generation``. Must not know: ZeroMQ, how requests run.
-
-Imported only if served; its stubs come with the extra ``smg``.
+Must not know: ZeroMQ, how requests run. It is imported only if served; its stubs come with the extra ``smg``.
 """

@@ -1,6 +1,6 @@
-"""The values that a generation brings: deltas, usage, timings, log probabilities and the result.
+"""Deltas, usage, timings, log probabilities and the result of a generation.
 
-Owns: these types. Must not know: messages or streams.
+Must not know: messages or streams.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of one output token; ``top`` holds (token id, log probability), best first."""
+    """The log probability of an output token. ``top`` has (token id, log probability), best first."""
 
     token_id: int
     logprob: float
@@ -20,7 +20,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of continuation ``index``. ``first_token_index`` is the place of its first token in the output."""
+    """New output of continuation ``index``. ``first_token_index`` is its first token's place in the output."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds, from the request's arrival at the scheduler."""
+    """Milliseconds since the request reached the scheduler."""
 
     queue_ms: float
     ttft_ms: float
@@ -52,7 +52,7 @@ class Timings:
 class PromptTokens:
     """The prompt, if ``echo`` (text and tokens) or ``prompt_logprobs`` asked for it.
 
-    ``logprobs`` are of all tokens but the first.
+    The first token has no log probability.
     """
 
     text: str = ""
@@ -64,7 +64,7 @@ class PromptTokens:
 class Completion:
     """One continuation. ``finish_reason`` is None while it runs; ``error`` explains the reason "error".
 
-    ``mean_logprob`` and ``seed`` are known if it was chosen as the best of several.
+    ``mean_logprob`` and ``seed`` are set if the gateway chose it as the best of several.
     """
 
     index: int
@@ -83,7 +83,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The output of a stream that has ended: one completion per continuation."""
+    """A finished stream's output: one completion per continuation."""
 
     request_id: str
     prompt_tokens: int

@@ -1,6 +1,6 @@
-"""The client for asyncio: ``AsyncClient`` and its ``AsyncGenerationStream``.
+"""The client for asyncio: ``AsyncClient`` and ``AsyncGenerationStream``.
 
-Owns: awaiting calls and streams. Must not know: messages; the modules beside it make and read them.
+Owns: awaiting. Must not know: messages.
 """
 
 # ruff: noqa: D102 (``Client`` describes the same methods)
