@@ -1,7 +1,4 @@
-"""The Admin service: admin.proto in front of the scheduler's ``operations``.
-
-Must not know: how the scheduler answers.
-"""
+"""The Admin service. Must not know: how the scheduler answers."""
 
 # ruff: noqa: D102 (admin.proto describes the methods)
 

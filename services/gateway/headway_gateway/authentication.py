@@ -1,7 +1,4 @@
-"""The check of bearer tokens.
-
-Owns: each method's role, and a token's tenant. Must not know: what calls do, or where tokens come from.
-"""
+"""The check of bearer tokens, their roles and tenants. Must not know: where tokens come from."""
 
 # ruff: noqa: D102 (gRPC describes the methods)
 

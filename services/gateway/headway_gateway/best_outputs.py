@@ -1,7 +1,4 @@
-"""The best of several outputs: held until all have ended, then ranked.
-
-Must not know: where they go.
-"""
+"""The best of several outputs: held until all have ended, then ranked."""
 
 import math
 from collections.abc import Iterable

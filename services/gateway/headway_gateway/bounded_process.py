@@ -1,9 +1,6 @@
-"""A child process that answers questions one by one, each within a time limit.
+"""A child process for untrusted programs, which answers questions one by one, each within a time limit.
 
-Must not know: the questions.
-
-Untrusted programs run in one. The child limits its own memory and processor time (``limit_this_process``, ``serve``). A
-frame is a length (4 bytes, little-endian) and a body; the first body opens the process.
+A frame is a length (4 bytes, little-endian) and a body; the first body opens the process.
 """
 
 import contextlib
@@ -30,7 +27,7 @@ _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class NoAnswerError(Exception):
-    """The process has been ended. ``is_its_own_fault`` is False if something else ended it."""
+    """The process has been ended, perhaps by something else."""
 
     def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
         super().__init__(message)
@@ -52,7 +49,7 @@ class BoundedProcess:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
     def start(self) -> bytes:
-        """Start the child, and return its answer to the opening.
+        """Start the child, and return its first answer.
 
         Raises:
             NoAnswerError: it did not start or answer.
@@ -76,7 +73,7 @@ class BoundedProcess:
         """Return the answer, within ``most_s`` seconds.
 
         Raises:
-            NoAnswerError: there is none; the process is ended.
+            NoAnswerError: the process is ended.
         """
         assert self.process is not None
         deadline = time.monotonic() + most_s
@@ -121,8 +118,7 @@ def limit_this_process(most_memory_bytes: int) -> None:
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
     """In the child: answer frames until standard input closes.
 
-    An answer that takes more than ``most_cpu_s`` of processor time ends the child. Unlike the clock, this ignores the
-    load.
+    Unlike the clock, the limit of processor time ignores the load.
     """
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S

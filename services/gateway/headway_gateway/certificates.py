@@ -1,7 +1,6 @@
-"""The gateway's TLS files: read at the start, and again when they change.
+"""The gateway's TLS files, read again when they change. Must not know: addresses, tokens, clients.
 
-Must not know: addresses, tokens, clients. gRPC asks before each handshake. Half-written or unmatched files change
-nothing.
+Half-written or unmatched files change nothing.
 """
 
 import ssl
@@ -24,7 +23,7 @@ class CertificateFiles:
         """Read the files.
 
         Raises:
-            ValueError: they are unusable; the message names the setting.
+            ValueError: the message names the setting.
         """
         self._config = config
         self._paths = tuple(
@@ -97,7 +96,7 @@ def _client_authorities(path: str) -> bytes:
 
 
 def _whole_pem(field: str, path: str) -> bytes:
-    """Refuse a file that ends inside a certificate's first line, which OpenSSL would ignore."""
+    """Refuse a file that ends inside a certificate's first line: OpenSSL would ignore it."""
     content = Path(path).read_bytes()
     last_line = content.rstrip().rpartition(b"\n")[2]
     if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):

@@ -1,7 +1,4 @@
-"""The child process that renders chats with one template.
-
-Owns: the template dialect (that of transformers' ``apply_chat_template``), its sandbox, its memory limit. Must not
-know: tokenizers, gRPC.
+"""The child process that renders chats with one template, in the dialect of transformers' ``apply_chat_template``.
 
 A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a
 ``TemplateSource``, then ``Messages``; each gets a ``Rendering``.
@@ -41,7 +38,7 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text, the template's ``refusal``, or the kind of its error as ``failure``."""
+    """A text, the template's ``refusal``, or the kind of its error."""
 
     text: str = ""
     refusal: str = ""
@@ -61,7 +58,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}``: only training uses the mark. As in transformers, its variables do not outlive it."""
+    """Only training uses the mark ``{% generation %}``. As in transformers, its variables do not outlive it."""
 
     tags = {"generation"}  # noqa: RUF012  # noqa: RUF012  # as jinja2 declares it
 

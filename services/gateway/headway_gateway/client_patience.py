@@ -1,6 +1,6 @@
 """The end of streams that the client leaves unread for too long.
 
-Must not know: what is written. It counts looks, not seconds: while this process was stopped, no client could read.
+It counts looks, not seconds: while this process was stopped, no client could read.
 """
 
 import asyncio

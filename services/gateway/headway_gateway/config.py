@@ -1,7 +1,4 @@
-"""The gateway's configuration: every setting, its default, description and range.
-
-Must not know: where values come from.
-"""
+"""The gateway's settings. Must not know: where values come from."""
 
 import importlib.util
 import re
@@ -180,7 +177,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (IPv6 hosts in brackets).
 
     Raises:
-        ValueError: the form is different, or the port is outside 0 to 65535.
+        ValueError: it has another form.
     """
     host, separator, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -208,7 +205,7 @@ def serves_vllm_engine(config: GatewayConfig) -> bool:
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:
-    """Return the valid tokens; None if calls need none.
+    """Return the valid tokens, if calls need one.
 
     Raises:
         ValueError: the file is unusable.

@@ -1,9 +1,7 @@
-"""The check that a constraint compiles, and the turns of costly ones.
+"""The check that a constraint compiles, and the turns of costly ones. Must not know: what a constraint means.
 
-Owns: the compiling processes, the verdicts. Must not know: what a constraint means.
-
-A verdict depends on the constraint alone; a timeout gives none. The executor compiles it again, and all rows wait for
-that step; so each caller has one costly constraint in progress, until its first token.
+The executor compiles it again, and all rows wait for that step; so each caller has one costly constraint in progress,
+until its first token.
 """
 
 import asyncio
@@ -95,7 +93,7 @@ class ConstraintChecker:
         """Constraints that were not known yet."""
 
     async def begin(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
-        """Return when an output under ``constraint`` may be submitted. Callers take turns.
+        """Return when an output under ``constraint`` may be submitted.
 
         Raises:
             CallRefusedError: as ``check``.

@@ -1,7 +1,6 @@
-"""One continuation on its way to the client: tokens in, deltas out.
+"""One continuation on its way to the client: tokens in, deltas out. Must not know: sockets, gRPC calls, the link.
 
-Owns: its text, its stop strings, its final figures. Must not know: sockets, gRPC calls, the link. A slow client gets
-larger deltas, never a queue.
+A slow client gets larger deltas, never a queue.
 """
 
 import math
@@ -32,7 +31,7 @@ _REASONS = {
 
 
 class OutputText:
-    """One output's text, up to a stop string. Stop strings count after ``min_tokens`` tokens."""
+    """One output's text, up to a stop string, which counts after ``min_tokens``."""
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
         self._detokenizer = detokenizer

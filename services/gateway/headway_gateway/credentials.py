@@ -1,16 +1,8 @@
-"""The tokens in a file, and their roles.
+"""The tokens in a file, and their roles. Must not know: gRPC.
 
-Owns: the file's format, and the search for a token. Must not know: gRPC.
-
-One token per line; ``#`` begins a comment:
-
-    # name   roles           token, or its SHA-256 in hex          tenant, if the token belongs to one
-    alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
-    ops      generate,admin  an-open-token
-
-A single word is one token with all roles. A search takes the same time for any token. A half-written file must grant no
-more than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as a
-single word.
+docs/security.md shows the format. A search takes the same time for any token. A half-written file must grant no more
+than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as a single
+word.
 """
 
 import hashlib
@@ -79,7 +71,7 @@ def parse_tokens(text: str) -> dict[bytes, Caller]:
     """Read the contents of a token file.
 
     Raises:
-        ValueError: it names the line and the fault, never a token.
+        ValueError: it names the line, never a token.
     """
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, words) for number, words in lines if words]
@@ -131,10 +123,10 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
 
 
 class TokenFile:
-    """A file's tokens. If a change makes it unusable, the former tokens stay valid."""
+    """A file's tokens. After an unusable change, the former ones stay valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
-        """Read the file; ``extra`` are callers from elsewhere.
+        """``extra`` are callers from elsewhere.
 
         Raises:
             ValueError: the file is unusable; one line without a token.

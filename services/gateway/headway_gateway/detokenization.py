@@ -1,10 +1,7 @@
 """Token ids to text, piece by piece; the joined pieces equal the decoding of the whole.
 
-Must not know: streams, stop strings, gRPC.
-
-``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen) exactly, by a table; ``WindowDetokenizer`` serves
-all other decoders. ``tokenizers.DecodeStream`` cannot flush an unfinished character, takes a genuine U+FFFD for one,
-and contradicts earlier text when a byte-fallback run is invalid.
+``tokenizers.DecodeStream`` cannot flush an unfinished character, takes a genuine U+FFFD for one, and contradicts
+earlier text when a byte-fallback run is invalid.
 """
 
 import codecs

@@ -1,7 +1,4 @@
-"""Tokenisation in threads, long prompts apart from the others.
-
-Must not know: gRPC, the scheduler.
-"""
+"""Tokenisation in threads, long prompts apart from the others."""
 
 # ruff: noqa: D102 (``TextModel`` describes the methods)
 

@@ -1,7 +1,4 @@
-"""Few turns, shared among many callers in rotation; a caller has one at a time.
-
-Must not know: what a turn is for.
-"""
+"""Few turns, shared among many callers in rotation; a caller has one at a time."""
 
 import asyncio
 from collections import deque
@@ -31,7 +28,7 @@ class FairTurns:
         """Wait for ``caller``'s turn; ``give_back`` ends it.
 
         Raises:
-            TooManyWaitError: too many wait, of this caller or of all.
+            TooManyWaitError: the queue is full.
         """
         num_own = len(self._queues.get(caller, ()))
         if num_own >= self._most_waiting_of_one:

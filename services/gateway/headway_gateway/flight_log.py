@@ -1,7 +1,4 @@
-"""Reads the scheduler's flight log piece by piece.
-
-Must not know: how questions reach the scheduler, or what is in the log.
-"""
+"""Reads the scheduler's flight log piece by piece. Must not know: its content."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +17,7 @@ Ask: TypeAlias = Callable[[FlightLogPlace], Awaitable[FlightLogPart]]
 
 
 async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse]:
-    """Yield every file of the log up to now, in pieces.
+    """Yield every file up to now, in pieces.
 
     Raises:
         CallRefusedError: ABORTED, a file or the scheduler has gone; UNAVAILABLE, the disk is too slow.

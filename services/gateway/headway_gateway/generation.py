@@ -1,7 +1,4 @@
-"""One generation: the continuations of one prompt, from submission to the end of the stream.
-
-Must not know: ZeroMQ, how requests are checked, how prompts become tokens.
-"""
+"""One generation: the continuations of one prompt, from submission to the end. Must not know: ZeroMQ, tokenising."""
 
 import asyncio
 import time
@@ -124,7 +121,7 @@ class Generation:
         """Stream until every continuation has ended.
 
         Raises:
-            CallRefusedError: the scheduler refused a continuation before any had begun.
+            CallRefusedError: the scheduler refused before any had begun.
         """
         sequences = [continuation.sequence for continuation in self._continuations]
         try:
@@ -160,7 +157,7 @@ class Generation:
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
-        """Refuse when the client has not read for too long: it holds blocks and a row meanwhile."""
+        """A client that does not read holds blocks and a row, so it is refused."""
         try:
             async with ClientPatience(self._slow_client_s) as patience:
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
@@ -272,7 +269,7 @@ class Generation:
         return continuation
 
     def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
-        """Return the end if the client's own tokens already contain it; refuse tokens beyond it (OUT_OF_RANGE)."""
+        """Return the end if the client's own tokens already contain it."""
         end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
         num_until_end = min(text.num_tokens, end_place + 1)
         if num_until_end < len(held):

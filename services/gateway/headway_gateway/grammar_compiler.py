@@ -1,9 +1,7 @@
-"""The child process that compiles constraints to check them.
+"""The child process that compiles constraints to check them. Must not know: what a constraint means.
 
-Must not know: what a constraint means, gRPC.
-
-The library does not count all it spends, so ``constraint_check`` runs this as a process. Frames hold JSON: a
-``Vocabulary``, then ``Constraint``s; each gets a ``Verdict``.
+The library does not count all it spends, so it runs in a process. Frames hold JSON: a ``Vocabulary``, then
+``Constraint``s; each gets a ``Verdict``.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""Whether this gateway should get requests, for ``grpc.health.v1``: a model is ready and steps are made.
-
-Must not know: generation calls, sockets.
-"""
+"""This gateway's health, for ``grpc.health.v1``: a model is ready and steps are made."""
 
 import asyncio
 import time

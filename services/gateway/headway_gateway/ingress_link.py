@@ -1,8 +1,7 @@
 """The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
 
-Owns: phases, frame order, acknowledgements, live sequences. Must not know: sockets, clocks, tasks, text.
-
-A known token is dropped. A gap, a damaged frame or silence opens a new link, which gets the live sequences again.
+Must not know: sockets, clocks, tasks, text. A known token is dropped. A gap, a damaged frame or silence opens a new
+link, which gets the live sequences again.
 """
 
 import enum
@@ -61,11 +60,10 @@ class LinkCounters(msgspec.Struct):
 
 
 class IngressLink:
-    """Speaks ingress for one gateway life. Times are seconds of one monotonic clock.
+    """Speaks ingress for one gateway life. Times are monotonic seconds.
 
-    After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``status_version``
-    grows with changes of phase, model or state, ``frames_version`` when unsent frames are useless, ``silence_version``
-    when the connection should be replaced.
+    After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``frames_version``
+    grows when unsent frames are useless, ``silence_version`` when the connection should be replaced.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
     ) -> int:
-        """Send an operator's call until it is answered, also on new links; return its id."""
+        """Send an operator's call until it is answered; return its id."""
         self._last_call_id += 1
         call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
@@ -178,7 +176,7 @@ class IngressLink:
             self._take_in(frame.body, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass; a few times per heartbeat interval, after receiving all that has arrived."""
+        """Let time pass; a few times per heartbeat interval, after receiving."""
         if self.phase is LinkPhase.HAILING:
             if now >= self._hello_at:
                 self._say_hello(now)
@@ -242,7 +240,7 @@ class IngressLink:
         self._say_hello(now)
 
     def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
-        """Return whether this hello answers ours. A second answer brings a newer epoch."""
+        """Return whether this hello answers ours; a second answer has a newer epoch."""
         return (
             hello.gateway_incarnation == self._incarnation
             and hello.link == self._link_number
@@ -299,7 +297,7 @@ class IngressLink:
             self._acknowledge(now)
 
     def _take_in_tokens(self, body: Tokens) -> bool:
-        """Return False if there is a gap before a token or an end."""
+        """Return False if there is a gap."""
         for admitted in body.admitted:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:

@@ -1,6 +1,6 @@
 """Interceptors of every call: the limit of open calls, the counts by status, the errors that reach the client.
 
-A client never gets the text of an unexpected error. Must not know: what calls do.
+A client never gets the text of an unexpected error.
 """
 
 # ruff: noqa: D102 (gRPC describes the methods)
@@ -25,10 +25,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose method raises, with the status of ``CallRefusedError``, else INTERNAL and a logged id.
-
-    Only the interceptor that counts calls comes before it.
-    """
+    """Ends calls whose method raises, with the status of ``CallRefusedError``, else INTERNAL and a logged id."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -84,7 +81,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open, unlike gRPC with a message. It comes after the errors' interceptor."""
+    """Refuses calls while ``most`` are open, unlike gRPC with a message."""
 
     def __init__(self, most: int) -> None:
         self._most = most

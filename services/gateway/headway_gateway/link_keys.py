@@ -1,4 +1,4 @@
-"""The CURVE keys of the link to the scheduler. Must not know: the protocol."""
+"""The CURVE keys of the link to the scheduler."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class LinkKeys(msgspec.Struct, frozen=True):
 
 
 def load_link_keys(directory: Path) -> LinkKeys:
-    """Read ``scheduler.key`` and ``gateway.key_secret``.
+    """Read both key files.
 
     Raises:
         ValueError: a file is missing or holds no such key.

@@ -1,7 +1,4 @@
-"""One continuation on the link: its submission, and everything received for it.
-
-Must not know: frames, text.
-"""
+"""One continuation on the link, and everything received for it. Must not know: frames, text."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,8 +12,8 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 class LiveSequence:
     """One continuation that the gateway wants.
 
-    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others, ``prompt_logprobs`` the
-    prompt from its second token. ``num_cached_tokens`` is None until it runs.
+    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others. ``num_cached_tokens`` is
+    None until it runs.
     """
 
     __slots__ = (
@@ -49,7 +46,7 @@ class LiveSequence:
 
     @property
     def has_run(self) -> bool:
-        """Whether the scheduler has accepted it; then it must get an end, not a refusal."""
+        """Whether the scheduler has accepted it; then it gets no refusal."""
         return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
 
     def to_submit(self) -> Submit:

@@ -1,7 +1,5 @@
 """The load of gateway and scheduler, for gRPC clients that balance by load (ORCA, gRFC A51).
 
-Must not know: generation, clients.
-
 ``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row.
 ``cpu_utilization``: share of one core. ``rps_fractional``, ``eps``: generations and failures per second.
 """

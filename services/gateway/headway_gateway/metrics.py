@@ -1,4 +1,4 @@
-"""The gateway's metrics for Prometheus. Must not know: HTTP, or how the figures come about."""
+"""The gateway's metrics for Prometheus. Must not know: HTTP."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,7 +1,4 @@
-"""Questions to the scheduler on behalf of a gRPC call.
-
-Owns: the time limit, and the refusal after it. Must not know: the questions.
-"""
+"""Questions to the scheduler on behalf of a gRPC call, with a time limit."""
 
 import grpc
 

@@ -1,7 +1,5 @@
 """The rate of a stream's writes: lower when the event loop falls behind.
 
-Must not know: what is written.
-
 A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause is
 proportional to the lateness, which falls as streams pause, so the two settle.
 """
@@ -20,7 +18,7 @@ _LONGEST_PAUSE_S = 0.04
 
 
 class WritePace:
-    """Shared by the streams of one event loop. It measures only while there are streams."""
+    """The pace of one event loop's streams; measured only while there are any."""
 
     def __init__(self) -> None:
         self._num_writers = 0

@@ -1,4 +1,4 @@
-"""Quick checks of a gateway's packages, files and addresses before it starts. Must not know: the callers."""
+"""Quick checks of a gateway's packages, files and addresses before it starts."""
 
 import errno
 import socket
@@ -21,7 +21,7 @@ def packages_of(config: GatewayConfig) -> tuple[str, ...]:
 
 
 def check(config: GatewayConfig) -> None:
-    """Check that the gateway could start; ``config`` has passed ``validate``.
+    """Check that the gateway could start.
 
     Raises:
         MissingFileError: the model has no tokenizer.

@@ -1,9 +1,7 @@
-"""A gateway as a process: logging, signals, exit codes.
+"""A gateway as a process: logging, signals, exit codes. Must not know: how requests are served.
 
-Must not know: how requests are served.
-
-Exit codes: 0 after SIGTERM or SIGINT; 2 for a configuration that cannot work, or an address in use; 3 for unusable
-tokenizer files. Each failure is one line on standard error.
+Exit codes: 0 after SIGTERM or SIGINT; 2 for a wrong configuration, or an address in use; 3 for unusable tokenizer
+files.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""From a request's prompt to token ids, with the early refusal of long prompts. Must not know: the scheduler."""
+"""From a request's prompt to token ids. Must not know: the scheduler."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class PromptEncoder:
         self._lanes = lanes
 
     async def encode(self, prompt: Any, kind: str, model: ModelInfo, *, is_prefix: bool = False) -> list[int]:
-        """Return the tokens of the prompt; ``kind`` names its field: text, chat or token_ids.
+        """Return the tokens of the prompt; ``kind`` names its field.
 
         With ``is_prefix``, a chat gives the tokens common to all chats that begin with it.
 

@@ -1,4 +1,4 @@
-"""The prompt's own events: tokens, text, log probabilities, in bounded messages. Must not know: gRPC calls, outputs."""
+"""The prompt's own events: tokens, text, log probabilities, in bounded messages."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Warnings that many clients could repeat without end. Must not know: their text."""
+"""Warnings that many clients could repeat without end."""
 
 import time
 from typing import Any

@@ -1,7 +1,4 @@
-"""gRPC server reflection: v1alpha of the companion package, and v1 as a renamed copy.
-
-Must not know: the reflected services.
-"""
+"""gRPC server reflection: v1alpha of the companion package, and v1 as a renamed copy."""
 
 from collections.abc import Sequence
 

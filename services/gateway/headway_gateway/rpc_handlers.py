@@ -1,4 +1,4 @@
-"""Methods of a gRPC server, wrapped: the same method with something around it. Must not know: why."""
+"""Methods of a gRPC server with something around them."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,10 +17,7 @@ def within(
     surroundings: Callable[[Any, Context], AbstractAsyncContextManager[Context]],
     deserialize: Callable[[bytes], Any] | None = None,
 ) -> Handler:
-    """Return the same method inside ``surroundings(request, context)``, which gives the context that the method sees.
-
-    ``deserialize``, if given, parses the requests.
-    """
+    """Return the same method inside ``surroundings(request, context)``, which gives the method's context."""
     behaviour: Callable[[Any, Any], Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )

@@ -1,9 +1,7 @@
 """An ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Owns: the socket, the timer behind ``tick``, waking waiting tasks. Must not know: the protocol's rules, text, gRPC.
-
-The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered, so
-its event flags are read after every use.
+Must not know: the protocol's rules, text, gRPC. The file descriptor is watched directly: ``zmq.asyncio`` makes a future
+and a task per message. It is edge-triggered, so its event flags are read after every use.
 """
 
 import asyncio
@@ -130,7 +128,7 @@ class SchedulerClient:
         place: FlightLogPlace | None = None,
         timeout_s: float,
     ) -> AdminReply:
-        """Send an operator's call to the scheduler.
+        """Send an operator's call.
 
         Raises:
             SchedulerUnavailableError: no answer came within ``timeout_s``.
@@ -149,7 +147,7 @@ class SchedulerClient:
             self._admin_waiters.pop(call_id, None)
 
     async def wait_until_serving(self, timeout_s: float) -> ModelInfo:
-        """Wait for a scheduler with a model and an executor; return the model.
+        """Wait for a model and an executor; return the model.
 
         Raises:
             SchedulerUnavailableError: none came within ``timeout_s``.

@@ -1,7 +1,4 @@
-"""One gateway process's gRPC server: services, channel options, TLS, start and stop.
-
-Must not know: signals, exit codes, logging.
-"""
+"""One gateway process's gRPC server. Must not know: signals, exit codes, logging."""
 
 import asyncio
 import contextlib
@@ -65,7 +62,7 @@ class GatewayServer:
     """A gateway inside one event loop."""
 
     def __init__(self, config: GatewayConfig, text_model: TextModel) -> None:
-        """``config`` has passed ``validate``.
+        """Make the parts.
 
         Raises:
             ValueError: the link's keys are unusable, or others can enter its socket's directory.
@@ -109,7 +106,7 @@ class GatewayServer:
         return self._client
 
     async def start(self) -> int:
-        """Listen and serve; return the port. Health follows scheduler and model.
+        """Listen and serve; return the port.
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
@@ -130,12 +127,12 @@ class GatewayServer:
         return port
 
     def reload_tokens(self) -> None:
-        """Read the token file again; if it is invalid, the old tokens stay."""
+        """Read the token file again."""
         if self._tokens is not None:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new generations and let open ones finish; return whether all did within ``grace_s``."""
+        """Refuse new generations; return whether open ones finished within ``grace_s``."""
         await self._health.shut_down()
         self._generation.begin_drain()
         try:

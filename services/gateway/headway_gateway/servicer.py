@@ -1,7 +1,4 @@
-"""The Generation service: checks a request, encodes its prompt, and runs its generation.
-
-Owns: refusals at the door, and the ids of live requests. Must not know: ZeroMQ, how tokens become text.
-"""
+"""The Generation service: checks a request, encodes its prompt, and runs its generation. Must not know: ZeroMQ."""
 
 # ruff: noqa: D102 (generation.proto describes the calls)
 
@@ -95,7 +92,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         *,
         keeps_special_tokens: bool = False,
     ) -> None:
-        """Run one generation and ``write`` its events; other APIs translate to and from its messages.
+        """Run one generation and ``write`` its events, also for other APIs.
 
         With ``keeps_special_tokens``, special tokens are part of the text, and stop strings may match them.
 
@@ -227,7 +224,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="tenant_rate", after_s=wait_s)
 
     async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """Return the served model; wait a short while if there is none yet.
+        """Return the served model; wait a short while for one.
 
         Raises:
             CallRefusedError: UNAVAILABLE, there is none.

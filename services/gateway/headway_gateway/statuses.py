@@ -1,7 +1,4 @@
-"""A refusal's way to a gRPC client: a status code, one clear line, machine-readable details.
-
-Must not know: why a call is refused.
-"""
+"""A refusal's way to a gRPC client: a status code, one clear line, machine-readable details."""
 
 from collections.abc import Iterable, Mapping
 
@@ -21,8 +18,8 @@ RETRY_S = 1.0
 class CallRefusedError(Exception):
     """Ends a call with ``code`` and ``message``.
 
-    ``violations`` (field, description) become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an
-    ``ErrorInfo`` and a label of the metrics.
+    ``violations`` become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an ``ErrorInfo`` and a label
+    of the metrics.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Finds stop strings in text that comes in pieces; never releases part of one.
 
-Must not know: tokens, streams, gRPC.
-
 One automaton per stop string (Knuth, Morris and Pratt 1977); its state is how many characters to hold. The first
 complete stop string wins, then the longest.
 """
@@ -62,7 +60,7 @@ class StopMatcher:
 
 
 def _failure_function(stop: str) -> list[int]:
-    """For each matched length, the longest shorter one that is also a prefix."""
+    """For each matched length, the longest shorter one that is a prefix."""
     failure = [0, 0]
     state = 0
     for place in range(1, len(stop)):

@@ -1,4 +1,4 @@
-"""A chat template in a process with bounded time and memory. Must not know: jinja2, tokenizers."""
+"""A chat template in a process with bounded time and memory."""
 
 import contextlib
 import threading
@@ -13,11 +13,11 @@ _PROGRAM = "headway_gateway.chat_templates"
 
 
 class TemplateError(Exception):
-    """There is no text; the message begins with a verb: it refuses, it fails."""
+    """The template gave no text; the message begins with a verb."""
 
 
 class TemplateUnavailableError(TemplateError):
-    """There is no text this time, through no fault of template or messages."""
+    """There is no text this time; the template is not at fault."""
 
 
 class ChatTemplate:

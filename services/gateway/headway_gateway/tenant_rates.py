@@ -1,4 +1,4 @@
-"""The rate of requests per tenant, by token buckets. Must not know: requests, a clock."""
+"""The rate of requests per tenant, by token buckets."""
 
 from collections import OrderedDict
 
@@ -6,7 +6,7 @@ MAX_TENANTS = 10_000
 
 
 class TenantRates:
-    """``rate`` requests per second and tenant, a second's worth at once; 0 is no limit."""
+    """``rate`` requests per second and tenant; 0 is no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate

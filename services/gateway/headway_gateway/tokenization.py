@@ -1,7 +1,7 @@
-"""From text to token ids and back with the checkpoint's own files.
+"""From text to token ids and back with the checkpoint's own files. Must not know: gRPC, the scheduler.
 
-Must not know: gRPC, the scheduler, threads. It trusts neither checkpoint nor prompt: the template runs in its own
-process, and a text that cannot fit is refused by its length.
+It trusts neither checkpoint nor prompt: the template runs in its own process, and a text that cannot fit is refused by
+its length.
 """
 
 import json
@@ -64,7 +64,7 @@ class TextModel:
         return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
-        """Refuse a text too long even for ``max_tokens`` of the longest tokens.
+        """Refuse a text too long for ``max_tokens`` of the longest tokens.
 
         Raises:
             PromptError: it cannot fit.
@@ -75,7 +75,7 @@ class TextModel:
             raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a text, and add the tokenizer's special tokens.
+        """Tokenise a text; add special tokens.
 
         Raises:
             PromptError: the text is not valid Unicode.
@@ -86,7 +86,7 @@ class TextModel:
         """Render (role, content) messages and tokenise the result.
 
         Raises:
-            PromptError: no usable template, a refusal by the template, or more than ``max_tokens``.
+            PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
         text = self.render_chat(messages)
@@ -96,7 +96,7 @@ class TextModel:
     def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
         """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
-        Only template and tokenizer know where the next message begins, so two continuations are compared.
+        Two continuations are compared, because only template and tokenizer know where the next message begins.
 
         Raises:
             PromptError: as ``encode_chat``.
@@ -113,7 +113,7 @@ class TextModel:
 
         Raises:
             PromptError: no usable template, or it refuses these messages.
-            PromptUnavailableError: the template took too long this time.
+            PromptUnavailableError: the template took too long.
         """
         if self.template_fault:
             raise PromptError(
@@ -203,7 +203,7 @@ class _TemplateFaultError(Exception):
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """As in transformers, files win over the configuration, and the default template counts."""
+    """As in transformers, files win over the configuration."""
     named = directory / _TEMPLATE_DIRECTORY
     for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
         if path.exists():

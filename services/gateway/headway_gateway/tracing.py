@@ -1,16 +1,7 @@
-"""OpenTelemetry traces of requests, from the caller's ``traceparent`` to the executor.
+"""OpenTelemetry traces of requests, with GenAI semantic conventions. Must not know: how requests are served.
 
-Owns: the spans, their attributes (GenAI semantic conventions), the export. Must not know: how requests are served.
-
-The gateway makes all spans; the scheduler reports durations, placed to end when the gateway got them. A thread exports,
-and drops spans beyond its queue. The spans::
-
-    chat MODEL                       gateway    the whole call
-      tokenize                       gateway    until the prompt was tokens
-      schedule                       scheduler  one per continuation: from its arrival to its end
-        queue                        scheduler  until it first ran
-        prefill                      executor   from its first step to its first token
-        decode                       executor   from its first token to its end
+The gateway makes all spans, listed in docs/observability.md; the scheduler reports durations, placed to end when the
+gateway got them. A thread exports, and drops spans beyond its queue.
 """
 
 import logging
@@ -277,7 +268,7 @@ class _ToStructlog(logging.Handler):
 
 
 class _WallClock:
-    """Wall-clock time for monotonic moments; one per trace, so that a change of the clock breaks none."""
+    """Wall-clock time for monotonic moments; a change of the clock breaks no trace."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()

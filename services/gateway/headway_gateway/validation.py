@@ -1,7 +1,6 @@
-"""Checks of a generation request before and after its prompt is tokenised.
+"""Checks of a generation request before and after its prompt is tokenised. Must not know: sockets, tasks, tokenising.
 
-Owns: the public API's limits, and ``Submit``. Must not know: sockets, tasks, tokenising. The scheduler repeats the
-range checks of ``headway_proto.sampling``.
+The scheduler repeats the range checks of ``headway_proto.sampling``.
 """
 
 import json
@@ -63,7 +62,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     def sampling_of(self, index: int) -> SamplingParams:
         """Return one continuation's parameters; the seed counts up.
 
-        Only the first reports the prompt; to choose the best, all report log probabilities.
+        To choose the best, all report log probabilities.
         """
         sampling = self.sampling
         if self.is_choice:
@@ -177,8 +176,8 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
     """Return the limit of output tokens, including those that the client already has.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT if ``max_tokens`` or ``min_tokens`` do not fit behind the prompt,
-            OUT_OF_RANGE if the client already has more.
+        CallRefusedError: INVALID_ARGUMENT if a limit does not fit behind the prompt, OUT_OF_RANGE if the client already
+            has more.
     """
     room = most_prompt_tokens(model) + 1 - num_prompt_tokens
     wanted = checked.max_tokens

@@ -1,4 +1,4 @@
-"""Wakes one task, once for any number of rings; lighter than ``asyncio.Event``. Must not know: what has happened."""
+"""Wakes one task, once for any number of rings; lighter than ``asyncio.Event``."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""One worker's entry point: it reads its configuration as JSON from standard input. Must not know: its siblings."""
+"""One worker's entry point: it reads its configuration as JSON from standard input."""
 
 import sys
 

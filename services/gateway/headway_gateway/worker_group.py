@@ -1,4 +1,4 @@
-"""Several gateway processes on one port (SO_REUSEPORT). Must not know: what a worker does.
+"""Several gateway processes on one port (SO_REUSEPORT).
 
 Workers are new interpreters: gRPC's and ZeroMQ's threads do not survive a fork.
 """
@@ -84,7 +84,7 @@ class WorkerGroup:
         return host, self._reservation.getsockname()[1]
 
     async def _keep_one(self, config: GatewayConfig) -> int:
-        """Run one worker, again when it dies; return its exit code when stopping, or if it always dies."""
+        """Run one worker, again when it dies; return its exit code."""
         quick_deaths = 0
         while not self._is_stopping:
             started_at = time.monotonic()

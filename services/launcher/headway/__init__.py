@@ -1,7 +1,4 @@
-"""The ``headway`` command and the Python client.
-
-Owns: the names ``Client`` and ``AsyncClient``, which import gRPC at their first use only.
-"""
+"""The ``headway`` command and the Python client, which imports gRPC at its first use only."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,6 @@
-"""The ``headway`` command.
+"""The ``headway`` command: a table of commands. Must not know: how they work.
 
-Owns: the list of commands. Must not know: how they work. It imports a command's module only to run it, so ``headway
-scheduler`` needs neither torch nor gRPC.
+It imports a command's module only to run it, so ``headway scheduler`` needs neither torch nor gRPC.
 """
 
 import argparse
@@ -40,8 +39,7 @@ _EXTRAS = {
 class Command(msgspec.Struct, frozen=True):
     """A command's line in the overview, and its module.
 
-    Its module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``. ``run`` returns the exit code, or
-    raises ConfigurationError.
+    ``run`` returns the exit code, or raises ConfigurationError.
     """
 
     summary: str
@@ -59,7 +57,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code (2: the command line or the configuration is wrong)."""
+    """Run one command; return the exit code (2: a wrong command line or configuration)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())

@@ -1,7 +1,6 @@
 """The sources of configuration: flags, then environment, then a TOML file, then defaults.
 
-Owns: reading sources, and suggestions for misspelt names. Must not know: what a setting means. Each value keeps its
-origin, so that an error can name the flag, the variable or the line.
+Must not know: what a setting means. Each value keeps its origin, so that an error can name it.
 """
 
 import argparse
@@ -36,7 +35,7 @@ _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"}
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value from a source. ``origin`` is the name that the user wrote."""
+    """A value, and the name that the user wrote."""
 
     value: Any
     origin: str
@@ -61,7 +60,7 @@ _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, 
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors, exit code 2, and the nearest flag for an unknown one."""
+    """An argument parser with one-line errors and the nearest flag for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line."""
@@ -101,7 +100,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
-    """Add one flag per setting. A flag that is not given leaves no attribute."""
+    """Add one flag per setting; an unused flag leaves no attribute."""
     group = parser.add_argument_group(title)
     for setting in settings:
         text = _help_text(setting)
@@ -146,7 +145,7 @@ def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) 
 
 
 def given_by_environment(environment: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> Layer:
-    """Return the values of ``HEADWAY_<SECTION>_*``. Commas separate the entries of mappings and sequences."""
+    """Return the values of ``HEADWAY_<SECTION>_*``. Commas separate entries."""
     layer = {}
     for name, setting in settings.items():
         variable = variable_of(section, name)
@@ -161,7 +160,7 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
     """Refuse a ``HEADWAY_`` variable that no setting reads: it would silently do nothing.
 
     Raises:
-        ConfigurationError: it names the variable and the nearest one that exists.
+        ConfigurationError: it names the nearest variable.
     """
     known = {variable_of(section, name) for section, names in sections.items() for name in names}
     for variable in sorted(environment.keys() - _BUILD_VARIABLES):
@@ -173,7 +172,7 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
 
 
 def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[str, Layer]:
-    """Read a TOML file: one table per section, one key per setting.
+    """Read a TOML file: one table per section.
 
     Raises:
         ConfigurationError: the file, a name or a value is wrong.
@@ -223,7 +222,7 @@ def merged(layers: Iterable[Layer]) -> dict[str, Given]:
 
 
 def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], None]) -> ConfigT:
-    """Make the frozen struct and validate it.
+    """Make the frozen struct.
 
     ``validate`` raises ValueError with a message that begins with the field's name.
 
@@ -243,7 +242,7 @@ def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], Non
 
 
 def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
-    """Replace the leading field name by the flag, variable or line that gave the value."""
+    """Replace the leading field name by its flag, variable or line."""
     field = re.match(r"\w*", message).group()  # type: ignore[union-attr]  # matches the empty string at least
     if field in given:
         return given[field].origin + message.removeprefix(field)

@@ -1,7 +1,4 @@
-"""The flags of commands that connect to a server, and their client.
-
-Must not know: what is asked of the server.
-"""
+"""The flags of commands that connect to a server, and their client."""
 
 import argparse
 
@@ -23,7 +20,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -> AsyncClient:
-    """Make the client, for the running event loop.
+    """Make the client.
 
     Raises:
         ConfigurationError: a file is unusable.

@@ -1,7 +1,4 @@
-"""``headway demo``: serve, stream several prompts at once, show the timings, stop.
-
-Must not know: how serving, streaming or showing works.
-"""
+"""``headway demo``: serve, stream several prompts at once, show the timings, stop."""
 
 import argparse
 import asyncio
@@ -88,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def demo_jobs(max_tokens: int) -> list[Job]:
-    """Return the prompts, with greedy sampling, so every run gives the same text."""
+    """Return the prompts; greedy sampling gives every run the same text."""
     options = cast("GenerateOptions", {"max_tokens": max_tokens, "temperature": 0.0})
     openings = [Job(title=opening, prompt=opening, options=options) for opening in OPENINGS]
     questions = [

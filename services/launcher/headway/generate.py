@@ -1,7 +1,6 @@
 """``headway generate``: prompts in, answers on the terminal, timings below.
 
-Owns: reading prompts, and the exit codes (1: a request failed; 2: bad command line or file; 130: Ctrl-C). Must not
-know: measuring a stream, or the layout of an answer.
+Owns: reading prompts, and the exit codes. Must not know: measuring or layout.
 """
 
 import argparse
@@ -63,7 +62,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of a JSONL file: a prompt, and its differences from the flags."""
+    """A line of a JSONL file, with its differences from the flags."""
 
     prompt: str
 
@@ -159,7 +158,7 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
     """Yield the prompts of the command line or file.
 
     Raises:
-        ConfigurationError: the file is unreadable or empty, or has a bad line.
+        ConfigurationError: the file is unreadable, empty or wrong.
     """
     given = SamplingOptions(
         **{

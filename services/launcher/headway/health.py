@@ -1,7 +1,4 @@
-"""The health of a server and its model.
-
-Owns: ``grpc.health.v1``, and reaching a server on this host. Must not know: its callers.
-"""
+"""The health of a server and its model (``grpc.health.v1``). Must not know: its callers."""
 
 import contextlib
 import socket
@@ -33,7 +30,7 @@ class ClientCertificate(msgspec.Struct, frozen=True):
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A server. TLS trusts ``certificates`` (PEM); without them the channel is plain text.
 
-    ``health_name`` is empty for the whole server. A server without this name counts as unreachable.
+    ``health_name`` is empty for the whole server.
     """
 
     address: str
@@ -55,7 +52,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_certificate(certificate_file: str | None, key_file: str | None, origin: str) -> ClientCertificate | None:
-    """Read a client certificate; None if no file is named.
+    """Read a client certificate, if a file is named.
 
     Raises:
         ConfigurationError: a file is unreadable, or they are no pair.
@@ -114,12 +111,10 @@ def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
 
 
 def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
-    """Return a name in the server's certificate.
-
-    This host has the same certificate, so checking the server's public name would prove nothing more.
+    """Return a name in the server's certificate, which must be one of ours.
 
     Raises:
-        OSError: no server listens, or its certificate is not among these.
+        OSError: no server listens, or its certificate is another.
     """
     context = ssl.create_default_context(cadata=certificates.decode("ascii"))
     context.check_hostname = False

@@ -1,10 +1,7 @@
-"""``headway keys``: the keys for links between hosts.
-
-Owns: each process's key files. Must not know: how a link uses them.
+"""``headway keys``: the keys for links between hosts. Must not know: how a link uses them.
 
 Executor and gateway have the scheduler's public key, so no other process can pose as the scheduler. The scheduler has
-theirs, per link, so a gateway cannot pose as an executor. More ``*.key`` files admit more of them. Git ignores the
-directory.
+theirs, per link, so a gateway cannot pose as an executor. More ``*.key`` files admit more of them.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs.
-
-Owns: smg's command line, start and readiness. Must not know: what smg does with a request, or when it restarts.
-"""
+"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs. Must not know: smg's work."""
 
 import argparse
 import asyncio
@@ -50,7 +47,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Check the user's flags with smg's own parser.
 
     Raises:
-        ValueError: smg refuses them; the message is one line.
+        ValueError: smg refuses them.
     """
     from smg.router_args import RouterArgs
 
@@ -73,7 +70,7 @@ async def wait_until_serving(openai_address: str, num_gateways: int = 1, gateway
 
 
 def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> bool:
-    """Return whether smg lists a model and its tokenizer, and sends requests to this many gateways.
+    """Return whether smg lists a model and its tokenizer, and uses this many gateways.
 
     ``gateways`` must be among them, because another smg may use this address.
     """
@@ -86,7 +83,7 @@ def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[
 
 
 def ready_gateways(openai_address: str) -> list[str]:
-    """Return the HOST:PORT of the gateways that smg uses.
+    """Return the HOST:PORT of smg's gateways.
 
     Raises:
         OSError: smg does not answer.
@@ -105,7 +102,7 @@ def _asked(openai_address: str, path: str) -> bytes:
 def main(arguments: Sequence[str]) -> None:
     """Run smg for the gateways in the first argument, separated by commas; the rest are smg's flags.
 
-    smg asks for a worker's model less and less often, so it starts when there is a model.
+    It starts when there is a model, because smg asks for it less and less often.
     """
     if not end_with_parent() or launcher_is_gone(os.environ):
         return

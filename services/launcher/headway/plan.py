@@ -1,7 +1,6 @@
-"""Decisions of ``headway serve`` before it starts a process.
+"""Decisions of ``headway serve`` before it starts a process: configurations, command lines, order of start and stop.
 
-Owns: each service's configuration and command line, and the order of start and stop. Must not know: how processes run,
-or what replicas cannot share.
+Must not know: how processes run.
 """
 
 import argparse
@@ -50,9 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the services.
 
     ``commands`` are in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A process
-    that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways.
-    ``environments`` and ``cores`` (processor cores) exist for processes that have their own. ``directory`` is private.
-    ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start.
+    that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways. ``directory``
+    is private. ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start.
     """
 
     commands: dict[str, list[str]]
@@ -75,10 +73,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
-    """Settle and validate every configuration, so that a mistake is reported before anything starts.
+    """Settle and validate every configuration before anything starts.
 
-    A shared setting reaches each of its services. serve's own value (flag, variable, [serve]) wins over the service's
-    (variable, [scheduler], [executor], [gateway]).
+    serve's own value (flag, variable, [serve]) wins over the service's (variable, [scheduler], [executor], [gateway]).
 
     Raises:
         ConfigurationError: a source is wrong.
@@ -147,7 +144,7 @@ Configs = Mapping[str, msgspec.Struct]
 
 
 def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
-    """Return each replica's metrics ports: one per service, and one per further gateway worker."""
+    """Return each replica's metrics ports: one per service and further gateway worker."""
     if not serve.metrics_port:
         return [range(0)] * serve.replicas
     num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway itself refuses 0.
@@ -233,7 +230,7 @@ def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence
 
 
 def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
-    """Return the order of stops, with each service's time for its requests and a margin."""
+    """Return the order of stops, with each service's time and a margin."""
     stages = [
         {
             replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S

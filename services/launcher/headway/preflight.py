@@ -1,8 +1,4 @@
-"""Checks of this host before a process starts.
-
-Owns: whether packages, devices, model files and ports are there. Must not know: what a setting means. The processes
-check again later.
-"""
+"""Checks of this host before a process starts. Must not know: what a setting means. The processes check again."""
 
 import functools
 import importlib.util
@@ -51,10 +47,10 @@ def check(plan: Plan) -> None:
 
 
 def require(package: str) -> None:
-    """Check that a package is installed, without importing it.
+    """Check for a package without importing it.
 
     Raises:
-        ModuleNotFoundError: it is not.
+        ModuleNotFoundError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -74,7 +70,7 @@ def check_free(who: str, address: str) -> None:
     """Check that HOST:PORT is free; ``who`` is the flag.
 
     Raises:
-        ConfigurationError: another process listens there, or the host is not this machine's.
+        ConfigurationError: it is taken, or not this machine's.
     """
     problem = of_gateway.problem_of_listening(address)
     if problem:

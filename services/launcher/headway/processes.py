@@ -1,9 +1,6 @@
-"""Child processes: start, watch, signal, and leave none running.
+"""Child processes: start, watch, signal, and leave none running. Must not know: when.
 
-Must not know: when to start or stop them.
-
-Every child leads its own session. So Ctrl-C reaches only the launcher, which stops the children in order, and a kill
-reaches a child's own children.
+Every child leads its own session. So Ctrl-C reaches only the launcher, and a kill reaches a child's own children.
 """
 
 import asyncio
@@ -29,8 +26,7 @@ class ChildExited(msgspec.Struct, frozen=True):
 class Children:
     """This process's children by name, within a running event loop.
 
-    ``environments`` has one for each; ``cores`` has those of children with their own. ``on_exit`` is called once per
-    child that ends.
+    ``cores`` has those of children with their own. ``on_exit`` is called once per child that ends.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The progress of a long run, on stderr.
-
-Owns: the line's layout and rate. Must not know: what is run.
-"""
+"""The progress line of a long run, on stderr. Must not know: what is run."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +18,7 @@ class ProgressLine:
         self._next_draw_s = clock() + REDRAW_S
 
     def show(self, num_done: int, num_all: int, what: str) -> None:
-        """Draw, if the last time is long ago; ``what`` names the counted things."""
+        """Draw, if the last time is long ago."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S

@@ -1,8 +1,7 @@
 """Detection of children that hang: stopped, or in a call that never returns.
 
-Owns: the pipes for signs of life, and each child's silence. Must not know: what happens to a silent child.
-
-Silence is counted in looks, not in time: a suspended machine must not make children look dead.
+Must not know: what happens to them. Silence is counted in looks, not in time: a suspended machine must not make
+children look dead.
 """
 
 import math
@@ -12,9 +11,7 @@ LOOK_INTERVAL_S = 0.5
 
 
 class PulseWatch:
-    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign; with ``hang_s`` 0 none
-    is.
-    """
+    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign."""
 
     def __init__(self, hang_s: float) -> None:
         self._most_silent_looks = math.ceil(hang_s / LOOK_INTERVAL_S) if hang_s else None
@@ -22,7 +19,7 @@ class PulseWatch:
         self._silent_looks: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """Make a child's pipe; return its end of it, which the caller closes."""
+        """Make a pipe; return the child's end, which the caller closes."""
         self.close(name)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipes[name] = reader

@@ -1,7 +1,4 @@
-"""Waiting until a new server serves.
-
-Owns: polling, messages meanwhile, and the readiness line. Must not know: how the server started.
-"""
+"""Polling until a new server serves. Must not know: how the server started."""
 
 import asyncio
 import time
@@ -17,10 +14,7 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
-    """Return the readiness line once all are SERVING; report now and then until then.
-
-    ``started`` is in monotonic seconds.
-    """
+    """Return the readiness line once all are SERVING; report now and then until then."""
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
     while waiting:

@@ -1,7 +1,6 @@
-"""The differences between the replicas of ``headway serve --replicas N``.
+"""The differences between the replicas of ``headway serve --replicas N``: names, ports, directories, devices, cores.
 
-Owns: names, ports, directories, devices, processor cores. Must not know: how a process starts. A single replica has
-every setting as given, and plain names.
+A single replica has every setting as given, and plain names.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         """Return a service's settings, changed where replicas cannot share them.
 
         Raises:
-            ConfigurationError: no change is possible either.
+            ConfigurationError: no change is possible.
         """
         result = dict(given)
         if self.is_alone:
@@ -81,7 +80,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """Return an executor's equal share of the cores, or none below two each."""
+        """Return an equal share of the cores, or none below two each."""
         num_own = len(cores) // self.count
         if self.is_alone or num_own < 2:
             return frozenset()
@@ -94,10 +93,9 @@ def replicas_of(count: int) -> list[Replica]:
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:
-    """Return a HOST:PORT for each gateway: the given port and those after it, or free ones if it is 0.
+    """Return each gateway's HOST:PORT: the given port and those after it, or free ones if it is 0.
 
-    Free ports are chosen here, so that a gateway keeps its address when it restarts. The gateway reports an invalid
-    HOST:PORT.
+    A gateway keeps a free port that was chosen here when it restarts.
 
     Raises:
         ConfigurationError: there are too few ports, or the host is not this machine's.
@@ -120,7 +118,7 @@ def grpc_addresses(given: Given, count: int) -> list[Given]:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return different ports on which no process listens now.
+    """Return different free ports.
 
     Raises:
         OSError: ``host`` is not this machine's.
@@ -134,10 +132,10 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
-    """Refuse equal addresses among pairs of a name and HOST:PORT.
+    """Check pairs of a name and HOST:PORT.
 
     Raises:
-        ConfigurationError: it names both.
+        ConfigurationError: two addresses are equal.
     """
     taken: list[tuple[str, str, str]] = []
     for who, address in listeners:

@@ -1,7 +1,4 @@
-"""Answers on a terminal.
-
-Owns: their layout, and the table of timings. Must not know: where they came from.
-"""
+"""Answers and their timings on a terminal. Must not know: where they came from."""
 
 import math
 import sys
@@ -17,7 +14,7 @@ _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "to
 
 
 class Screen:
-    """Shows each finished answer under its prompt; on a terminal it shows progress."""
+    """Shows each finished answer under its prompt, and progress."""
 
     def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: ProgressLine | None = None) -> None:
         self._jobs = jobs
@@ -48,11 +45,7 @@ def block(number: int, job: Job, answer: Answer) -> str:
 
 
 def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
-    """Return a line per token from the second on (id, text, log probability, alternatives), and the sum and the
-    perplexity.
-
-    ``texts`` are by token id.
-    """
+    """Return a line per token from the second on, then the sum and the perplexity. ``texts`` are by token id."""
     lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:
         alternatives = "  ".join(f"{token_id} {texts[token_id]!r} {logprob:.3f}" for token_id, logprob in entry.top)
@@ -63,7 +56,7 @@ def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
 
 
 def table(answers: Sequence[Answer], wall_s: float) -> str:
-    """Return a line of timings per answer, and one for all, which took ``wall_s``."""
+    """Return a line of timings per answer, and one for all."""
     rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, start=1))]
     return "\n".join((*aligned(rows, left=()), "", total(answers, wall_s), ""))
 

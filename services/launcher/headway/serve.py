@@ -1,7 +1,6 @@
 """``headway serve``: scheduler, executor and gateway on this machine.
 
-Owns: feeding signals and ends of children to the state machine of ``supervision``. Must not know: configurations
-(``plan``) or when to restart.
+It feeds signals and ends of children to ``supervision``. Must not know: configurations (``plan``).
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""The settings of ``headway serve`` itself.
-
-Must not know: the services' settings, or how anything starts.
-"""
+"""The settings of ``headway serve`` itself."""
 
 import importlib.util
 from typing import Annotated

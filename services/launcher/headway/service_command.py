@@ -1,7 +1,4 @@
-"""The commands ``headway scheduler``, ``executor`` and ``gateway``: one service by itself.
-
-Must not know: what a setting means.
-"""
+"""The commands ``headway scheduler``, ``executor`` and ``gateway``: one service by itself."""
 
 import argparse
 import os

@@ -1,7 +1,6 @@
-"""The three services.
+"""The three services, their configurations, and the model name ``demo``. Must not know: what a setting means.
 
-Owns: their list, loading a configuration, and the model name ``demo``. Must not know: what a setting means. A service
-is imported only when needed, because a scheduler's host has no torch.
+A service is imported only when needed, because a scheduler's host has no torch.
 """
 
 import argparse
@@ -101,7 +100,7 @@ SERVICES = {
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return serve's own settings, and those of the services that it does not settle."""
+    """Return serve's settings and those of the services that it does not settle."""
     settings = settings_of(ServeConfig)
     for service in SERVICES.values():
         for name, setting in service.settings.items():
@@ -111,7 +110,7 @@ def serve_settings() -> dict[str, Setting]:
 
 
 def load(service: Service, arguments: argparse.Namespace, environment: Mapping[str, str]) -> msgspec.Struct:
-    """Build the configuration of a service that runs by itself.
+    """Build the configuration of a service by itself.
 
     Raises:
         ConfigurationError: a source is wrong.
@@ -123,10 +122,10 @@ def load(service: Service, arguments: argparse.Namespace, environment: Mapping[s
 
 
 def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
-    """Read the ``--config`` file by section; also check the names in the environment.
+    """Read the ``--config`` file by section.
 
     Raises:
-        ConfigurationError: a variable is unknown, or the file is wrong.
+        ConfigurationError: an environment variable is unknown, or the file is wrong.
     """
     sections = {SERVE: serve_settings(), **{name: service.settings for name, service in SERVICES.items()}}
     check_environment(environment, sections)

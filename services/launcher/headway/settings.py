@@ -1,7 +1,4 @@
-"""The fields of a configuration struct as settings with names, types and help.
-
-Owns: flags, environment variables, and reading and describing values. Must not know: which services exist.
-"""
+"""The fields of a configuration struct as settings with names, types and help. Must not know: which services exist."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +54,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sequence(self) -> bool:
-        """Whether the value is a sequence, given with commas or by repeating the flag."""
+        """Whether the value is a sequence."""
         return isinstance(self.shape, inspect.VarTupleType | inspect.ListType)
 
 
@@ -120,10 +117,10 @@ def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
 
 
 def from_toml(setting: Setting, value: Any, origin: str) -> Any:
-    """Check a value that TOML has typed.
+    """Check a TOML value.
 
     Raises:
-        ConfigurationError: the value does not fit the type.
+        ConfigurationError: it does not fit the type.
     """
     return _checked(setting, value, origin, strict=True)
 
@@ -158,7 +155,7 @@ def one_line(text: object) -> str:
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:
-    """Return a file's content, or None if none is named.
+    """Return a file's content, if one is named.
 
     Raises:
         ConfigurationError: the file is unreadable.
@@ -170,10 +167,10 @@ def bytes_of_file(path: str | None, origin: str) -> bytes | None:
 
 
 def token_of_file(path: str | None, origin: str) -> str:
-    """Return the bearer token in a file; empty if none is named.
+    """Return the bearer token in a file, if one is named.
 
     Raises:
-        ConfigurationError: the file is unreadable, or is not one word of printable ASCII.
+        ConfigurationError: the file is unreadable, or not one word of printable ASCII.
     """
     words = (bytes_of_file(path, origin) or b"").decode("ascii", "replace").split()
     if len(words) > 1 or not all(word.isascii() and word.isprintable() for word in words):

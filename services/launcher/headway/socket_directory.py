@@ -1,7 +1,6 @@
-"""The private directory of a launcher's sockets.
+"""The private directory of a launcher's sockets. Must not know: their use.
 
-Owns: its place and permissions, and removing abandoned ones. Must not know: the sockets' use. A launcher locks a file
-in its directory; the kernel releases the lock when the launcher ends in any way.
+A launcher locks a file in its directory; the kernel releases the lock when the launcher ends in any way.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Runs prompts against a server and measures the answers.
-
-Owns: an answer's figures at the client. Must not know: where prompts come from, or how answers are shown.
-"""
+"""Runs prompts against a server and measures the answers at the client."""
 
 import asyncio
 import time
@@ -23,10 +20,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job. Times are in seconds at the client, from sending.
+    """The result of a job. Times are in seconds from sending.
 
-    ``mean_itl_s`` is the time from the first to the last token over the number of gaps; it is 0 for fewer than two
-    tokens. ``prompt`` is set if it was asked for.
+    ``mean_itl_s`` is the time from the first to the last token over the number of gaps; 0 for fewer than two tokens.
     """
 
     request_id: str = ""
@@ -48,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], None]) -> Answer:
-    """Stream one job to its end. ``on_text`` gets each piece of text and its number of tokens.
+    """Stream one job. ``on_text`` gets each text and its number of tokens.
 
     A failed request gives an answer with an error, so other jobs go on.
     """
@@ -87,11 +83,7 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
 
 
 async def texts_of(client: AsyncClient, prompt: PromptTokens) -> dict[int, str]:
-    """Return the text of each token in a prompt's log probabilities.
-
-    Raises:
-        HeadwayError: the call failed.
-    """
+    """Return the text of each token in a prompt's log probabilities."""
     token_ids = sorted(
         {one for entry in prompt.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))}
     )
@@ -110,9 +102,9 @@ async def answer_all(
     on_tokens: Callable[[int], None],
     on_answer: Callable[[int, Answer], None],
 ) -> list[Answer]:
-    """Run the jobs, at most ``concurrency`` at a time; return the answers in order.
+    """Run at most ``concurrency`` jobs at a time; return the answers in order.
 
-    ``on_tokens`` gets counts of tokens as they come; ``on_answer`` gets each ended job's number and answer.
+    ``on_tokens`` gets counts of new tokens; ``on_answer`` gets each ended job's number and answer.
     """
     slots = asyncio.Semaphore(concurrency)
 

@@ -1,6 +1,6 @@
 """The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out.
 
-Owns: restarts with back-off and a budget, the order of a stop, the exit code. Must not know: processes or the clock.
+Must not know: processes or the clock.
 """
 
 import itertools
@@ -18,8 +18,8 @@ RESTARTS_EXHAUSTED_EXIT_CODE = 1
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how fast a dead process restarts. Times are in seconds.
 
-    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. A process that ran
-    for a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
+    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. More than
+    ``max_restarts`` within a window end the fleet.
     """
 
     max_restarts: int = 10
@@ -56,7 +56,7 @@ Action = Start | Terminate | Kill | Report
 
 
 class Fleet:
-    """The processes of one served model, from the first start to the last exit.
+    """The processes of one served model.
 
     Each of the ``stop_stages`` maps names to seconds from SIGTERM to SIGKILL. It begins when all processes of the stage
     before have ended.
@@ -78,7 +78,7 @@ class Fleet:
 
     @property
     def refused_by(self) -> str:
-        """The process that refused its settings and so ended the others, or empty."""
+        """The process that refused its settings and so ended the others."""
         return self._refused_by
 
     @property
@@ -117,7 +117,7 @@ class Fleet:
         return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
-        """Begin an orderly stop; a second request kills at once, with ``impatient_exit_code``.
+        """Begin an orderly stop; a second request kills at once.
 
         A process that dies unasked meanwhile restarts, to finish accepted work.
         """

@@ -1,10 +1,10 @@
-"""Tables of text. Owns: the alignment of columns. Must not know: their contents."""
+"""Tables of text."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return one line per row; align ``left`` columns to the left, the others to the right."""
+    """Return one line per row; align ``left`` columns to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,1 @@
-"""The service ``vllm.grpc.engine.VllmEngine``, for the gateway ``smg``, on ``headway.v1.Generation``.
-
-Must not know: ZeroMQ, how requests run. It is imported only if served; its stubs come with the extra ``smg``.
-"""
+"""The service ``vllm.grpc.engine.VllmEngine``, for the gateway ``smg``. It is imported only if served."""

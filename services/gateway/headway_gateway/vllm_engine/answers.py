@@ -1,4 +1,4 @@
-"""A generation's events as VllmEngine's answers. Must not know: where events come from."""
+"""A generation's events as VllmEngine's answers."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,7 +16,7 @@ _FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Turns events into answers to ``request``: chunks for a stream, else one whole answer per output."""
+    """Turns events into answers: chunks for a stream, else one whole answer per output."""
 
     def __init__(self, request: vllm.GenerateRequest, send: Callable[[vllm.GenerateResponse], Awaitable[None]]) -> None:
         self._send = send
@@ -35,7 +35,7 @@ class AnswerWriter:
         """Process the next event.
 
         Raises:
-            CallRefusedError: INTERNAL, an output failed. The service has no field for the reason.
+            CallRefusedError: INTERNAL, an output failed.
         """
         kind = message.WhichOneof("event")
         if kind == "accepted":

@@ -1,6 +1,6 @@
-"""The prefix cache as VllmEngine's stream of KV events. Must not know: how blocks are cached.
+"""The prefix cache as VllmEngine's stream of KV events.
 
-A subscription begins with a clearing and the whole cache; so does what follows a restart or a long delay.
+A subscription begins with a clearing and the whole cache; so does the stream after a restart or a long delay.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""VllmEngine's load figures. Must not know: where the status comes from, a clock."""
+"""VllmEngine's load figures."""
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 

@@ -1,4 +1,4 @@
-"""VllmEngine's requests as ``headway.v1``, and refusals back. Must not know: ranges (see ``validation``).
+"""VllmEngine's requests as ``headway.v1``, and refusals back.
 
 A field is translated, refused, or without effect on tokens. None is ignored silently.
 """
@@ -84,7 +84,7 @@ _CALLERS_NAMES = (
 
 
 def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:
-    """Return the same request in ``headway.v1``; ranges are checked later.
+    """Return the same request in ``headway.v1``.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every field that has no equivalent.

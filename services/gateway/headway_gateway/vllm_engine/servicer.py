@@ -1,4 +1,4 @@
-"""The VllmEngine service, on the parts that serve ``headway.v1``. Must not know: how a generation runs."""
+"""The VllmEngine service, on the parts that serve ``headway.v1``."""
 
 # ruff: noqa: D102 (the .proto of VllmEngine describes the calls)
 

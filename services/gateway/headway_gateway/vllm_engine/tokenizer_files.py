@@ -1,4 +1,4 @@
-"""The files that a caller needs to tokenise and to render chats, as one archive. Must not know: their contents."""
+"""The files for tokenising and rendering chats, as one archive."""
 
 import hashlib
 import io
@@ -41,7 +41,7 @@ class TokenizerArchive(msgspec.Struct, frozen=True):
 
 
 def tokenizer_archive(directory: Path) -> TokenizerArchive:
-    """Pack the tokenizer's files of a model directory. This is slow.
+    """Pack the tokenizer's files. This is slow.
 
     Raises:
         OSError: a file is unreadable.

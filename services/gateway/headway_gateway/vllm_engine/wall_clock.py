@@ -1,4 +1,4 @@
-"""The date in some of VllmEngine's answers. Must not know: its readers."""
+"""The date in some of VllmEngine's answers."""
 
 from datetime import UTC, datetime
 

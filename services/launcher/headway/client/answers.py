@@ -1,7 +1,4 @@
-"""Deltas, usage, timings, log probabilities and the result of a generation.
-
-Must not know: messages or streams.
-"""
+"""The values of a generation. Must not know: messages or streams."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -11,7 +8,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of an output token. ``top`` has (token id, log probability), best first."""
+    """An output token's log probability. ``top`` has (token id, log probability), best first."""
 
     token_id: int
     logprob: float
@@ -64,7 +61,7 @@ class PromptTokens:
 class Completion:
     """One continuation. ``finish_reason`` is None while it runs; ``error`` explains the reason "error".
 
-    ``mean_logprob`` and ``seed`` are set if the gateway chose it as the best of several.
+    ``mean_logprob`` and ``seed`` are set with ``best_of``.
     """
 
     index: int

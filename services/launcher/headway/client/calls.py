@@ -1,6 +1,4 @@
-"""Every call but ``generate``, as data.
-
-Owns: each call's method, request and reading of the response; polling for readiness. Must not know: threads or event
+"""Every call but ``generate``, as data: method, request, and reading of the response. Must not know: threads or event
 loops.
 """
 

@@ -1,7 +1,4 @@
-"""A connection to a gateway, for threads or for an event loop.
-
-Owns: channels, credentials and stubs. Must not know: which calls exist.
-"""
+"""Channels, credentials and stubs, for threads or for an event loop. Must not know: which calls exist."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +28,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A gateway's address and credentials. ``tls``, or any certificate (PEM), turns TLS on."""
+    """A gateway's address and credentials. Certificates (PEM) or ``tls`` turn TLS on."""
 
     address: str
     token: str | None = None
@@ -80,7 +77,7 @@ class Connection:
         }
 
     def start(self, call: Call[AnswerT]) -> Any:
-        """Start a call: return its response, or with ``grpc.aio`` an awaitable of it."""
+        """Start a call: return its response, or with ``grpc.aio`` an awaitable."""
         method = getattr(self._stubs[call.service], call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._metadata)
 

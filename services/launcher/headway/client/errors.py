@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 class HeadwayError(Exception):
     """A call that failed. ``violations`` has (field, description) pairs; ``retry_after_s`` is the server's advice.
 
-    ``reason`` is the gateway's code for the refusal, or empty if no gateway answered.
+    ``reason`` is the gateway's code for a refusal, or empty.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""One generation: its output, and the request that continues a broken stream.
-
-Owns: reading events, and retries. Must not know: I/O.
-"""
+"""One generation: its output, and the request that continues a broken stream. Must not know: I/O."""
 
 import time
 from collections.abc import Iterable
@@ -107,7 +104,7 @@ class Generation:
         return None
 
     def delay_before_resuming(self, error: grpc.RpcError) -> float:
-        """Return the seconds until ``next_request`` may be sent.
+        """Return the wait in seconds before ``next_request``.
 
         Raises:
             HeadwayError: another attempt is useless.

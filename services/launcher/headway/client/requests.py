@@ -1,7 +1,4 @@
-"""Messages from plain Python values.
-
-Owns: the options of ``generate``. Must not know: ranges and defaults; the server has them.
-"""
+"""Messages from plain Python values. Must not know: ranges and defaults; the server has them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

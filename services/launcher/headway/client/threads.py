@@ -135,7 +135,7 @@ class Client:
         return self._call(calls.status())
 
     def requests(self) -> list[admin_pb2.RequestState]:
-        """Return every live request; its continuations share its id. The scheduler's cost grows with their number."""
+        """Return every live request; continuations share an id. The scheduler's cost grows with their number."""
         return self._call(calls.requests())
 
     def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
