@@ -1,4 +1,4 @@
-"""The files that a long run writes at its end: checked before the run. Must not know: their contents."""
+"""The files that a long run writes at its end: checked before the run."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from headway_process.installation import install_advice
 
 
 def check_output_files(paths: Mapping[str, str]) -> None:
-    """Check paths by their flags; an empty path is not written.
+    """Check paths by their flags.
 
     Raises:
         ConfigurationError: a path is a directory, or in one that does not exist.
@@ -22,7 +22,7 @@ def check_output_files(paths: Mapping[str, str]) -> None:
 
 
 def check_pictures(flag: str, path: str) -> None:
-    """Check that matplotlib is there if a picture is asked for.
+    """Check that matplotlib is there for a picture.
 
     Raises:
         ConfigurationError: it is not.
@@ -32,7 +32,7 @@ def check_pictures(flag: str, path: str) -> None:
 
 
 def write_output(flag: str, path: str, write: Callable[[Path], object]) -> None:
-    """Write one file; an empty path is not written.
+    """Write one file, if it has a path.
 
     Raises:
         ConfigurationError: writing failed.

@@ -1,4 +1,4 @@
-"""Percentiles and rates, computed and rounded, for every report of a run. Must not know: what was measured."""
+"""Percentiles and rates for every report of a run."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
-    """Interpolate linearly between the two nearest values; values that are not finite are left out."""
+    """Interpolate linearly between the two nearest values; leave out values that are not finite."""
     finite = np.asarray(values)[np.isfinite(values)]
     if not len(finite):
         return Percentiles()
@@ -25,7 +25,7 @@ def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Return the quotient, or 0 if the denominator is 0."""
+    """Return the quotient, 0 for a denominator of 0."""
     return rounded(numerator / denominator) if denominator else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The style of all pictures of runs, with matplotlib. Must not know: what is drawn."""
+"""The style of all pictures of runs. Must not know: what is drawn."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ BLUE, ORANGE, GREY = "#2563a8", "#d9730d", "#8a8a8a"
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Style all axes of a figure and write it as PNG.
+    """Style a figure and write it as PNG.
 
     Raises:
         OSError: writing failed.

@@ -1,4 +1,4 @@
-"""The cells and lines that reports of runs share. Must not know: the reports."""
+"""The cells and lines that reports of runs share."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -26,7 +26,7 @@ def rate_cell(value: float | None) -> str:
 def shown_groups(tenants: Mapping[str, GroupT], priorities: Mapping[str, GroupT]) -> list[tuple[str, GroupT]]:
     """Return the groups of a table by name.
 
-    Priorities are left out if there is only one, or if each tenant has its own, because they would repeat the tenants.
+    Priorities are left out if there is only one, or if they would repeat the tenants.
     """
     if len(priorities) in {1, len(tenants)}:
         return list(tenants.items())

@@ -1,5 +1,4 @@
-"""``headway bench``: sends a load to a running server and measures the answers.
+"""``headway bench``: sends a load to a running server and measures the answers. Must not know: how any server works.
 
-Must not know: how any server works. Latencies count from the intended time of sending, so a late client hides no wait
-("coordinated omission"). Only ``openai_target`` imports aiohttp, ``headway_target`` gRPC, and ``picture`` matplotlib.
+Latencies count from the intended time of sending, so a late client hides no wait ("coordinated omission").
 """

@@ -1,10 +1,7 @@
-"""The search for the highest rate that meets an objective.
+"""The search for the highest rate that meets an objective. Must not know: how a rate is tried.
 
-Must not know: how a rate is tried.
-
-Rates double until one misses (or halve until one meets), then the geometric mean of both is tried until they are near.
-A rate *meets* the objective if the required share of requests keeps theirs and the server keeps up. Few requests may
-mislead: a rate is measured again, at most four times, until the required share is outside the 95% interval (Wilson's).
+Rates double until one misses (or halve until one meets), then the geometric mean of both is tried. A rate is measured
+again, at most four times, until the required share is outside the 95% interval (Wilson's).
 """
 
 import math
@@ -18,7 +15,7 @@ _LEAST_FRACTION = 1 / 1024
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """One run at a rate; ``num_meeting`` of its requests kept their objectives."""
+    """One run at a rate."""
 
     num_requests: int
     num_meeting: int
@@ -29,7 +26,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs at one rate. ``low`` and ``high`` bound the true share with 95% confidence."""
+    """All runs at one rate. ``low`` and ``high`` are 95% bounds of the true share."""
 
     rate: float
     num_looks: int
@@ -84,7 +81,7 @@ TakeLook = Callable[[float], Awaitable[Look]]
 async def find_capacity(
     search: Search, attainment: float, look: TakeLook, on_trial: Callable[[Trial], None]
 ) -> list[Trial]:
-    """Search to the end; return the trials. ``on_trial`` gets each as it ends."""
+    """Search to the end; return the trials."""
     trials = []
     while (rate := search.next_rate()) is not None:
         trial = await _try(rate, attainment, look)
@@ -121,7 +118,7 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
 
 
 def wilson_interval(num_good: int, num_all: int) -> tuple[float, float]:
-    """Return 95% bounds of a share (Wilson, 1927), which hold for small counts and shares near 1."""
+    """Return 95% bounds of a share (Wilson, 1927), for small counts and shares near 1 too."""
     share, spread = num_good / num_all, _Z95**2 / num_all
     middle = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / num_all + spread / (4 * num_all)) / (1 + spread)

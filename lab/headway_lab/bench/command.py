@@ -1,7 +1,6 @@
-"""``headway bench`` and ``headway bench capacity``: from flags to runs to the report.
+"""``headway bench`` and ``headway bench capacity``: from flags to runs to the report, and exit codes.
 
-Owns: the flags and the exit codes (1: no server, no answer, no capacity, or the required rate was not reached; 2: the
-command line or a file is wrong; 130: Ctrl-C). Must not know: sending, measuring or layout.
+Must not know: sending, measuring or layout.
 """
 
 import argparse
@@ -137,9 +136,9 @@ async def _capacity_session(options: BenchOptions) -> int:
 
 
 def at_rate(options: BenchOptions, rate: float, look: int, times: int = 1) -> BenchOptions:
-    """Return a load for one run of the search, ``times`` the smallest length; its first tenth is warm-up.
+    """Return a load for one run of the search, ``times`` the smallest length.
 
-    It has new prompts, because the server's prefix cache holds those of the run before.
+    It has new prompts, because the server caches those of the run before.
     """
     num_measured = times * max(options.probe_requests, round(rate * options.probe_s))
     num_warm_up = max(options.warmup_requests, num_measured // _WARM_UP_SHARE)

@@ -1,7 +1,4 @@
-"""One load from one client process or from several.
-
-Owns: starting the others, a common beginning, and merging results. Must not know: the target.
-"""
+"""One load from several client processes, and their merged results. Must not know: the target."""
 
 import asyncio
 import contextlib
@@ -38,7 +35,7 @@ OnProgress = Callable[[int], None]
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load to an open ``target``; return records in the order of their numbers.
+    """Send the load to an open ``target``; return records by number.
 
     Raises:
         TargetError: a client process failed.
@@ -89,7 +86,7 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
 
 
 class _ClientProcess:
-    """A client process, as its parent sees it."""
+    """A client process."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
         self._index = index

@@ -1,4 +1,4 @@
-"""Server-sent events of OpenAI-compatible servers (WHATWG HTML, section 9.2.6). Must not know: their data."""
+"""Server-sent events (WHATWG HTML, section 9.2.6). Must not know: their data."""
 
 import re
 
@@ -13,7 +13,7 @@ class EventStreamParser:
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of each event that these bytes complete; line feeds join several data lines."""
+        """Return the data of each completed event; line feeds join several data lines."""
         *lines, self._rest = _LINE_END.split(self._rest + received)
         if self._rest == b"" and received.endswith(b"\r"):
             # Its line feed may come later, and would look like another line.

@@ -1,14 +1,7 @@
-"""The figures of a finished load.
+"""The figures of a finished load, as docs/bench.md defines them. Must not know: sending or layout.
 
-Owns: which records and tokens count. Must not know: sending or layout.
-
-Latencies are those of requests that were answered to their end; statuses count the others. The window of throughputs
-begins with the first measured request's intended time and ends with the last end. Every output token in it counts, and
-the prompts of answered requests.
-
-If tokens came together, the first has the gap since those before, and the others have a gap of 0. **TPOT** is the time
-from first to last token over the tokens after the first, one value per request. Only a finished request can meet its
-objectives; attainment counts refused requests too.
+Latencies are those of requests that were answered to their end; statuses count the others. Throughputs count every
+output token in the window, and the prompts of answered requests.
 """
 
 from collections import Counter
@@ -31,7 +24,7 @@ _EDGE = 0.05
 
 
 class BenchedRequest(RequestFigures, frozen=True, kw_only=True):
-    """A measured request. Times are in seconds, gaps in milliseconds; None if there is no such time."""
+    """A measured request. Times are in seconds, gaps in milliseconds, where there are any."""
 
     status: str
     error: str
@@ -51,7 +44,7 @@ class BenchedGroup(GroupTotals, frozen=True, kw_only=True):
 
 
 class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The client's own delays. ``cpu_share`` is the busiest process's share of one core."""
+    """The client's own delays. ``cpu_share`` is a share of one core."""
 
     num_processes: int
     late_ms: Percentiles
@@ -62,8 +55,7 @@ class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
 class BenchTotals(Totals, frozen=True, kw_only=True):
     """A run in figures.
 
-    Attainment is None if no request has an objective. For users who wait for answers, the asked, the arriving and the
-    achieved rate are None. The last two also are None for a load that was too short.
+    For users who wait for answers, the asked, the arriving and the achieved rate are None.
     """
 
     num_ok: int
@@ -230,12 +222,12 @@ def _times_of(records: Sequence[RequestRecord]) -> TimeColumns:
 
 
 def ttft_of(record: RequestRecord) -> float | None:
-    """Seconds from the intended time of sending to the first token."""
+    """Seconds from the intended time of sending."""
     return record.chunk_times_s[0] - record.intended_s if record.chunk_times_s else None
 
 
 def tpot_of(record: RequestRecord) -> float | None:
-    """Mean seconds per token after the first; None if there are none."""
+    """Mean seconds per token after the first, if there are any."""
     if len(record.chunk_times_s) < 1 or record.num_output_tokens < 2:
         return None
     return (record.chunk_times_s[-1] - record.chunk_times_s[0]) / (record.num_output_tokens - 1)
@@ -251,7 +243,7 @@ def gaps_of(record: RequestRecord) -> NDArray[np.float64]:
 
 
 def rate_of(times_s: Sequence[float]) -> float | None:
-    """Events per second between the 5th and the 95th percentile of their times; None for too few of them."""
+    """Events per second between the 5th and the 95th percentile of their times, if they are enough."""
     if len(times_s) < _LEAST_FOR_A_RATE:
         return None
     first, last = np.quantile(times_s, (_EDGE, 1 - _EDGE)).tolist()

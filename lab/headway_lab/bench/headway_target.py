@@ -1,7 +1,7 @@
 """A Headway gateway as a target, over gRPC.
 
-Must not know: when requests are sent. It uses the stub, not ``AsyncClient``, because a bench must see a stream break.
-One channel is one TCP connection and one lock, so several share the load.
+It uses the stub, not ``AsyncClient``, because a bench must see a stream break. One channel is one TCP connection and
+one lock, so several share the load.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -28,7 +28,7 @@ _GOOD_ENDS = frozenset({api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH})
 
 
 class HeadwayTarget:
-    """See ``Target``; tokens are counted by their ids."""
+    """See ``Target``."""
 
     def __init__(
         self, endpoint: Endpoint, *, num_connections: int, seed: int, temperature: float, ignore_eos: bool

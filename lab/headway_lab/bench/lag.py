@@ -1,4 +1,4 @@
-"""The event loop's lag: latencies below it mean nothing. Must not know: its cause."""
+"""The event loop's lag: latencies below it mean nothing."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ LOOK_INTERVAL_S = 0.01
 
 
 class LagMeter:
-    """Samples the lag of the running event loop, in seconds, while ``watch`` runs."""
+    """Samples the running event loop's lag in seconds."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible HTTP server as a target. Must not know: when requests are sent.
+"""An OpenAI-compatible HTTP server as a target.
 
-The number of an answer's tokens is the server's ``usage`` (requested by ``stream_options``), or else the number of
-chunks with text. Two requests before the load find from ``usage`` how many tokens a word of a prompt takes.
+The number of an answer's tokens is the server's ``usage``, or else the number of chunks with text. Two requests before
+the load find how many tokens a word takes.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -70,7 +70,7 @@ class _Models(msgspec.Struct):
 
 
 class OpenAITarget:
-    """See ``Target``. ``base_url`` is all before ``/completions``; ``fields`` go into each request."""
+    """See ``Target``. ``base_url`` is all before ``/completions``."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class OpenAITarget:
             raise RequestFailed(CUT_SHORT, "the stream ended before the answer")
 
     def _take(self, data: bytes, answer: Answer) -> bool:
-        """Process one event; return whether it is the answer's last with text."""
+        """Return whether the event is the answer's last with text."""
         try:
             chunk = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeError) as error:

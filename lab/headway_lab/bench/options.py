@@ -1,4 +1,4 @@
-"""The flags of ``headway bench``: defaults, help and allowed ranges. Must not know: their effect."""
+"""The flags of ``headway bench``. Must not know: their effect."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ _URL_SCHEMES = ("http://", "https://")
 
 
 class BenchOptions(LoadOptions, frozen=True, kw_only=True):
-    """Load, server and output of a bench, and the search of ``bench capacity``."""
+    """Load, server, output, and the search of ``bench capacity``."""
 
     address: Annotated[str, Meta(description="a Headway gateway, HOST:PORT")] = DEFAULT_ADDRESS
     url: Annotated[

@@ -1,4 +1,4 @@
-"""The picture of a bench. Must not know: how a run came about. Only this module of the bench imports matplotlib."""
+"""The picture of a bench. Must not know: how a run came about."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def draw(path: Path, title: str, requests: Sequence[BenchedRequest]) -> None:
 
 
 def draw_capacity(path: Path, title: str, trials: Sequence[Trial], attainment: float) -> None:
-    """Write a PNG: the share that kept its objectives over the rate, with its 95% interval.
+    """Write a PNG: the share that kept its objectives, with its interval, over the rate.
 
     Raises:
         OSError: writing failed.
@@ -98,7 +98,7 @@ def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
 
 
 def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
-    """Draw the share of values up to each, with p50, p90 and p99; logarithmic for a long tail."""
+    """Draw the share of values up to each; logarithmic for a long tail."""
     ordered = np.sort(np.array(values))
     positive = ordered[ordered > 0]
     axes.set_xlabel(name)

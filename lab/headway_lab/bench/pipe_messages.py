@@ -1,7 +1,4 @@
-"""The messages between client processes and their parent. Must not know: their effect.
-
-A frame is a length of four bytes, then msgpack.
-"""
+"""The messages between client processes and their parent. A frame is a length of four bytes, then msgpack."""
 
 import struct
 from typing import BinaryIO, TypeAlias
@@ -16,7 +13,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a client process: its share of the load."""
+    """The parent sends a share of the load."""
 
     options: BenchOptions
     context_length: int
@@ -24,29 +21,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a client process: send from this time on, in seconds of the machine's monotonic clock."""
+    """The parent sends the begin, in seconds of the machine's monotonic clock."""
 
     at_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From a client process: it is connected, and its share is drawn."""
+    """The client process is connected, and its share is drawn."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: it cannot work, with the reason in one line."""
+    """The client process cannot work; one line says why."""
 
     message: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: the number of its ended requests."""
+    """The client process reports its number of ended requests."""
 
     num_ended: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: all requests ended."""
+    """All requests of the client process ended."""
 
     result: ShareResult
 
@@ -65,7 +62,7 @@ def frame(message: ToClient | FromClient) -> bytes:
 
 
 def body_bytes(length: bytes) -> int:
-    """Return how many bytes follow the first four."""
+    """Return the length that follows."""
     return int(_LENGTH.unpack(length)[0])
 
 

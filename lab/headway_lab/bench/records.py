@@ -1,6 +1,5 @@
-"""The result of each request of a load. Must not know: which server answered.
-
-Times are in seconds from the start of the load, by the client's clock.
+"""The result of each request of a load. Must not know: which server answered. Times are seconds from the load's
+start.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ MALFORMED = "MALFORMED"
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """A Headway server's own timings, in milliseconds since the request reached the scheduler."""
+    """A Headway server's own timings, in milliseconds since the request's arrival."""
 
     queue_ms: float
     ttft_ms: float
@@ -28,8 +27,7 @@ class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
 
-    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, or else the requested and the received
-    ones.
+    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, if it sends them.
     """
 
     number: int
@@ -53,7 +51,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFailed(Exception):  # noqa: N818  # it names what happened
-    """A request ended early; ``status`` is one of those above."""
+    """A request ended early."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +60,7 @@ class RequestFailed(Exception):  # noqa: N818  # it names what happened
 
 
 class Answer:
-    """Collects one answer as it comes. ``clock`` gives seconds since the start of the load."""
+    """Collects one answer. ``clock`` gives seconds since the load's start."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

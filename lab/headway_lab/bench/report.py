@@ -1,4 +1,4 @@
-"""The result of a bench as text, JSON and CSV. Must not know: how a run came about."""
+"""The result of a bench as text, JSON and CSV."""
 
 import csv
 import io
@@ -178,7 +178,7 @@ def _asked_rate(totals: BenchTotals) -> str:
 
 
 def is_trustworthy(totals: BenchTotals, max_late_ms: float) -> bool:
-    """Return whether the client sent and saw tokens in time."""
+    """Return whether the client was in time."""
     client = totals.client
     return max(client.late_ms.p99 or 0.0, client.lag_ms.p99 or 0.0) <= max_late_ms
 
@@ -202,7 +202,7 @@ def trial_text(trial: Trial) -> str:
 
 
 def capacity_text(search: Search, attainment: float) -> str:
-    """Return the result of the search as text."""
+    """Return the search's result as text."""
     wanted = f"{100 * attainment:g}% of requests keep their objectives"
     if search.met is None:
         return f"capacity: none; not even at {search.missed:.4g} requests/s is it that {wanted}\n"
@@ -211,7 +211,7 @@ def capacity_text(search: Search, attainment: float) -> str:
 
 
 def described(options: BenchOptions, info: TargetInfo) -> dict[str, Any]:
-    """Return what was benched, without the names of output files."""
+    """Return the benched options and server."""
     asked = msgspec.structs.asdict(options)
     return {
         "schema": JSON_SCHEMA,

@@ -1,6 +1,6 @@
 """Sends a load at the intended times, and records the answers. Must not know: which server answers.
 
-Nothing slow delays a send: each request is prepared before its time, and its own task follows its answer.
+Nothing slow delays a send: requests are prepared before, and tasks follow their answers.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from headway_lab.workload.arrivals import Arrival, Arrivals
 
 
 class Runner:
-    """Sends one load, once. ``on_end`` gets each record when its request ends."""
+    """Sends one load, once."""
 
     def __init__(
         self, target: Target, arrivals: Arrivals, *, timeout_s: float, on_end: Callable[[RequestRecord], None]
@@ -26,7 +26,7 @@ class Runner:
         self._start = self._loop.time()
 
     async def run(self, start: float) -> None:
-        """Run from ``start`` (event loop's clock) until every request has ended."""
+        """Run from ``start`` (event loop's clock) to the last end."""
         self._start = start
         async with asyncio.TaskGroup() as group:
             for arrival in self._arrivals.first():
@@ -42,7 +42,7 @@ class Runner:
         await asyncio.sleep(max(0.0, time_s - self._now()))
 
     async def _follow(self, arrival: Arrival, prepared: Any) -> None:
-        """Follow one request, and those that come after its end."""
+        """Follow one request and its successors."""
         following: Arrival | None = arrival
         while following is not None:
             record = await self._record(following, prepared)

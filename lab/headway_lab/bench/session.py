@@ -41,7 +41,7 @@ async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInf
 
 
 async def send_load(options: BenchOptions, target: Target, info: TargetInfo, what: str = "requests") -> BenchResult:
-    """Send the load to an open server; a progress line on stderr counts ``what``.
+    """Send the load to an open server; a progress line counts ``what``.
 
     Raises:
         TargetError: a client process failed.
@@ -64,6 +64,6 @@ async def send_load(options: BenchOptions, target: Target, info: TargetInfo, wha
 
 
 async def bench(options: BenchOptions, what: str = "requests") -> BenchResult:
-    """Connect, send and measure; see ``opened`` and ``send_load`` for errors."""
+    """Connect, send and measure."""
     async with opened(options) as (target, info):
         return await send_load(options, target, info, what)

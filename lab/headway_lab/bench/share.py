@@ -19,7 +19,7 @@ _GC_THRESHOLD = 200_000
 
 
 class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a share: ``lags_s`` of the event loop, and the busiest process's time beside the wall's."""
+    """A share's records, the event loop's ``lags_s``, and the busiest process's time beside the wall's."""
 
     records: list[RequestRecord]
     lags_s: list[float]
@@ -30,7 +30,7 @@ class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
 async def run_share(
     target: Target, load: Load, *, start: float, timeout_s: float, on_end: Callable[[RequestRecord], None]
 ) -> ShareResult:
-    """Run the share from ``start`` (event loop's clock) on."""
+    """Run the share from ``start`` (event loop's clock)."""
     records: list[RequestRecord] = []
 
     def take(record: RequestRecord) -> None:

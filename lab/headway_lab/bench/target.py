@@ -1,4 +1,4 @@
-"""The bench's protocol for a server. Must not know: any server, or when requests are sent."""
+"""The bench's protocol for a server. Must not know: any server."""
 
 from typing import Any, Protocol
 
@@ -15,10 +15,7 @@ class TargetError(Exception):
 
 
 class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The server and its model. ``counted_by`` says how tokens are counted.
-
-    ``context_length`` is ``UNKNOWN_CONTEXT`` if the server does not say.
-    """
+    """The server and its model. ``counted_by`` says how tokens are counted."""
 
     model: str
     address: str
@@ -39,11 +36,11 @@ class Target(Protocol):
         ...
 
     def prepare(self, request: PlannedRequest) -> Any:
-        """Do all work that is possible before the time of sending; the result goes to ``send``."""
+        """Do all work that is possible before sending; the result goes to ``send``."""
         ...
 
     async def send(self, prepared: Any, answer: Answer) -> None:
-        """Send a request and follow its answer to the end; cancellation ends it.
+        """Send a request and follow its answer; cancellation ends it.
 
         Raises:
             RequestFailed: the answer broke off or failed.

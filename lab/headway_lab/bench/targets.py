@@ -1,4 +1,4 @@
-"""The target of a bench, made from its options. Must not know: how requests are sent."""
+"""The target of a bench, made from its options."""
 
 import ssl
 
@@ -10,7 +10,7 @@ from headway_lab.bench.target import Target
 
 
 def make_target(options: BenchOptions) -> Target:
-    """Return the server of the options, not yet connected.
+    """Return the server, not yet connected.
 
     Raises:
         ConfigurationError: a file is unusable.
@@ -57,7 +57,7 @@ def _openai(options: BenchOptions) -> Target:
 
 
 def _tls(options: BenchOptions) -> ssl.SSLContext | None:
-    """Return None to use the URL's scheme and the system's authorities."""
+    """With None, the URL's scheme and the system's authorities count."""
     trusted = bytes_of_file(options.root_certificates, "--root-certificates")
     if trusted is None and not options.client_certificate:
         return None

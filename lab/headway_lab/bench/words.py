@@ -1,4 +1,4 @@
-"""Prompts as text, of about a wanted number of tokens. Must not know: the tokenizer.
+"""Prompts as text, of about a wanted number of tokens.
 
 The words are common and short: one token with a space before it in most vocabularies.
 """
@@ -169,7 +169,7 @@ WORDS = [
 
 
 class WordSource:
-    """The text of each request's prompt, the same for the same seed; requests with one prefix begin alike."""
+    """Prompts that depend on the seed; requests with one prefix begin alike."""
 
     def __init__(self, seed: int, tokens_per_word: float) -> None:
         self._ids = PromptSource(seed, len(WORDS))

@@ -1,7 +1,4 @@
-"""A client process that sends a share of a load: ``python -m headway_lab.bench.worker``.
-
-Its messages use stdin and stdout. Must not know: the other processes.
-"""
+"""A client process, with messages on stdin and stdout: ``python -m headway_lab.bench.worker``."""
 
 import asyncio
 import sys
@@ -70,8 +67,6 @@ async def _run(target: Target, load: Load, timeout_s: float, inbox: BinaryIO, ou
 
 
 class _ProgressTeller:
-    """Reports the number of ended requests now and then."""
-
     def __init__(self, outbox: BinaryIO) -> None:
         self._outbox = outbox
         self._num_ended = 0

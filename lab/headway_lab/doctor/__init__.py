@@ -1,1 +1,1 @@
-"""``headway doctor``: what this host can run, and how fast. A missing package is a finding."""
+"""``headway doctor``: what this host can run, and how fast."""

@@ -1,8 +1,4 @@
-"""``headway doctor``: from flags to the report.
-
-Owns: the flags and the exit codes (0: some backend can run models here; 1: none can; 2: the command line is wrong; 3:
-the model directory is wrong; 130: Ctrl-C). Must not know: how findings are made or shown.
-"""
+"""``headway doctor``: from flags to the report, and exit codes. Must not know: how findings are made or shown."""
 
 import argparse
 import sys

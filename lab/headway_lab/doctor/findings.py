@@ -1,4 +1,4 @@
-"""The findings of ``headway doctor``, as ``--json`` prints them. Must not know: how they were found or are shown."""
+"""The findings of ``headway doctor``, as ``--json`` prints them."""
 
 import msgspec
 
@@ -35,10 +35,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings. Without torch (``torch_problem``) no device is known.
+    """All findings. Without torch no device is known.
 
-    A ``problem`` is one line with its remedy, or empty. ``figures`` and ``expected_steps`` are empty without
-    measurements; ``measurement_problems`` say why.
+    A ``problem`` is one line with its remedy, or empty. ``figures`` and ``expected_steps`` need measurements.
     """
 
     host: Host

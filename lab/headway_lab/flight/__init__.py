@@ -1,1 +1,1 @@
-"""``headway replay``, ``explain`` and ``timeline``: reports from a flight log, which ``source`` opens."""
+"""``headway replay``, ``explain`` and ``timeline``: reports from a flight log."""

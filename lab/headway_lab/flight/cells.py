@@ -1,4 +1,4 @@
-"""The rows of each step, for a timeline. Must not know: pictures or traces."""
+"""The rows of each step, for a timeline."""
 
 from enum import Enum
 
@@ -35,7 +35,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TimelineStep(msgspec.Struct):
-    """The ``number``-th step of the recording. It ran from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
+    """A step of the recording. It ran from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
 
     number: int
     epoch: int
@@ -51,7 +51,7 @@ class TimelineStep(msgspec.Struct):
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """Steps from ``first`` to before ``end``, counted from 0 over the whole recording."""
+    """Steps from ``first`` to before ``end`` of the recording."""
 
     first: int
     end: int
@@ -72,7 +72,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 class StepCollector:
-    """Collects the steps of a range from the events of a replay, in order."""
+    """Collects a range of steps from a replay's events."""
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted

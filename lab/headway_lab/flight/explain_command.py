@@ -1,6 +1,5 @@
-"""``headway explain``: the life of a request, from a flight log or a running server.
+"""``headway explain``: the life of a request, from a flight log or a running server, and exit codes.
 
-Owns: the flags and the exit codes (1: no such request, or a decision differs; 2: the log or the server is unusable).
 Must not know: how a life is collected or described.
 """
 

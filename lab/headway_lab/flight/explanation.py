@@ -1,6 +1,4 @@
-"""A request's life in plain words, and the parts of its time to the first token. Must not know: where a life comes
-from.
-"""
+"""A request's life in plain words. Must not know: where it comes from."""
 
 import statistics
 from collections import defaultdict
@@ -81,7 +79,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _stays(life: Life) -> Iterator[_Section]:
-    """Describe each wait, each row and each loss of a row."""
     pending = list(life.waits)
     for place, admission in enumerate(life.admissions):
         before = [wait for wait in pending if wait.start_s <= admission.at_s]
@@ -125,7 +122,6 @@ def _admitted(life: Life, place: int) -> str:
 
 
 def _chunks(life: Life, place: int) -> Iterator[str]:
-    """Return the steps of a stay that ran its prompt."""
     chunks = _chunks_of(life, place)
     if not chunks:
         return
@@ -187,7 +183,7 @@ def _setback_text(life: Life, place: int) -> str:
 
 
 def time_to_first_token(life: Life) -> dict[str, float]:
-    """Return the parts of the time from arrival to first token; they add up to all of it."""
+    """Return the parts of the time from arrival to first token."""
     first_s = life.token_times_s[0]
     parts: defaultdict[str, float] = defaultdict(float)
     for wait in life.waits:

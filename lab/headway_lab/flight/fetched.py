@@ -1,4 +1,4 @@
-"""A copy of a running server's flight log on this host. Must not know: what the log is read for."""
+"""A copy of a running server's flight log on this host."""
 
 import argparse
 import shutil
@@ -32,7 +32,7 @@ def client_for(arguments: argparse.Namespace) -> Client:
 
 
 def fetch(arguments: argparse.Namespace, directory: Path) -> Path:
-    """Copy the server's present log into a new directory within ``directory``; return it.
+    """Copy the server's present log into a new directory; return it.
 
     Raises:
         NoFlightLogError: the server records nothing.
@@ -69,7 +69,6 @@ def _copy(client: Client, address: str, directory: Path) -> Path:
 
 
 def _write(directory: Path, piece: ReadFlightLogResponse) -> None:
-    """Append a piece to its file; the pieces of a file come in order."""
     paths = paths_of(directory, piece.life, piece.segment)
     with (paths.checkpoint if piece.is_checkpoint else paths.segment).open("ab") as file:
         file.write(piece.data)

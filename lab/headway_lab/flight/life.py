@@ -1,6 +1,5 @@
-"""A request's life, collected while a flight is replayed.
-
-Must not know: how it is described. It only reads the replayed core. Times are seconds of the scheduler's clock.
+"""A request's life, read from a replayed core. Must not know: how it is described. Times are the scheduler's
+seconds.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ _NEVER = float("inf")
 
 
 class Wait(msgspec.Struct):
-    """A time without a row for one reason; ``text`` has the figures at its beginning."""
+    """A time without a row for one reason, with figures of its beginning."""
 
     reason: str
     text: str
@@ -35,10 +34,9 @@ class Wait(msgspec.Struct):
 
 
 class FlightStep(msgspec.Struct):
-    """A step during a life. ``num_own_tokens`` of its tokens were the request's.
+    """A step during a life. ``num_own_tokens`` were the request's.
 
-    ``prompts`` are other requests with more than one token in it, and their number. ``device_s`` is the forward pass
-    and sampling.
+    ``prompts`` are other requests with more than one token in it. ``device_s`` is the forward pass and sampling.
     """
 
     epoch: int
@@ -52,7 +50,7 @@ class FlightStep(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """The request got a row. ``num_held_tokens`` were cached or swapped in."""
+    """The request got a row; ``num_held_tokens`` were cached or swapped in."""
 
     at_s: float
     step: int
@@ -61,7 +59,7 @@ class Admission(msgspec.Struct):
 
 
 class Setback(msgspec.Struct):
-    """The request lost its row with ``num_computed_tokens`` computed, of which some went to the host."""
+    """The request lost its row; some of its tokens went to the host."""
 
     at_s: float
     why: str
@@ -99,8 +97,6 @@ class Life(msgspec.Struct, kw_only=True):
 
 
 class _Followed:
-    """A live request: its life and its last observed state."""
-
     def __init__(self, life: Life, request: Request) -> None:
         self.life = life
         self.request = request
@@ -129,7 +125,7 @@ class _Followed:
 
 
 class Follower:
-    """Follows all sequences of one request id through the events of a replay, in order."""
+    """Follows all sequences of one request id through a replay's events."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -194,7 +190,7 @@ class Follower:
         self._followed[record.origin] = followed
 
     def _lose_executor(self, now: float, why: str) -> None:
-        """End all steps in flight; running requests begin again."""
+        """Running requests begin again."""
         self._under_way.clear()
         for followed in self._followed.values():
             followed.open_steps.clear()
@@ -271,7 +267,7 @@ class Follower:
 
 
 def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[int, str, int]]:
-    """Yield row, request id and tokens of every row that runs more than one token in a new step."""
+    """Yield row, request id and tokens of every row with more than one token."""
     if output.num_scheduled_tokens:
         rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
         for row, count in zip(rows, counts, strict=True):
@@ -280,7 +276,7 @@ def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[i
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of the others."""
     shown = ", ".join(names[:_NAMES])
     more = len(names) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,7 +1,4 @@
-"""The log that a command line names: a path, or a server's address.
-
-Must not know: how a server's log is fetched, or how a log is read.
-"""
+"""The log that a command line names: a path, or a server's address. Must not know: how a log is read."""
 
 import argparse
 import tempfile
@@ -11,7 +8,7 @@ from pathlib import Path
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a log, and the flags of its server."""
+    """Add the log's argument, and the flags of its server."""
     parser.add_argument(
         "log",
         metavar="LOG|HOST:PORT",
@@ -23,7 +20,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
-    """Return the path of the log. A server's log is copied, and the copy is removed at the end.
+    """Return the log's path; a server's log is copied for the time of the context.
 
     Raises:
         NoFlightLogError: the server records nothing.
@@ -39,6 +36,6 @@ def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is a server's address, and no file or directory."""
+    """Return whether this is an address, and no file or directory."""
     _, colon, port = text.rpartition(":")
     return bool(colon) and port.isdigit() and not Path(text).exists()

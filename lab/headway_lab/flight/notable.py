@@ -1,4 +1,4 @@
-"""The list of requests that stand out in a flight. Must not know: why they do."""
+"""The list of requests that stand out in a flight."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class Notables:
-    """Collects the events of a replay, in order."""
+    """Collects a replay's events."""
 
     def __init__(self) -> None:
         self._names: dict[Origin, str] = {}

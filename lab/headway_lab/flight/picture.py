@@ -1,6 +1,5 @@
-"""The picture of a flight: rows against steps, as articles on iteration-level batching draw it.
-
-Must not know: where steps come from. Only this module of the package imports matplotlib.
+"""The picture of a flight: rows against steps, as in articles on iteration-level batching. Must not know: where steps
+come from.
 """
 
 import math
@@ -37,7 +36,7 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
 
 
 def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
-    """Draw rows against steps, and below them the tokens and the waiting requests of each step."""
+    """Draw rows against steps, and each step's tokens and waiting requests below."""
     num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
     width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
     height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
@@ -80,7 +79,7 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
 
 
 def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
-    """Write the id where a request begins in a row, and the size beside each chunk, if there is room."""
+    """Write the id where a request begins, and the size of each chunk, if there is room."""
     names = short_names({cell.request_id for step in steps for cell in step.cells})
     named: set[tuple[int, int]] = set()
     for row, stays in _stays(steps).items():
@@ -98,7 +97,6 @@ def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: 
 
 
 def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
-    """Return the requests of each row and their first steps."""
     begun: dict[int, list[tuple[int, str]]] = {}
     for step in steps:
         for cell in step.cells:
@@ -109,7 +107,7 @@ def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
 
 
 def short_names(request_ids: Collection[str]) -> dict[str, str]:
-    """Shorten long ids to the beginning that tells them apart."""
+    """Shorten long ids to a distinct beginning."""
     length = _LEAST_NAME
     while length < max(map(len, request_ids), default=0) and len({one[:length] for one in request_ids}) < len(
         request_ids
@@ -119,7 +117,7 @@ def short_names(request_ids: Collection[str]) -> dict[str, str]:
 
 
 def fitting(name: str, num_characters: int) -> str:
-    """Cut a name to its room; empty if too little is left."""
+    """Cut a name; empty if too little is left."""
     room = min(num_characters, _MOST_NAME)
     if len(name) <= room:
         return name

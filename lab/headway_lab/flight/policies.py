@@ -1,7 +1,7 @@
 """A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
 
-Must not know: flags, or how a recording is made. The table begins with the recording itself and its simulation under
-the recorded policies; their difference is the simulation's error.
+The table begins with the recording and its simulation under the recorded policies; their difference is the simulation's
+error.
 """
 
 import time
@@ -31,7 +31,7 @@ RECORDED = "recorded"
 
 
 def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case, ...]:
-    """Return the recorded limits, and those with each of ``policies`` (``FIELD=VALUE,...``) instead.
+    """Return the recorded limits, and those with each of ``policies`` instead.
 
     Raises:
         ConfigurationError: a field or a value is wrong.
@@ -41,7 +41,7 @@ def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case
 
 
 def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[Case]) -> list[CaseResult]:
-    """Return the results of the recording and of all cases, in this order.
+    """Return the results of the recording and of all cases.
 
     Raises:
         ConfigurationError: no request ran.

@@ -1,4 +1,4 @@
-"""A flight as a workload: its requests, how they went, and how long steps took. Must not know: policies, or reports."""
+"""A flight as a workload: its requests and its step times. Must not know: policies, or reports."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -42,7 +42,7 @@ class _Sent(NamedTuple):
 
 
 class FittedCosts:
-    """The times of steps and between them, learned from recorded steps. ``median_error`` is relative."""
+    """Step times that were learned from recorded steps. ``median_error`` is relative."""
 
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
         """``steps`` are in order, at least one."""
@@ -74,13 +74,13 @@ class FittedCosts:
         return StepTime(device_s, 0.0, 0.0, 0.0, 0.0, self._between_s)
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
-        """See ``StepCosts``; as measured when the executor opened."""
+        """See ``StepCosts``; measured when the executor opened."""
         del block_size, host_bandwidth
         return num_blocks * self._swap_block_s
 
 
 def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> StepShape:
-    """Return the shape of a step. Scheduled and computed tokens per row have shape ``[rows]``."""
+    """Return a step's shape. The arguments have shape ``[rows]``."""
     is_chunk = num_scheduled_tokens > 1
     pairs = sum(map(prefill_pairs, num_scheduled_tokens[is_chunk].tolist(), num_computed_tokens[is_chunk].tolist()))
     runs = num_scheduled_tokens > 0
@@ -90,7 +90,7 @@ def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) 
 
 
 class Recording:
-    """Collects the events of a replay, in order. Times count from the first event."""
+    """Collects a replay's events. Times count from the first event."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -110,7 +110,7 @@ class Recording:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were right; 0 without proposals."""
+        """The share of accepted proposed tokens."""
         return self._num_accepted / max(self._num_proposed, 1)
 
     def note(self, event: Event, core: Scheduler | None) -> None:
@@ -161,10 +161,7 @@ class Recording:
         self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
-        """Return every request that got a token, with the number of its tokens, and the arrival times.
-
-        The length of other answers is unknown.
-        """
+        """Return every request that got a token, with the number of its tokens, and the arrival times."""
         kept = [(place, record) for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         requests = [_planned(number, record, self._num_output[place]) for number, (place, record) in enumerate(kept)]
         return requests, [record.now for _, record in kept]
@@ -180,7 +177,7 @@ class Recording:
         return RecordedPrompts([decode_column(record.token_ids) for record in kept])
 
     def measurement(self) -> RunCollector:
-        """Return the recording as the simulator would have measured it."""
+        """Return the recording as a simulator's measurement."""
         measurement = RunCollector(len(self._arrivals))
         for number, record in enumerate(self._arrivals):
             measurement.arrived(_planned(number, record, self._num_output.get(number, 1)), record.now)

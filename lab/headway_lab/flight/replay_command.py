@@ -1,8 +1,4 @@
-"""``headway replay``: run a recording again and compare every decision.
-
-Owns: the flags, the result line and the exit codes (1: a decision differs; 2: the log is unusable). Must not know: how
-records become calls, or how policies are simulated.
-"""
+"""``headway replay``: run a recording again and compare every decision; the result line and exit codes."""
 
 import argparse
 import importlib.metadata
@@ -28,7 +24,7 @@ DIVERGED_EXIT_CODE = 1
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a replay; ``difference`` is empty if every decision was the same, to the byte."""
+    """The result of a replay; ``difference`` is empty if every decision was the same."""
 
     num_records: int
     num_steps: int
@@ -39,7 +35,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> float:
-        """Seconds of the recording per second of the replay."""
+        """Recorded seconds per second of the replay."""
         return self.recorded_s / self.replayed_in_s if self.replayed_in_s else float("inf")
 
     @property
@@ -104,7 +100,7 @@ def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequen
 
 
 def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult:
-    """Replay a flight to its end or to the first different decision; ``recording`` collects its events."""
+    """Replay a flight to its end or to the first different decision."""
     started, difference = time.perf_counter(), ""
     try:
         for event in flight.events("replay"):

@@ -1,7 +1,4 @@
-"""A flight log on disk, opened and replayed event by event, with progress.
-
-Must not know: how a server's log gets here, or the use of events.
-"""
+"""A flight log on disk, opened and replayed event by event. Must not know: the use of events."""
 
 import sys
 from collections.abc import Iterator
@@ -21,13 +18,13 @@ class NoFlightLogError(ConfigurationError):
 
 
 class Flight:
-    """One life of a scheduler, from its log. ``events`` can be read once."""
+    """One life of a scheduler. ``events`` can be read once."""
 
     def __init__(self, path: str) -> None:
         """Open the log.
 
         Raises:
-            ConfigurationError: there is none, or its beginning is damaged.
+            ConfigurationError: there is none, or it is damaged.
         """
         try:
             self.log = FlightLog(Path(path))
@@ -40,7 +37,7 @@ class Flight:
         """When the first event was, in seconds of the scheduler's clock."""
 
     def events(self, title: str) -> Iterator[Event]:
-        """Replay and verify every event; show progress on a terminal.
+        """Replay and verify every event.
 
         Raises:
             ConfigurationError: the log is damaged.

@@ -1,7 +1,5 @@
-"""``headway timeline``: a picture of the rows in each step, and a trace.
-
-Owns: the flags, the choice of steps, and the exit codes (1: there are none, or a decision differs; 2: a flag or the log
-is unusable). Must not know: how cells are made or drawn.
+"""``headway timeline``: a picture of the rows in each step, and a trace; exit codes. Must not know: how cells are made
+or drawn.
 """
 
 import argparse
@@ -81,7 +79,6 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
 
 
 def _steps_of(path: str, request_id: str) -> StepRange:
-    """Return the steps in which a request ran, and a few around them."""
     flight = Flight(path)
     collector = StepCollector(_ALL_STEPS)
     for event in flight.events(request_id):

@@ -1,7 +1,4 @@
-"""The simulated cases: scheduler settings, one case per row of the table.
-
-Must not know: what a limit does; every field of ``SchedulerLimits`` can be compared.
-"""
+"""The simulated cases: scheduler settings, one case per row of the table. Must not know: what a limit does."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -25,7 +22,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limit_settings() -> dict[str, Setting]:
-    """Return the fields of ``SchedulerLimits``, described as in the scheduler's configuration."""
+    """Return the fields of ``SchedulerLimits`` as settings."""
     configured = settings_of(SchedulerConfig)
     settings = {}
     for name, setting in settings_of(SchedulerLimits).items():
@@ -45,7 +42,7 @@ def make_cases(
     """Return the cases in the given order; without a comparison one case of ``given``.
 
     ``compared`` has values of limits, separated by commas, and gives a case per combination. ``listed`` has one
-    ``FIELD=VALUE,...`` per case, from the flag ``origin``. ``swept`` has token budgets.
+    ``FIELD=VALUE,...`` per case. ``swept`` has token budgets.
 
     Raises:
         ConfigurationError: a limit or value is wrong, or two ways of comparing are mixed.

@@ -1,7 +1,7 @@
 """The events of a simulated run, and its figures. Must not know: scheduling, or layout.
 
-Times are virtual. The window of throughputs begins with the first measured arrival and ends with the last token. Every
-output token in it counts, and the prompts of the measured requests.
+The window of throughputs begins with the first measured arrival and ends with the last token. Every output token in it
+counts, and the prompts of the measured requests.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class SimulatedRequest(RequestFigures, frozen=True, kw_only=True):
 
 
 class SimulatedGroup(GroupTotals, frozen=True, kw_only=True):
-    """A group's requests that ended; throughput counts those that arrived in the window."""
+    """A group's ended requests; throughput counts those that arrived in the window."""
 
     num_finished: int
     num_preemptions: int
@@ -60,7 +60,7 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
 
 
 class RunCollector:
-    """The events of a run, as they come. Requests before ``first_measured`` are warm-up."""
+    """A run's events. Requests before ``first_measured`` are warm-up."""
 
     def __init__(self, num_requests: int, first_measured: int = 0) -> None:
         self.steps: list[StepRecord] = []
@@ -90,7 +90,7 @@ class RunCollector:
         self.num_ended += 1
 
     def tokens(self, numbers: Int32Array, now: float) -> None:
-        """Record the next token of each of these requests."""
+        """Record the next token of each request."""
         if not len(numbers):
             return
         gaps = now - self._last_token_s[numbers]
@@ -144,7 +144,7 @@ class RunCollector:
         )
 
     def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> SimulationTotals:
-        """Return the run's figures; latencies and throughput are without the warm-up."""
+        """Return the run's figures without the warm-up."""
         measured = [number for number in sorted(self._ends) if number >= self._first_measured]
         measurement = self.measurement()
         arrival_s, end_s = self._arrival_s[measured], self._end_s[measured]

@@ -1,8 +1,4 @@
-"""``headway simulate``: from flags to runs to the report.
-
-Owns: the flags and the exit codes (1: the scheduler stopped for ever; 2: the command line or a file is wrong; 130:
-Ctrl-C). Must not know: costs, measuring or layout.
-"""
+"""``headway simulate``: from flags to runs to the report, and exit codes. Must not know: costs, measuring or layout."""
 
 import argparse
 import sys
@@ -88,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _take_compare_sources(arguments: argparse.Namespace) -> bool:
-    """Return whether the published comparison is asked for; if so, remove ``--compare``."""
+    """Remove ``--compare`` without a value; return whether it was there."""
     texts: list[str] = getattr(arguments, "compare", [])
     if COMPARE_SOURCES not in texts:
         return False
@@ -148,7 +144,6 @@ def _write_outputs(
 
 
 def _described(world: World) -> dict[str, Any]:
-    """Return the simulated world, without the names of output files."""
     asked = msgspec.structs.asdict(world.options)
     options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
     return {

@@ -1,7 +1,7 @@
 """The executor's end of the step protocol, with a cost model in place of the model. Must not know: requests, queues.
 
-Steps are applied to the executor's own batch state, which refuses an impossible diff and returns the digests that the
-scheduler checks. A step takes the model's time, plus that of the blocks it moves, times a *disturbance*.
+The executor's own batch state refuses an impossible diff and returns the digests that the scheduler checks. A step
+takes the model's time, plus that of the blocks it moves, times a *disturbance*.
 """
 
 from collections import deque
@@ -32,9 +32,7 @@ class Slowdown(msgspec.Struct, frozen=True):
 
 
 class Disturbance:
-    """Factors on a step's time: lognormal noise with mean 1 and standard deviation ``noise``, and the latest
-    slowdown.
-    """
+    """Factors on a step's time: lognormal noise of mean 1, and the latest slowdown."""
 
     def __init__(self, noise: float, slowdowns: Sequence[Slowdown], rng: np.random.Generator) -> None:
         self._sigma = float(np.sqrt(np.log1p(noise**2)))
@@ -42,7 +40,7 @@ class Disturbance:
         self._rng = rng
 
     def factor(self, start_s: float) -> float:
-        """Return the factor for the next step, which starts at ``start_s``."""
+        """Return the factor for a step that starts at ``start_s``."""
         factor = 1.0
         for slowdown in self._slowdowns:
             if slowdown.at_s <= start_s:
@@ -55,7 +53,7 @@ class Disturbance:
 class StepRecord(NamedTuple):
     """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
-    Before it ran, ``num_swapped_blocks`` moved to or from the host, which took ``swap_s`` of its time.
+    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host.
     """
 
     start_s: float
@@ -79,7 +77,7 @@ class StepCosts(Protocol):
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
-        """Return the time of a step; arguments as in ``Roofline.step_time``."""
+        """Return a step's time; see ``Roofline.step_time``."""
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
         """Return the seconds to move blocks to or from the host."""
@@ -90,7 +88,7 @@ class VirtualDevice:
 
     ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
     stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
-    were; proposals cost nothing, and verifying them costs as much as running them.
+    were; proposals cost nothing.
     """
 
     def __init__(
@@ -120,11 +118,11 @@ class VirtualDevice:
 
     @property
     def next_end_s(self) -> float | None:
-        """When the oldest unanswered step ends; None if there is none."""
+        """The end of the oldest unanswered step, if any."""
         return self._steps[0][0].end_s if self._steps else None
 
     def take(self, output: SchedulerOutput, now: float) -> None:
-        """Accept a step; it starts when those before it have ended.
+        """Accept a step.
 
         Raises:
             ImpossibleDiff: the scheduler contradicts earlier steps.
@@ -187,7 +185,6 @@ class VirtualDevice:
         )
 
     def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:
-        """Draw how many proposals are right, and the tokens after them."""
         asked = np.flatnonzero(num_proposed)
         rows, proposed = batch.rows[asked], num_proposed[asked]
         right = self._rng.random((len(rows), int(proposed.max()))) < self._acceptance
@@ -209,7 +206,7 @@ class VirtualDevice:
         )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
-        """Draw a token for each row that samples; the stop token comes exactly at a known length."""
+        """Draw a token for each row that samples; the stop token comes at a known length."""
         num_samples = int(np.count_nonzero(sampling))
         if not self._lengths:
             return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)
@@ -231,7 +228,7 @@ def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:
     """Read slowdowns, ``AT_S:FACTOR`` each.
 
     Raises:
-        ValueError: one is no time and a positive factor.
+        ValueError: one is not a time and a positive factor.
     """
     return tuple(_slowdown(text) for text in texts)
 

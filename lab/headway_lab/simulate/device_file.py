@@ -1,4 +1,4 @@
-"""A device from a file, for example one fitted to measured steps. Must not know: how its figures are used."""
+"""A device from a file, for example one fitted to measured steps."""
 
 import msgspec
 
@@ -8,14 +8,14 @@ from headway_lab.simulate.model_shapes import ModelShape
 
 
 class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """An accelerator, and the model that was measured on it, if any."""
+    """An accelerator, and the model that was measured on it."""
 
     accelerator: Accelerator
     model: ModelShape | None = None
 
 
 def read_device(path: str) -> DescribedDevice:
-    """Read a device from a JSON file; other keys are ignored.
+    """Read a JSON file; other keys are ignored.
 
     Raises:
         ConfigurationError: the file is unreadable, or describes no accelerator.

@@ -1,6 +1,4 @@
-"""The flags of ``headway simulate`` except the scheduler's own: defaults, help and allowed ranges. Must not know: their
-effect.
-"""
+"""The flags of ``headway simulate`` except the scheduler's own. Must not know: their effect."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 

@@ -1,6 +1,4 @@
-"""The picture of a simulation. Must not know: how a run came about. Only this module of the package imports
-matplotlib.
-"""
+"""The picture of a simulation. Must not know: how a run came about."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from headway_lab.simulate.report import CaseResult
 
 
 def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
-    """Write a PNG: for one case its steps and queue over time, for several their throughput against P99 ITL.
+    """Write a PNG: one case's steps and queue over time, or several cases' throughput against P99 ITL.
 
     Raises:
         OSError: writing failed.
@@ -107,7 +105,7 @@ def _name_points(
 
 
 def _only_field(results: Sequence[CaseResult]) -> str:
-    """Return the only setting in which the cases differ."""
+    """Return the only differing setting, if it is one."""
     fields = {result.case.label.partition("=")[0] for result in results}
     is_one = len(fields) == 1 and not any("," in result.case.label for result in results)
     return fields.pop() if is_one else ""

@@ -1,4 +1,4 @@
-"""The table and JSON of a simulation, and the knee of a sweep. Must not know: how a run came about.
+"""The table and JSON of a simulation, and the knee of a sweep.
 
 The same flags give the same bytes of JSON, so only the table has the simulation's speed.
 """
@@ -43,7 +43,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests are running and waiting after each step."""
+    """Running and waiting requests after each step."""
 
     time_s: list[float]
     num_running: list[int]
@@ -67,7 +67,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return a line per case, with its tenants and priorities below it; the knee has a star."""
+    """Return a line per case, then its tenants and priorities; the knee has a star."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))
@@ -127,8 +127,7 @@ def _note(result: CaseResult) -> str:
 def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
     """Return the case farthest above the line from the lowest to the highest P99 ITL, both axes scaled to 0 to 1.
 
-    This is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011). None for fewer than three cases with
-    an ITL, or equal latencies.
+    This is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011), for at least three cases.
     """
     points = sorted(
         (
@@ -150,7 +149,7 @@ def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
 def as_json(
     world: Mapping[str, Any], results: Sequence[CaseResult], knee: CaseResult | None, added: Mapping[str, Any]
 ) -> bytes:
-    """Return the whole result; ``world`` is what was simulated, ``added`` any other results."""
+    """Return the whole result; ``world`` is the simulated one."""
     document = {
         "schema": JSON_SCHEMA,
         **world,

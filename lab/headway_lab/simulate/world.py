@@ -1,6 +1,4 @@
-"""One device and one workload, and its runs under different limits of the scheduler. Must not know: flags, or
-layout.
-"""
+"""One device and one workload, and its runs under different limits. Must not know: flags, or layout."""
 
 import time
 from collections.abc import Callable
@@ -41,7 +39,7 @@ class World(NamedTuple):
 
 
 def make_world(options: SimulationOptions) -> World:
-    """Return the device and the workload that the options describe.
+    """Return the options' device and workload.
 
     Raises:
         ConfigurationError: the model does not fit the device, or the workload not the model.
@@ -100,7 +98,7 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
 
 
 def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, float], None] | None = None) -> CaseResult:
-    """Run one case; ``on_progress`` gets the collector and the virtual time after each answer.
+    """Run one case.
 
     Raises:
         ConfigurationError: the scheduler refuses these limits.

@@ -1,4 +1,1 @@
-"""``headway top``: a live view of a running server in a terminal, with keys to steer it.
-
-Only ``live`` uses time, and only ``keyboard`` uses the terminal.
-"""
+"""``headway top``: a live view of a running server in a terminal, with keys to steer it."""

@@ -1,8 +1,4 @@
-"""``headway top``: from flags to a live view, or to one screen as text.
-
-Owns: the flags and the exit codes (0: shown; 1: the server did not answer, or refused; 2: the command line is wrong, or
-stdout is no terminal; 128 plus a signal's number). Must not know: what is shown, or what keys do.
-"""
+"""``headway top``: from flags to a live view, or to one screen as text; exit codes. Must not know: what keys do."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The latest answer of a server, and the rates between answers. Must not know: layout, or how the server is asked."""
+"""The latest answer of a server, and the rates between answers. Must not know: layout."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ RATE_WINDOW_S = 5.0
 
 
 class Look(msgspec.Struct, frozen=True):
-    """One answer. ``requests`` is None if they were too many to list; ``taken_at`` is in seconds."""
+    """One answer. ``requests`` is None if they were too many; ``taken_at`` is in seconds."""
 
     taken_at: float
     status: admin_pb2.GetStatusResponse
@@ -23,7 +23,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class _Totals(msgspec.Struct, frozen=True):
-    """The counters of one look; ``by_tenant`` are output tokens."""
+    """One look's counters; ``by_tenant`` are output tokens."""
 
     taken_at: float
     num_steps: int
@@ -33,7 +33,7 @@ class _Totals(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Looks of the last seconds. A server whose counters restart begins a new history."""
+    """Looks of the last seconds. A restarted server begins a new history."""
 
     def __init__(self, first: Look) -> None:
         self.latest = first
@@ -55,18 +55,18 @@ class History:
 
     @property
     def steps_per_s(self) -> float:
-        """Rate over the last seconds; 0 without a second look."""
+        """Rate over the last seconds."""
         first, last = self._window()
         return _rate(first.num_steps, last.num_steps, last.taken_at - first.taken_at)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Rate over the last seconds; 0 without a second look."""
+        """Rate over the last seconds."""
         first, last = self._window()
         return _rate(first.num_output_tokens, last.num_output_tokens, last.taken_at - first.taken_at)
 
     def tenant_tokens_per_s(self, tenant: str) -> float:
-        """Return the rate of a tenant's output tokens; 0 for a new tenant."""
+        """Return a tenant's rate of output tokens."""
         first, last = self._window()
         now = last.by_tenant.get(tenant, 0)
         return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)

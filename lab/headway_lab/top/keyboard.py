@@ -1,4 +1,4 @@
-"""Single keys from a terminal, whose mode is always restored. Must not know: what a key does."""
+"""Single keys from a terminal, whose mode is always restored."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
 
 @contextlib.contextmanager
 def single_keys(descriptor: int) -> Iterator[None]:
-    """Read keys as they are pressed, without echo; Ctrl-C still sends its signal."""
+    """Read keys without echo; Ctrl-C still sends its signal."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
@@ -25,7 +25,7 @@ def single_keys(descriptor: int) -> Iterator[None]:
 
 
 def keys_of(data: bytes) -> list[str]:
-    """Return the known keys in bytes that were read together."""
+    """Return the known keys in these bytes."""
     return [key for match in _KEY.finditer(data) if (key := _name(match))]
 
 

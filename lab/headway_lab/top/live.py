@@ -1,7 +1,4 @@
-"""The loop of the live view: ask, draw, take keys, until the user quits.
-
-Owns: time, tasks, signals and the screen. Must not know: what a picture shows, or what a key means.
-"""
+"""The loop of the live view: ask, draw, take keys, until the user quits. Must not know: pictures, or keys' meaning."""
 
 import asyncio
 import os
@@ -26,7 +23,7 @@ _MAX_KEY_BYTES = 1024
 
 
 class LiveView:
-    """Shows a server on ``console`` and takes keys from stdin, if that is a terminal."""
+    """Shows a server on ``console`` and takes keys from a terminal."""
 
     def __init__(self, server: Server, console: Console, first: Look, *, address: str, interval_s: float) -> None:
         self._server = server
@@ -47,7 +44,7 @@ class LiveView:
         self._orders: set[asyncio.Task[None]] = set()
 
     async def show(self) -> int:
-        """Show from the first look on; return 0 after quitting, or 128 plus a signal's number."""
+        """Return 0 after quitting, or 128 plus a signal's number."""
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             for number in _ENDING_SIGNALS:
@@ -94,7 +91,7 @@ class LiveView:
         self._look_soon.clear()
 
     async def _keep_drawing(self) -> None:
-        """Draw every second even without an answer, to show how long the server is silent."""
+        """Draw every second, to show how long the server is silent."""
         while True:
             self._draw()
             await asyncio.sleep(1.0)
@@ -121,7 +118,7 @@ class LiveView:
             self._screen.callback(loop.remove_reader, descriptor)
 
     def _suspend(self) -> None:
-        """Handle Ctrl-Z: give the terminal to the shell, and take it back later."""
+        """Give the terminal to the shell, and take it back later."""
         self._screen.close()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._open_screen()

@@ -1,4 +1,4 @@
-"""The calls behind a look and an order, with their timeouts. Must not know: keys, pictures, or when to look."""
+"""The calls behind a look and an order. Must not know: keys, or pictures."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -22,10 +22,7 @@ class NoAnswerError(Exception):
 
 
 class Server:
-    """The Admin service of a server.
-
-    It does not list more than ``max_listed`` live requests, because a list costs the scheduler time per request.
-    """
+    """The Admin service. A list costs the scheduler time per request, so more than ``max_listed`` are not listed."""
 
     def __init__(self, client: AsyncClient, *, max_listed: int) -> None:
         self._client = client
@@ -43,7 +40,7 @@ class Server:
         return Look(taken_at=asyncio.get_running_loop().time(), status=status, requests=requests)
 
     async def carry_out(self, order: Order) -> str:
-        """Send an order; return its outcome, or the explanation for EXPLAIN.
+        """Send an order; return its outcome, or an explanation.
 
         Raises:
             NoAnswerError: the call failed.

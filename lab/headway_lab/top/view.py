@@ -1,7 +1,4 @@
-"""The picture: lines for a terminal of a given size. Must not know: calls, time, or keys' bytes.
-
-Names from clients pass ``printable`` first.
-"""
+"""The picture: lines for a terminal of a given size. Names from clients pass ``printable`` first."""
 
 import textwrap
 from collections.abc import Iterable

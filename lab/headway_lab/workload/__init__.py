@@ -1,1 +1,1 @@
-"""The load for the simulator and the bench. Must not know: what serves it, or whether time is virtual."""
+"""The load for the simulator and the bench. Must not know: what serves it."""

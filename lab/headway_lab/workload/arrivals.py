@@ -1,6 +1,4 @@
-"""When requests arrive. Must not know: what happens in between.
-
-*Open* arrivals have times that are known before the run. *Closed* arrivals come from users who send a request when
+"""When requests arrive. *Open* arrivals have known times. *Closed* arrivals come from users who send a request when
 their last has ended.
 """
 
@@ -17,7 +15,7 @@ REJECTED_PAUSE_S = 1.0
 
 
 class Arrival(NamedTuple):
-    """A request and its intended time in seconds; sorts by time, then number."""
+    """A request and its intended time in seconds; sorts by both."""
 
     time_s: float
     number: int
@@ -28,16 +26,16 @@ class Arrivals(Protocol):
     """The source of a run's requests."""
 
     def first(self) -> Iterable[Arrival]:
-        """Return those that do not depend on the end of another."""
+        """Return the arrivals that wait for no end."""
         ...
 
     def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
-        """Return the arrival that follows the end, or the refusal, of a request at ``now``."""
+        """Return the arrival that follows an end, or a refusal, at ``now``."""
         ...
 
 
 class OpenArrivals:
-    """Requests at given times, ``times_s`` of shape ``[requests]``."""
+    """Requests at given times of shape ``[requests]``."""
 
     def __init__(self, requests: Sequence[PlannedRequest], times_s: Sequence[float]) -> None:
         self._arrivals = [
@@ -54,7 +52,7 @@ class OpenArrivals:
 
 
 class ClosedArrivals:
-    """``num_users`` users, who start within ``ramp_s`` and wait for each answer and then ``think_s`` seconds."""
+    """``num_users`` users, who start within ``ramp_s`` and wait for each answer and ``think_s`` seconds."""
 
     def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float, ramp_s: float = 0.0) -> None:
         self._first = requests[:num_users]
@@ -79,7 +77,7 @@ class ClosedArrivals:
 def gamma_times(rng: np.random.Generator, count: int, rate: float, variation: float) -> NDArray[np.float64]:
     """Return arrival times with gaps from a gamma distribution of mean ``1 / rate`` seconds, shape ``[count]``.
 
-    ``variation`` is the gaps' standard deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
+    ``variation`` is the gaps' deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
     """
     shape = variation**-2
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=count))

@@ -1,4 +1,4 @@
-"""Distributions of prompt and answer lengths, and their notation. Must not know: requests."""
+"""Distributions of prompt and answer lengths, and their notation."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ NOTATION = "N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA[,MOST] or pareto:LEAST,A
 
 
 class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole numbers of tokens, at least 1. ``kind`` is a key of ``KINDS`` and defines the parameters."""
+    """Whole numbers of tokens, at least 1. ``KINDS`` defines the parameters."""
 
     kind: str
     parameters: tuple[float, ...]
@@ -22,7 +22,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthKind(msgspec.Struct, frozen=True):
-    """A family of distributions: the number of its parameters, their allowed values, and a draw."""
+    """A family of distributions, with its parameters' allowed values."""
 
     least_parameters: int
     most_parameters: int

@@ -1,4 +1,4 @@
-"""The flags of a load: defaults, help and allowed ranges. Must not know: what serves the load."""
+"""The flags of a load. Must not know: what serves it."""
 
 from typing import Annotated, Literal
 
