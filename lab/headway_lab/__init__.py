@@ -1,1 +1,1 @@
-"""Tools to study Headway: simulate, bench, replay, explain, timeline, top, doctor. Nothing that serves imports them."""
+"""Tools to study Headway. Nothing that serves imports them."""

@@ -1,5 +1,4 @@
-"""The latencies and objectives of a run's requests, for bench, simulate and replay. Must not know: how times were
-obtained.
+"""The latencies and objectives of a run's requests, for bench, simulate and replay.
 
 A request meets its objectives if its first token and each further gap came within them, and a request without an
 objective meets it. Goodput is the rate of those that do (Zhong et al., DistServe, OSDI 2024).
@@ -68,7 +67,7 @@ class TimeColumns(NamedTuple):
 
 
 class Measurement:
-    """The requests of a run and their times."""
+    """A run's requests and times."""
 
     def __init__(self, requests: Mapping[int, PlannedRequest], times: TimeColumns) -> None:
         self._requests = requests
@@ -77,7 +76,7 @@ class Measurement:
 
     @cached_property
     def meets_objectives(self) -> NDArray[np.bool_]:
-        """Return a value per request; it has no meaning before the end."""
+        """Return a value per ended request."""
         times = self.times
         longest_s = np.zeros(len(times.arrival_s))
         np.maximum.at(longest_s, times.gap_owners, times.gaps_s)
@@ -89,18 +88,18 @@ class Measurement:
         return meets
 
     def num_meeting(self, numbers: Sequence[int]) -> int | None:
-        """Return how many meet their objectives; None if none has one."""
+        """Return how many meet their objectives, if any has one."""
         if not any(self._requests[number].objectives.are_some for number in numbers):
             return None
         return int(np.count_nonzero(self.meets_objectives[numbers]))
 
     def goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
-        """Return the rate of requests that meet their objectives, if any."""
+        """Return the rate of those that do."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, window_s)
 
     def attainment(self, numbers: Sequence[int]) -> float | None:
-        """Return the share that meets its objectives, if any."""
+        """Return the share of those that do."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, len(numbers))
 

@@ -1,4 +1,4 @@
-"""The files that a long run writes at its end: checked before the run."""
+"""The output files of a long run, checked before it."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

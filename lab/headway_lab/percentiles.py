@@ -1,4 +1,4 @@
-"""Percentiles and rates for every report of a run."""
+"""Percentiles and rates of reports."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
-    """Interpolate linearly between the two nearest values; leave out values that are not finite."""
+    """Interpolate linearly between the nearest finite values."""
     finite = np.asarray(values)[np.isfinite(values)]
     if not len(finite):
         return Percentiles()

@@ -1,4 +1,4 @@
-"""The style of all pictures of runs. Must not know: what is drawn."""
+"""The style of all pictures."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ordering(msgspec.Struct, frozen=True, kw_only=True):
-    """In every pair, ``figure`` of the first case is below the second's."""
+    """``figure`` of each pair's first case is below the second's."""
 
     text: str
     figure: str
@@ -103,7 +103,7 @@ def _finding(ordering: Ordering, figures: Mapping[str, Figures]) -> Finding:
 
 
 def beside_published(kind: str, figures: Mapping[str, Figures]) -> list[str]:
-    """Return a table of the published figures beside others, and whether each ordering holds."""
+    """Return a table of published and other figures, and whether each ordering holds."""
     rows: list[tuple[str, ...]] = [
         (f"published / {kind}", "output tok/s", "P50 ITL ms", "P99 ITL ms", "P99 TTFT ms"),
         *((label, *_cells(PUBLISHED.get(label), other)) for label, other in figures.items()),

@@ -54,7 +54,7 @@ class Search:
         """The lowest above it that did not."""
 
     def next_rate(self) -> float | None:
-        """Return the rate to try now, or None at the end."""
+        """Return the rate to try now, if any."""
         if self.met is None and self.missed is None:
             return self._first
         if self.missed is None:
@@ -118,7 +118,7 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
 
 
 def wilson_interval(num_good: int, num_all: int) -> tuple[float, float]:
-    """Return 95% bounds of a share (Wilson, 1927), for small counts and shares near 1 too."""
+    """Return 95% bounds of a share (Wilson, 1927)."""
     share, spread = num_good / num_all, _Z95**2 / num_all
     middle = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / num_all + spread / (4 * num_all)) / (1 + spread)

@@ -1,6 +1,5 @@
-"""``headway bench`` and ``headway bench capacity``: from flags to runs to the report, and exit codes.
-
-Must not know: sending, measuring or layout.
+"""``headway bench`` and ``headway bench capacity``: from flags to the report. Must not know: sending, measuring or
+layout.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _for_capacity(given: Layer) -> Layer:
-    """Use open arrivals, so that a slow server does not get fewer requests."""
+    """A slow server must not get fewer requests."""
     if "trace" in given or ("arrivals" in given and given["arrivals"].value == "closed"):
         origin = (given.get("trace") or given["arrivals"]).origin
         raise ConfigurationError(f"{origin}: is not allowed for capacity; allowed: --arrivals poisson or gamma")
@@ -136,7 +135,7 @@ async def _capacity_session(options: BenchOptions) -> int:
 
 
 def at_rate(options: BenchOptions, rate: float, look: int, times: int = 1) -> BenchOptions:
-    """Return a load for one run of the search, ``times`` the smallest length.
+    """Return a load for one run of the search.
 
     It has new prompts, because the server caches those of the run before.
     """

@@ -1,4 +1,4 @@
-"""One load from several client processes, and their merged results. Must not know: the target."""
+"""One load from several client processes, and their merged results."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ OnProgress = Callable[[int], None]
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load to an open ``target``; return records by number.
+    """Send the load; return records by number.
 
     Raises:
         TargetError: a client process failed.

@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2.6). Must not know: their data."""
+"""Server-sent events (WHATWG HTML, section 9.2.6)."""
 
 import re
 
@@ -6,14 +6,14 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class EventStreamParser:
-    """Accepts bytes as they come, cut anywhere."""
+    """Accepts bytes that are cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of each completed event; line feeds join several data lines."""
+        """Return the data of each completed event."""
         *lines, self._rest = _LINE_END.split(self._rest + received)
         if self._rest == b"" and received.endswith(b"\r"):
             # Its line feed may come later, and would look like another line.

@@ -1,7 +1,6 @@
 """The figures of a finished load, as docs/bench.md defines them. Must not know: sending or layout.
 
-Latencies are those of requests that were answered to their end; statuses count the others. Throughputs count every
-output token in the window, and the prompts of answered requests.
+Latencies are those of requests that were answered to their end; statuses count the others.
 """
 
 from collections import Counter
@@ -24,7 +23,7 @@ _EDGE = 0.05
 
 
 class BenchedRequest(RequestFigures, frozen=True, kw_only=True):
-    """A measured request. Times are in seconds, gaps in milliseconds, where there are any."""
+    """A measured request. Times are in seconds, gaps in milliseconds."""
 
     status: str
     error: str
@@ -44,7 +43,7 @@ class BenchedGroup(GroupTotals, frozen=True, kw_only=True):
 
 
 class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The client's own delays. ``cpu_share`` is a share of one core."""
+    """The client's own delays. ``cpu_share`` is of one core."""
 
     num_processes: int
     late_ms: Percentiles
@@ -53,10 +52,7 @@ class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchTotals(Totals, frozen=True, kw_only=True):
-    """A run in figures.
-
-    For users who wait for answers, the asked, the arriving and the achieved rate are None.
-    """
+    """A run in figures. Users who wait for answers have no asked, arriving or achieved rate."""
 
     num_ok: int
     num_shorter: int
@@ -85,7 +81,7 @@ class BenchTotals(Totals, frozen=True, kw_only=True):
 
 
 class BenchFigures:
-    """A load and the records of its requests."""
+    """A load and its records."""
 
     def __init__(self, load: Load, result: ShareResult, num_processes: int) -> None:
         self._load = load
@@ -101,7 +97,7 @@ class BenchFigures:
         return [self._figures(record) for record in self._measured.values()]
 
     def totals(self) -> BenchTotals:
-        """Return the run's figures without its warm-up."""
+        """Return the figures without the warm-up."""
         records, times = self._measured, self._times
         ok = [record for record in records.values() if record.is_ok]
         answered = [record.number for record in ok]
@@ -227,7 +223,7 @@ def ttft_of(record: RequestRecord) -> float | None:
 
 
 def tpot_of(record: RequestRecord) -> float | None:
-    """Mean seconds per token after the first, if there are any."""
+    """Mean seconds per token after the first."""
     if len(record.chunk_times_s) < 1 or record.num_output_tokens < 2:
         return None
     return (record.chunk_times_s[-1] - record.chunk_times_s[0]) / (record.num_output_tokens - 1)
@@ -243,7 +239,7 @@ def gaps_of(record: RequestRecord) -> NDArray[np.float64]:
 
 
 def rate_of(times_s: Sequence[float]) -> float | None:
-    """Events per second between the 5th and the 95th percentile of their times, if they are enough."""
+    """Events per second between the 5th and the 95th percentile of their times."""
     if len(times_s) < _LEAST_FOR_A_RATE:
         return None
     first, last = np.quantile(times_s, (_EDGE, 1 - _EDGE)).tolist()

@@ -1,7 +1,7 @@
 """A Headway gateway as a target, over gRPC.
 
-It uses the stub, not ``AsyncClient``, because a bench must see a stream break. One channel is one TCP connection and
-one lock, so several share the load.
+It uses the stub, because a bench must see a stream break. One channel is one TCP connection and one lock, so several
+share the load.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)

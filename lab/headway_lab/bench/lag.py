@@ -6,7 +6,7 @@ LOOK_INTERVAL_S = 0.01
 
 
 class LagMeter:
-    """Samples the running event loop's lag in seconds."""
+    """Samples the event loop's lag in seconds."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []

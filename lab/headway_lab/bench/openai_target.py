@@ -1,7 +1,6 @@
 """An OpenAI-compatible HTTP server as a target.
 
-The number of an answer's tokens is the server's ``usage``, or else the number of chunks with text. Two requests before
-the load find how many tokens a word takes.
+The number of an answer's tokens is the server's ``usage``, or else the number of chunks with text.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -144,7 +143,7 @@ class OpenAITarget:
             raise RequestFailed(CUT_SHORT, "the stream ended before the answer")
 
     def _take(self, data: bytes, answer: Answer) -> bool:
-        """Return whether the event is the answer's last with text."""
+        """Return whether this is the answer's last text."""
         try:
             chunk = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -201,7 +200,7 @@ class OpenAITarget:
         return next((model for model in models if model.id == wanted), _Model(id=wanted))
 
     async def _calibrate(self) -> tuple[float, str]:
-        """Return how many tokens a word takes, and how answers are counted."""
+        """Return the tokens per word, and how answers are counted."""
         source = WordSource(self._seed, 1.0)
         counts = []
         for number, num_words in enumerate(_CALIBRATION_WORDS):

@@ -1,4 +1,4 @@
-"""The flags of ``headway bench``. Must not know: their effect."""
+"""The flags of ``headway bench``."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ _URL_SCHEMES = ("http://", "https://")
 
 
 class BenchOptions(LoadOptions, frozen=True, kw_only=True):
-    """Load, server, output, and the search of ``bench capacity``."""
+    """The options of ``bench`` and ``bench capacity``."""
 
     address: Annotated[str, Meta(description="a Headway gateway, HOST:PORT")] = DEFAULT_ADDRESS
     url: Annotated[

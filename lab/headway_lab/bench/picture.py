@@ -1,4 +1,4 @@
-"""The picture of a bench. Must not know: how a run came about."""
+"""The picture of a bench."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +98,6 @@ def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
 
 
 def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
-    """Draw the share of values up to each; logarithmic for a long tail."""
     ordered = np.sort(np.array(values))
     positive = ordered[ordered > 0]
     axes.set_xlabel(name)

@@ -1,4 +1,4 @@
-"""The messages between client processes and their parent. A frame is a length of four bytes, then msgpack."""
+"""Messages between client processes and their parent. A frame is a length of four bytes, then msgpack."""
 
 import struct
 from typing import BinaryIO, TypeAlias
@@ -13,7 +13,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The parent sends a share of the load."""
+    """The parent sends a share."""
 
     options: BenchOptions
     context_length: int
@@ -21,29 +21,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The parent sends the begin, in seconds of the machine's monotonic clock."""
+    """The parent sends the begin, in monotonic seconds of the machine."""
 
     at_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The client process is connected, and its share is drawn."""
+    """The client process has its share."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The client process cannot work; one line says why."""
+    """The client process cannot work."""
 
     message: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The client process reports its number of ended requests."""
+    """The client process reports its ended requests."""
 
     num_ended: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All requests of the client process ended."""
+    """All requests ended."""
 
     result: ShareResult
 
@@ -67,10 +67,10 @@ def body_bytes(length: bytes) -> int:
 
 
 def from_client(body: bytes) -> FromClient:
-    """Decode the body of a frame.
+    """Decode a frame's body.
 
     Raises:
-        msgspec.DecodeError: the body is no message.
+        msgspec.DecodeError: it is no message.
     """
     return _from_client.decode(body)
 

@@ -1,6 +1,4 @@
-"""The result of each request of a load. Must not know: which server answered. Times are seconds from the load's
-start.
-"""
+"""The result of each request of a load. Times are seconds from the load's start."""
 
 from collections.abc import Callable
 
@@ -17,7 +15,7 @@ MALFORMED = "MALFORMED"
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """A Headway server's own timings, in milliseconds since the request's arrival."""
+    """A Headway server's timings, in milliseconds since the request's arrival."""
 
     queue_ms: float
     ttft_ms: float
@@ -27,7 +25,7 @@ class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
 
-    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, if it sends them.
+    The server's counts of tokens win.
     """
 
     number: int
@@ -60,7 +58,7 @@ class RequestFailed(Exception):  # noqa: N818  # it names what happened
 
 
 class Answer:
-    """Collects one answer. ``clock`` gives seconds since the load's start."""
+    """Collects one answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

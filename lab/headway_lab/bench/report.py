@@ -39,7 +39,7 @@ CSV_COLUMNS = (
 
 
 def title(info: TargetInfo, load: Load) -> str:
-    """Return the server and the load in one line."""
+    """Return server and load in one line."""
     return (
         f"{info.model} at {info.address} ({info.runs_on}); {len(load.requests)} requests, {load.title}; "
         f"seed {load.options.seed}"
@@ -136,7 +136,7 @@ def _notes(info: TargetInfo, totals: BenchTotals) -> list[str]:
 
 
 def warnings(totals: BenchTotals, max_late_ms: float) -> list[str]:
-    """Return a line for each reason to doubt the figures."""
+    """Return the reasons to doubt the figures."""
     lines = []
     if totals.num_ok < totals.num_requests:
         failed = {status: count for status, count in totals.statuses.items() if status != "OK"}
@@ -184,7 +184,7 @@ def is_trustworthy(totals: BenchTotals, max_late_ms: float) -> bool:
 
 
 def trial_text(trial: Trial) -> str:
-    """Return one line of a search for the capacity."""
+    """Return one line of the search."""
     verdict = "meets" if trial.meets else "misses"
     reasons = [
         "requests arrive faster than they are answered" * (trial.keeps_up is False),
@@ -244,7 +244,7 @@ def _encoded(document: dict[str, Any]) -> bytes:
 
 
 def as_csv(requests: Iterable[BenchedRequest]) -> str:
-    """Return a line per request, below a line of names."""
+    """Return a line per request."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)

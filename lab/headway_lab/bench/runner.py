@@ -1,4 +1,4 @@
-"""Sends a load at the intended times, and records the answers. Must not know: which server answers.
+"""Sends a load at the intended times, and records the answers.
 
 Nothing slow delays a send: requests are prepared before, and tasks follow their answers.
 """
@@ -26,7 +26,7 @@ class Runner:
         self._start = self._loop.time()
 
     async def run(self, start: float) -> None:
-        """Run from ``start`` (event loop's clock) to the last end."""
+        """Run from ``start`` (event loop's clock)."""
         self._start = start
         async with asyncio.TaskGroup() as group:
             for arrival in self._arrivals.first():

@@ -1,4 +1,4 @@
-"""One load against one server, from options to figures. Must not know: flags, or layout."""
+"""One load against one server, from options to figures."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInfo]]:
-    """Connect to the server of the options.
+    """Connect to the server.
 
     Raises:
         TargetError: it does not answer.
@@ -41,7 +41,7 @@ async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInf
 
 
 async def send_load(options: BenchOptions, target: Target, info: TargetInfo, what: str = "requests") -> BenchResult:
-    """Send the load to an open server; a progress line counts ``what``.
+    """Send the load to an open server.
 
     Raises:
         TargetError: a client process failed.

@@ -1,4 +1,4 @@
-"""One client process's share of a load. Must not know: other processes."""
+"""One client process's share of a load."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _GC_THRESHOLD = 200_000
 
 
 class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A share's records, the event loop's ``lags_s``, and the busiest process's time beside the wall's."""
+    """A share's records, the event loop's ``lags_s``, and the busiest process's time."""
 
     records: list[RequestRecord]
     lags_s: list[float]
@@ -30,7 +30,7 @@ class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
 async def run_share(
     target: Target, load: Load, *, start: float, timeout_s: float, on_end: Callable[[RequestRecord], None]
 ) -> ShareResult:
-    """Run the share from ``start`` (event loop's clock)."""
+    """Run from ``start`` (event loop's clock)."""
     records: list[RequestRecord] = []
 
     def take(record: RequestRecord) -> None:

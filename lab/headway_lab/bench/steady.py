@@ -25,7 +25,7 @@ _SIGMAS = 2.0
 
 
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrivals and answers of the steady part. Times are in seconds."""
+    """The steady part's arrivals and answers. Times are in seconds."""
 
     run_in_s: float
     """How long the first requests took, without their wait in a queue."""
@@ -38,7 +38,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     """The gap between arrivals and answers that chance explains."""
 
     def reaches(self, share: float) -> bool | None:
-        """Return whether this share was answered; None if the load was too short."""
+        """Return whether this share was answered, if the load was long enough."""
         if self.num_arrived < LEAST_ARRIVALS:
             return None
         if self.num_answered + self.chance < share * self.num_arrived:
@@ -54,18 +54,18 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answered_per_s(self) -> float | None:
-        """The achieved rate, if the load was long enough."""
+        """The achieved rate, likewise."""
         return None if self.keeps_up is None else ratio(self.num_answered, self.length_s)
 
     def num_requests_to_tell(self, rate: float) -> int:
-        """Return about how many requests are enough at this rate."""
+        """Return about how many requests are enough."""
         under_way = rate * self.run_in_s
         num_steady = max(2 * LEAST_ARRIVALS, _SIGMAS * math.sqrt(2 * under_way) / _MOST_CHANCE)
         return math.ceil(1.5 * (under_way + num_steady))
 
 
 def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> SteadyPart | None:
-    """Return the steady part from ``measured_from_s`` on; None without answers."""
+    """Return the steady part from ``measured_from_s`` on, if any."""
     answered = sorted((record for record in records if record.is_ok), key=lambda record: record.intended_s)
     if not answered:
         return None
@@ -95,6 +95,6 @@ def _wait_s(record: RequestRecord) -> float:
 
 
 def _burstiness(arrivals: np.typing.NDArray[np.float64]) -> float:
-    """Return the gaps' variation (deviation over mean), at least 1 as for random arrivals."""
+    """Return the gaps' variation, at least 1 as for random arrivals."""
     gaps = np.diff(arrivals)
     return max(1.0, float(gaps.std() / gaps.mean())) if len(gaps) and gaps.any() else 1.0

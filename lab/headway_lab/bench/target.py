@@ -1,4 +1,4 @@
-"""The bench's protocol for a server. Must not know: any server."""
+"""The bench's protocol for a server."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ UNKNOWN_CONTEXT = 1 << 24
 
 
 class TargetError(Exception):
-    """The server cannot be benched; the message is one line."""
+    """The server cannot be benched."""
 
 
 class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Target(Protocol):
         ...
 
     def prepare(self, request: PlannedRequest) -> Any:
-        """Do all work that is possible before sending; the result goes to ``send``."""
+        """Do all work that is possible before sending."""
         ...
 
     async def send(self, prepared: Any, answer: Answer) -> None:

@@ -57,7 +57,7 @@ def _openai(options: BenchOptions) -> Target:
 
 
 def _tls(options: BenchOptions) -> ssl.SSLContext | None:
-    """With None, the URL's scheme and the system's authorities count."""
+    """None means the URL's scheme and the system's authorities."""
     trusted = bytes_of_file(options.root_certificates, "--root-certificates")
     if trusted is None and not options.client_certificate:
         return None

@@ -1,4 +1,4 @@
-"""A client process, with messages on stdin and stdout: ``python -m headway_lab.bench.worker``."""
+"""A client process, with messages on stdin and stdout."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""``headway doctor``: from flags to the report, and exit codes. Must not know: how findings are made or shown."""
+"""``headway doctor``: from flags to the report."""
 
 import argparse
 import sys

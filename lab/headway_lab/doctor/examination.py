@@ -1,4 +1,4 @@
-"""The examination of this host, with or without a working torch."""
+"""The examination of this host, with or without torch."""
 
 from collections.abc import Callable
 
@@ -87,7 +87,7 @@ def _without_torch(host: Host, packages: tuple[Package, ...], problem: str) -> F
 
 
 def with_measurements(findings: Findings, model: Model, say: Say) -> Findings:
-    """Measure, and estimate a model's decode step."""
+    """Measure, and estimate a decode step."""
     if findings.torch_problem:
         return msgspec.structs.replace(findings, measurement_problems=(f"anything: {_NO_TORCH}",))
     figures: list[Figure] = []

@@ -15,7 +15,7 @@ _BFLOAT16_BYTES = 2
 
 
 class StepDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device: rates per second, memory in bytes, bytes per weight and cached number."""
+    """A device: rates per second, memory in bytes."""
 
     name: str
     bytes_per_s: float

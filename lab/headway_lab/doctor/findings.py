@@ -1,4 +1,4 @@
-"""The findings of ``headway doctor``, as ``--json`` prints them."""
+"""The findings, as ``--json`` prints them."""
 
 import msgspec
 
@@ -35,10 +35,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings. Without torch no device is known.
-
-    A ``problem`` is one line with its remedy, or empty. ``figures`` and ``expected_steps`` need measurements.
-    """
+    """All findings. A ``problem`` is one line with its remedy, or empty."""
 
     host: Host
     packages: tuple[Package, ...]
@@ -60,5 +57,5 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_serve(self) -> bool:
-        """Whether some backend can run models here."""
+        """Whether some backend can run models."""
         return any(backend.runs_models and backend.flags for backend in self.backends)

@@ -63,7 +63,7 @@ def describe_host() -> Host:
 
 
 def installed_packages() -> tuple[Package, ...]:
-    """Return the packages that Headway uses, without importing them."""
+    """Return the packages that Headway uses."""
     return tuple(
         Package(
             name=name,

@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A row in a step, which runs ``num_tokens``."""
+    """A row in a step."""
 
     row: int
     request_id: str
@@ -35,7 +35,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TimelineStep(msgspec.Struct):
-    """A step of the recording. It ran from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
+    """A step from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
 
     number: int
     epoch: int
@@ -51,7 +51,7 @@ class TimelineStep(msgspec.Struct):
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """Steps from ``first`` to before ``end`` of the recording."""
+    """Steps from ``first`` to before ``end``."""
 
     first: int
     end: int
@@ -72,7 +72,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 class StepCollector:
-    """Collects a range of steps from a replay's events."""
+    """Collects a range of steps from a replay."""
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted

@@ -1,7 +1,4 @@
-"""``headway explain``: the life of a request, from a flight log or a running server, and exit codes.
-
-Must not know: how a life is collected or described.
-"""
+"""``headway explain``: the life of a request, from a flight log or a running server."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""A request's life in plain words. Must not know: where it comes from."""
+"""A request's life in plain words."""
 
 import statistics
 from collections import defaultdict
@@ -183,7 +183,7 @@ def _setback_text(life: Life, place: int) -> str:
 
 
 def time_to_first_token(life: Life) -> dict[str, float]:
-    """Return the parts of the time from arrival to first token."""
+    """Return the parts of the TTFT."""
     first_s = life.token_times_s[0]
     parts: defaultdict[str, float] = defaultdict(float)
     for wait in life.waits:

@@ -1,4 +1,4 @@
-"""A copy of a running server's flight log on this host."""
+"""A copy of a running server's flight log."""
 
 import argparse
 import shutil
@@ -19,7 +19,7 @@ _NO_LOG = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def client_for(arguments: argparse.Namespace) -> Client:
-    """Connect to the server that ``arguments.log`` names.
+    """Connect to the server in ``arguments.log``.
 
     Raises:
         ConfigurationError: a file is unreadable.
@@ -32,7 +32,7 @@ def client_for(arguments: argparse.Namespace) -> Client:
 
 
 def fetch(arguments: argparse.Namespace, directory: Path) -> Path:
-    """Copy the server's present log into a new directory; return it.
+    """Copy the server's log into a new directory; return it.
 
     Raises:
         NoFlightLogError: the server records nothing.

@@ -1,6 +1,4 @@
-"""A request's life, read from a replayed core. Must not know: how it is described. Times are the scheduler's
-seconds.
-"""
+"""A request's life, read from a replayed core. Must not know: how it is described."""
 
 from collections.abc import Iterator
 
@@ -24,7 +22,7 @@ _NEVER = float("inf")
 
 
 class Wait(msgspec.Struct):
-    """A time without a row for one reason, with figures of its beginning."""
+    """A time without a row for one reason."""
 
     reason: str
     text: str
@@ -50,7 +48,7 @@ class FlightStep(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """The request got a row; ``num_held_tokens`` were cached or swapped in."""
+    """The request got a row."""
 
     at_s: float
     step: int
@@ -59,7 +57,7 @@ class Admission(msgspec.Struct):
 
 
 class Setback(msgspec.Struct):
-    """The request lost its row; some of its tokens went to the host."""
+    """The request lost its row."""
 
     at_s: float
     why: str
@@ -68,7 +66,7 @@ class Setback(msgspec.Struct):
 
 
 class Life(msgspec.Struct, kw_only=True):
-    """The record of one sequence of a request."""
+    """One sequence's record."""
 
     request_id: str
     index: int
@@ -125,7 +123,7 @@ class _Followed:
 
 
 class Follower:
-    """Follows all sequences of one request id through a replay's events."""
+    """Follows all sequences of one request id."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -267,7 +265,7 @@ class Follower:
 
 
 def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[int, str, int]]:
-    """Yield row, request id and tokens of every row with more than one token."""
+    """Yield row, request id and tokens of rows with more than one."""
     if output.num_scheduled_tokens:
         rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
         for row, count in zip(rows, counts, strict=True):
@@ -276,7 +274,7 @@ def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[i
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first names."""
     shown = ", ".join(names[:_NAMES])
     more = len(names) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,4 +1,4 @@
-"""The state of a request on a running server, from ``Admin.Explain``."""
+"""A request on a running server, from ``Admin.Explain``."""
 
 import argparse
 import sys

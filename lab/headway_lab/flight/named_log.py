@@ -1,4 +1,4 @@
-"""The log that a command line names: a path, or a server's address. Must not know: how a log is read."""
+"""The log that a command line names: a path, or a server's address."""
 
 import argparse
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the log's argument, and the flags of its server."""
+    """Add the log's argument and its server's flags."""
     parser.add_argument(
         "log",
         metavar="LOG|HOST:PORT",
@@ -20,7 +20,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
-    """Return the log's path; a server's log is copied for the time of the context.
+    """Return the log's path; a server's log is copied for the context.
 
     Raises:
         NoFlightLogError: the server records nothing.
@@ -36,6 +36,6 @@ def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is an address, and no file or directory."""
+    """Return whether this is an address."""
     _, colon, port = text.rpartition(":")
     return bool(colon) and port.isdigit() and not Path(text).exists()

@@ -1,4 +1,4 @@
-"""A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing. Must not know: where steps come from.
+"""A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
 One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps.
 """
@@ -15,7 +15,7 @@ _US = 1e6
 
 
 def chrome_trace(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) -> bytes:
-    """Return the trace as JSON; steps without an answer are left out."""
+    """Return the trace; steps without an answer are left out."""
     answered = [step for step in steps if step.answered_s != float("inf")]
     events = [
         *_names(answered, max_in_flight),

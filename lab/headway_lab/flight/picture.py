@@ -1,6 +1,4 @@
-"""The picture of a flight: rows against steps, as in articles on iteration-level batching. Must not know: where steps
-come from.
-"""
+"""The picture of a flight: rows against steps."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -36,7 +34,7 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
 
 
 def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
-    """Draw rows against steps, and each step's tokens and waiting requests below."""
+    """Draw rows, tokens and waiting requests against steps."""
     num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
     width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
     height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
@@ -79,7 +77,7 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
 
 
 def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
-    """Write the id where a request begins, and the size of each chunk, if there is room."""
+    """Write the id where a request begins, and chunks' sizes, if there is room."""
     names = short_names({cell.request_id for step in steps for cell in step.cells})
     named: set[tuple[int, int]] = set()
     for row, stays in _stays(steps).items():
@@ -117,7 +115,7 @@ def short_names(request_ids: Collection[str]) -> dict[str, str]:
 
 
 def fitting(name: str, num_characters: int) -> str:
-    """Cut a name; empty if too little is left."""
+    """Cut a name."""
     room = min(num_characters, _MOST_NAME)
     if len(name) <= room:
         return name

@@ -1,7 +1,6 @@
 """A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
 
-The table begins with the recording and its simulation under the recorded policies; their difference is the simulation's
-error.
+The table begins with the recording and its simulation; their difference is the simulation's error.
 """
 
 import time
@@ -31,7 +30,7 @@ RECORDED = "recorded"
 
 
 def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case, ...]:
-    """Return the recorded limits, and those with each of ``policies`` instead.
+    """Return the recorded limits, and those with each of ``policies``.
 
     Raises:
         ConfigurationError: a field or a value is wrong.
@@ -45,7 +44,7 @@ def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[
 
     Raises:
         ConfigurationError: no request ran.
-        NoProgress: a case leaves requests waiting for ever.
+        NoProgress: requests wait for ever.
     """
     if not recording.steps or recording.capacity is None:
         raise ConfigurationError("--policy: no step of this log was answered; allowed: a log in which something ran")

@@ -1,4 +1,4 @@
-"""A flight as a workload: its requests and its step times. Must not know: policies, or reports."""
+"""A flight as a workload: its requests and its step times."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -42,7 +42,7 @@ class _Sent(NamedTuple):
 
 
 class FittedCosts:
-    """Step times that were learned from recorded steps. ``median_error`` is relative."""
+    """Learned step times. ``median_error`` is relative."""
 
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
         """``steps`` are in order, at least one."""
@@ -90,7 +90,7 @@ def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) 
 
 
 class Recording:
-    """Collects a replay's events. Times count from the first event."""
+    """Collects a replay. Times count from the first event."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -161,14 +161,14 @@ class Recording:
         self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
-        """Return every request that got a token, with the number of its tokens, and the arrival times."""
+        """Return every request that got a token, and the arrival times."""
         kept = [(place, record) for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         requests = [_planned(number, record, self._num_output[place]) for number, (place, record) in enumerate(kept)]
         return requests, [record.now for _, record in kept]
 
     @property
     def num_without_tokens(self) -> int:
-        """The number of requests that ``requests`` leaves out."""
+        """The number of other requests."""
         return sum(not self._num_output.get(place) for place in range(len(self._arrivals)))
 
     def prompts(self) -> "RecordedPrompts":
@@ -177,7 +177,7 @@ class Recording:
         return RecordedPrompts([decode_column(record.token_ids) for record in kept])
 
     def measurement(self) -> RunCollector:
-        """Return the recording as a simulator's measurement."""
+        """Return the recording as a simulation."""
         measurement = RunCollector(len(self._arrivals))
         for number, record in enumerate(self._arrivals):
             measurement.arrived(_planned(number, record, self._num_output.get(number, 1)), record.now)
@@ -191,7 +191,7 @@ class Recording:
 
 
 class RecordedPrompts:
-    """The prompts of a recording, by number."""
+    """A recording's prompts, by number."""
 
     def __init__(self, prompts: Sequence[Int32Array]) -> None:
         self._prompts = prompts

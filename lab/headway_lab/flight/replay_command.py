@@ -1,4 +1,4 @@
-"""``headway replay``: run a recording again and compare every decision; the result line and exit codes."""
+"""``headway replay``: run a recording again and compare every decision."""
 
 import argparse
 import importlib.metadata
@@ -24,7 +24,7 @@ DIVERGED_EXIT_CODE = 1
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a replay; ``difference`` is empty if every decision was the same."""
+    """The result; ``difference`` is empty for equal decisions."""
 
     num_records: int
     num_steps: int
@@ -100,7 +100,7 @@ def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequen
 
 
 def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult:
-    """Replay a flight to its end or to the first different decision."""
+    """Replay a flight to its first different decision."""
     started, difference = time.perf_counter(), ""
     try:
         for event in flight.events("replay"):

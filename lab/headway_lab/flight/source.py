@@ -1,4 +1,4 @@
-"""A flight log on disk, opened and replayed event by event. Must not know: the use of events."""
+"""A flight log on disk, opened and replayed event by event."""
 
 import sys
 from collections.abc import Iterator
@@ -60,10 +60,10 @@ class Flight:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first event to the newest."""
+        """Seconds from first to newest event."""
         return self.replay.now - self.first_s
 
     def tell_notice(self) -> None:
-        """Report on stderr if the end of the log is torn."""
+        """Report a torn end on stderr."""
         if self.log.notice:
             sys.stderr.write(f"note: {self.log.notice}\n")

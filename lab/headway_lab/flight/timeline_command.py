@@ -1,6 +1,4 @@
-"""``headway timeline``: a picture of the rows in each step, and a trace; exit codes. Must not know: how cells are made
-or drawn.
-"""
+"""``headway timeline``: a picture of the rows in each step, and a trace."""
 
 import argparse
 import sys

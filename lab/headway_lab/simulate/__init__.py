@@ -1,3 +1,1 @@
-"""``headway simulate``: the real scheduler core in virtual time, on a device that is a cost model. Nothing here imports
-torch.
-"""
+"""``headway simulate``: the real scheduler core in virtual time, on a device that is a cost model."""

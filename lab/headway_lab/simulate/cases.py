@@ -1,4 +1,4 @@
-"""The simulated cases: scheduler settings, one case per row of the table. Must not know: what a limit does."""
+"""The simulated cases: scheduler settings, one case per row of the table."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ SWEPT_LIMIT = "max_num_batched_tokens"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings to simulate, and their name in the table."""
+    """Settings, and their name in the table."""
 
     label: str
     limits: SchedulerLimits
@@ -41,8 +41,8 @@ def make_cases(
 ) -> tuple[Case, ...]:
     """Return the cases in the given order; without a comparison one case of ``given``.
 
-    ``compared`` has values of limits, separated by commas, and gives a case per combination. ``listed`` has one
-    ``FIELD=VALUE,...`` per case. ``swept`` has token budgets.
+    ``compared`` gives a case per combination of values. ``listed`` has one ``FIELD=VALUE,...`` per case. ``swept`` has
+    token budgets.
 
     Raises:
         ConfigurationError: a limit or value is wrong, or two ways of comparing are mixed.

@@ -1,7 +1,6 @@
-"""The events of a simulated run, and its figures. Must not know: scheduling, or layout.
+"""The events of a simulated run, and its figures.
 
-The window of throughputs begins with the first measured arrival and ends with the last token. Every output token in it
-counts, and the prompts of the measured requests.
+The window of throughputs begins with the first measured arrival and ends with the last token.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class SimulatedRequest(RequestFigures, frozen=True, kw_only=True):
 
 
 class SimulatedGroup(GroupTotals, frozen=True, kw_only=True):
-    """A group's ended requests; throughput counts those that arrived in the window."""
+    """A group's ended requests; throughput counts arrivals in the window."""
 
     num_finished: int
     num_preemptions: int
@@ -125,7 +124,7 @@ class RunCollector:
         return Measurement(self._requests, times)
 
     def requests(self) -> list[SimulatedRequest]:
-        """Return all requests that ended, by number."""
+        """Return all ended requests."""
         measurement = self.measurement()
         return [self._figures(measurement, number) for number in sorted(self._ends)]
 

@@ -1,4 +1,4 @@
-"""``headway simulate``: from flags to runs to the report, and exit codes. Must not know: costs, measuring or layout."""
+"""``headway simulate``: from flags to the report. Must not know: costs, measuring or layout."""
 
 import argparse
 import sys
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _take_compare_sources(arguments: argparse.Namespace) -> bool:
-    """Remove ``--compare`` without a value; return whether it was there."""
+    """Remove ``--compare`` without a value."""
     texts: list[str] = getattr(arguments, "compare", [])
     if COMPARE_SOURCES not in texts:
         return False

@@ -1,7 +1,6 @@
 """The executor's end of the step protocol, with a cost model in place of the model. Must not know: requests, queues.
 
-The executor's own batch state refuses an impossible diff and returns the digests that the scheduler checks. A step
-takes the model's time, plus that of the blocks it moves, times a *disturbance*.
+The executor's own batch state refuses an impossible diff and returns the digests that the scheduler checks.
 """
 
 from collections import deque
@@ -40,7 +39,7 @@ class Disturbance:
         self._rng = rng
 
     def factor(self, start_s: float) -> float:
-        """Return the factor for a step that starts at ``start_s``."""
+        """Return the factor for a step at ``start_s``."""
         factor = 1.0
         for slowdown in self._slowdowns:
             if slowdown.at_s <= start_s:
@@ -84,7 +83,7 @@ class StepCosts(Protocol):
 
 
 class VirtualDevice:
-    """Runs one step after the other, each for as long as the costs say.
+    """Runs one step after the other.
 
     ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
     stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
@@ -206,7 +205,7 @@ class VirtualDevice:
         )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
-        """Draw a token for each row that samples; the stop token comes at a known length."""
+        """Draw tokens; the stop token comes at a known length."""
         num_samples = int(np.count_nonzero(sampling))
         if not self._lengths:
             return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)

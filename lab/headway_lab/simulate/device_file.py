@@ -1,4 +1,4 @@
-"""A device from a file, for example one fitted to measured steps."""
+"""A device from a file."""
 
 import msgspec
 

@@ -7,7 +7,7 @@ import msgspec
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense decoder with grouped queries and a gated MLP (three matrices)."""
+    """A dense decoder with grouped queries and a gated MLP."""
 
     name: str
     num_layers: int

@@ -1,4 +1,4 @@
-"""The flags of ``headway simulate`` except the scheduler's own. Must not know: their effect."""
+"""The flags of ``headway simulate`` except the scheduler's."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 

@@ -1,4 +1,4 @@
-"""The picture of a simulation. Must not know: how a run came about."""
+"""The picture of a simulation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +105,6 @@ def _name_points(
 
 
 def _only_field(results: Sequence[CaseResult]) -> str:
-    """Return the only differing setting, if it is one."""
     fields = {result.case.label.partition("=")[0] for result in results}
     is_one = len(fields) == 1 and not any("," in result.case.label for result in results)
     return fields.pop() if is_one else ""

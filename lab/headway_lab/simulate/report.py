@@ -67,7 +67,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return a line per case, then its tenants and priorities; the knee has a star."""
+    """Return a line per case; the knee has a star."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))

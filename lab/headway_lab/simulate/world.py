@@ -1,4 +1,4 @@
-"""One device and one workload, and its runs under different limits. Must not know: flags, or layout."""
+"""One device and one workload, and its runs under different limits."""
 
 import time
 from collections.abc import Callable

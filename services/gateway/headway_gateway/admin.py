@@ -1,4 +1,4 @@
-"""The Admin service. Must not know: how the scheduler answers."""
+"""The Admin service."""
 
 # ruff: noqa: D102 (admin.proto describes the methods)
 
@@ -130,7 +130,6 @@ class AdminServicer(api_grpc.AdminServicer):
         place: FlightLogPlace | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        """Ask the scheduler; ``not_found`` is the text for an unknown name."""
         reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place)
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)

@@ -35,7 +35,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Requires ``authorization: Bearer TOKEN`` and the method's role. ``open_prefixes`` need no token."""
+    """Requires ``authorization: Bearer TOKEN`` and the method's role."""
 
     def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
         self._tokens = tokens

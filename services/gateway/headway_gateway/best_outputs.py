@@ -32,7 +32,7 @@ class HeldOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """Minus infinity without tokens or after a failure."""
+        """Minus infinity for a failure or no tokens."""
         mean = self.continuation.mean_logprob
         is_usable = self._finished.reason in {api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH}
         return mean if is_usable and not math.isnan(mean) else -math.inf
@@ -49,5 +49,5 @@ class HeldOutput:
 
 
 def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:
-    """Return the highest mean log probability first."""
+    """Return the best first."""
     return sorted(outputs, key=lambda output: (-output.mean_logprob, output.continuation.index))

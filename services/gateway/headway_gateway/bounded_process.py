@@ -1,4 +1,4 @@
-"""A child process for untrusted programs, which answers questions one by one, each within a time limit.
+"""A child process for untrusted programs, which answers questions, each within a time limit.
 
 A frame is a length (4 bytes, little-endian) and a body; the first body opens the process.
 """
@@ -27,7 +27,7 @@ _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class NoAnswerError(Exception):
-    """The process has been ended, perhaps by something else."""
+    """The process has been ended."""
 
     def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class OutOfTimeError(NoAnswerError):
 
 
 class BoundedProcess:
-    """Runs one module as a child, for one thread at a time."""
+    """Runs one module as a child."""
 
     def __init__(self, module: str, opening: bytes) -> None:
         self._module = module
@@ -52,7 +52,7 @@ class BoundedProcess:
         """Start the child, and return its first answer.
 
         Raises:
-            NoAnswerError: it did not start or answer.
+            NoAnswerError: there is none.
         """
         try:
             self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class BoundedProcess:
 
 
 def limit_this_process(most_memory_bytes: int) -> None:
-    """In the child: limit memory; allow no files and no core dumps."""
+    """In the child: limit memory; allow no files."""
     for what, most in (
         (resource.RLIMIT_AS, most_memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
@@ -116,10 +116,7 @@ def limit_this_process(most_memory_bytes: int) -> None:
 
 
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
-    """In the child: answer frames until standard input closes.
-
-    Unlike the clock, the limit of processor time ignores the load.
-    """
+    """In the child: answer frames. Unlike the clock, processor time ignores the load."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S
     while (body := read_frame(requests)) is not None:
@@ -136,7 +133,7 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read one frame; None at the end."""
+    """Return None at the end."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None

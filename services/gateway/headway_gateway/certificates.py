@@ -1,7 +1,4 @@
-"""The gateway's TLS files, read again when they change. Must not know: addresses, tokens, clients.
-
-Half-written or unmatched files change nothing.
-"""
+"""The gateway's TLS files, read again when they change. Half-written or unmatched files change nothing."""
 
 import ssl
 from pathlib import Path
@@ -34,7 +31,7 @@ class CertificateFiles:
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that ask this object before each handshake."""
+        """Return credentials that are asked for before each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
             self.newer,  # type: ignore[arg-type]  # the stubs lack the None that gRPC documents
@@ -42,7 +39,7 @@ class CertificateFiles:
         )
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return changed and valid contents, else None. Any thread may call."""
+        """Return changed and valid contents, from any thread."""
         signature: _Signature | None = None
         try:
             signature = self._signature()
@@ -96,7 +93,7 @@ def _client_authorities(path: str) -> bytes:
 
 
 def _whole_pem(field: str, path: str) -> bytes:
-    """Refuse a file that ends inside a certificate's first line: OpenSSL would ignore it."""
+    """OpenSSL would ignore a file that ends inside a certificate's first line."""
     content = Path(path).read_bytes()
     last_line = content.rstrip().rpartition(b"\n")[2]
     if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):

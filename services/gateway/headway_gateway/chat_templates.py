@@ -1,7 +1,7 @@
-"""The child process that renders chats with one template, in the dialect of transformers' ``apply_chat_template``.
+"""The child process that renders chats, in the dialect of transformers' ``apply_chat_template``.
 
-A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a
-``TemplateSource``, then ``Messages``; each gets a ``Rendering``.
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
+``Rendering``.
 """
 
 import datetime as dt
@@ -38,7 +38,7 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text, the template's ``refusal``, or the kind of its error."""
+    """A text, the template's ``refusal``, or its error's kind."""
 
     text: str = ""
     refusal: str = ""
@@ -58,7 +58,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Only training uses the mark ``{% generation %}``. As in transformers, its variables do not outlive it."""
+    """Only training uses ``{% generation %}``. As in transformers, its variables do not outlive it."""
 
     tags = {"generation"}  # noqa: RUF012  # noqa: RUF012  # as jinja2 declares it
 
@@ -72,7 +72,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore: they reach into Python."""
+    """Names that begin with an underscore reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
         own = dict(*args[1:], **kwargs)
@@ -96,12 +96,11 @@ class Renderer:
     """One compiled template."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Compile the template; jinja2's errors pass through."""
         self._template = environment().from_string(template.source)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
-        """Return the chat's text, up to the assistant's answer."""
+        """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
         variables = self._special | {

@@ -1,6 +1,5 @@
-"""The end of streams that the client leaves unread for too long.
-
-It counts looks, not seconds: while this process was stopped, no client could read.
+"""The end of streams that the client leaves unread. While this process was stopped, no client could read; so it counts
+looks.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ _LOOKS = 8
 
 
 class ClientPatience:
-    """Ends its stream with TimeoutError when one write has waited ``slow_client_s``."""
+    """Ends a stream when one write has waited ``slow_client_s``."""
 
     def __init__(self, slow_client_s: float) -> None:
         self._look_interval_s = slow_client_s / _LOOKS
@@ -26,7 +25,7 @@ class ClientPatience:
         return self._timeout.expired()
 
     def begin_write(self) -> None:
-        """Start counting: a write waits for the client."""
+        """Start counting."""
         self._is_waiting = True
         self._num_looks = 0
 

@@ -22,7 +22,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway process's settings. Durations are in seconds."""
+    """One gateway's settings. Durations are in seconds."""
 
     model: Annotated[str, Meta(description="directory with the checkpoint's tokenizer.json and tokenizer_config.json")]
     ingress_address: Annotated[
@@ -152,7 +152,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one line with the field, its value and what is allowed.
+            ValueError: one line with the field, its value and the allowed ones.
         """
         host, _ = split_address(self.grpc_address)
         _check_numbers(self)
@@ -200,7 +200,7 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:
-    """Return whether VllmEngine is wanted and its stubs are installed."""
+    """Return whether VllmEngine is wanted and installed."""
     return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 

@@ -1,4 +1,4 @@
-"""The check that a constraint compiles, and the turns of costly ones. Must not know: what a constraint means.
+"""The check that a constraint compiles, and the turns of costly ones.
 
 The executor compiles it again, and all rows wait for that step; so each caller has one costly constraint in progress,
 until its first token.
@@ -68,7 +68,7 @@ class Beginning:
 
 
 class ConstraintChecker:
-    """Checks constraints for one model directory's tokenizer."""
+    """Checks constraints for one tokenizer."""
 
     def __init__(self, directory: Path, *, most_compile_s: float = MOST_COMPILE_S) -> None:
         self._directory = directory
@@ -93,7 +93,7 @@ class ConstraintChecker:
         """Constraints that were not known yet."""
 
     async def begin(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
-        """Return when an output under ``constraint`` may be submitted.
+        """Return when an output may be submitted.
 
         Raises:
             CallRefusedError: as ``check``.
@@ -129,8 +129,8 @@ class ConstraintChecker:
         """Return the verdict on a valid constraint.
 
         Raises:
-            CallRefusedError: INVALID_ARGUMENT with the reason, UNIMPLEMENTED if the executor supports none,
-                RESOURCE_EXHAUSTED if too many wait, UNAVAILABLE if there is no verdict now.
+            CallRefusedError: INVALID_ARGUMENT, UNIMPLEMENTED, RESOURCE_EXHAUSTED if too many wait, UNAVAILABLE without
+                a verdict.
         """
         field = f"sampling.{constraint.kind}"
         if not model.supports_constraints:
@@ -171,7 +171,7 @@ class ConstraintChecker:
                 process.kill()  # the thread that waits for its answer cleans up
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
-        """Start a second process early, so that no call waits for it."""
+        """Start a second process before a call waits for it."""
         if not self._is_prepared:
             self._is_prepared = True
             self._threads.submit(self._start_another, vocabulary)

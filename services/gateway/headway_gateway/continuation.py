@@ -1,7 +1,4 @@
-"""One continuation on its way to the client: tokens in, deltas out. Must not know: sockets, gRPC calls, the link.
-
-A slow client gets larger deltas, never a queue.
-"""
+"""One continuation on its way to the client: tokens in, deltas out. Must not know: sockets, gRPC calls, the link."""
 
 import math
 import time
@@ -31,7 +28,7 @@ _REASONS = {
 
 
 class OutputText:
-    """One output's text, up to a stop string, which counts after ``min_tokens``."""
+    """One output's text. Stop strings count after ``min_tokens``."""
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
         self._detokenizer = detokenizer
@@ -41,11 +38,11 @@ class OutputText:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the output."""
+        """The completed stop string."""
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: list[int]) -> str:
-        """Add tokens up to a stop string's end; return the certain text."""
+        """Return the certain text, up to a stop string's end."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
@@ -60,7 +57,7 @@ class OutputText:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the held text; it too may complete a stop string."""
+        """Return the held text, which may complete a stop string."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None or matcher.matched is not None:
@@ -69,10 +66,10 @@ class OutputText:
 
 
 class Continuation:
-    """One output of a request, as the client sees it."""
+    """One output of a request."""
 
     def __init__(self, sequence: LiveSequence, text: OutputText) -> None:
-        """``text`` contains the tokens that the client already has."""
+        """``text`` contains the client's tokens."""
         self.index = sequence.submission.index
         self.sequence = sequence
         self.is_over = False
@@ -90,7 +87,7 @@ class Continuation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the scheduler has accepted it, or it ended without refusal."""
+        """Whether it was accepted or ended without refusal."""
         return self.sequence.has_run or isinstance(self.sequence.end, Finished)
 
     @property
@@ -101,7 +98,7 @@ class Continuation:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of the tokens sent; NaN without tokens."""
+        """NaN without tokens."""
         values = [entry.logprob for entry in self.sequence.logprobs[: self.num_sent - self.sequence.num_held]]
         return sum(values) / len(values) if values else math.nan
 
@@ -116,7 +113,7 @@ class Continuation:
             self._last_token_at = now
 
     def take(self) -> list[api.GenerateResponse]:
-        """Return the new events: at most one delta, and the end."""
+        """Return at most one delta, and the end."""
         responses: list[api.GenerateResponse] = []
         if self.is_over:
             return responses
@@ -145,7 +142,7 @@ class Continuation:
         return responses
 
     def record_written(self, now: float) -> float | None:
-        """Record a delta; return the seconds since the previous one."""
+        """Return the seconds since the previous delta."""
         before, self._written_at = self._written_at, now
         if before is None:
             self.first_written_at = now
@@ -154,12 +151,12 @@ class Continuation:
 
     @property
     def ended_at(self) -> float:
-        """Monotonic seconds; now, if it has not ended."""
+        """Monotonic seconds; now, if it runs."""
         return time.monotonic() if self._ended_at is None else self._ended_at
 
     @property
     def total_ms(self) -> float:
-        """Its time at the scheduler; 0 if never accepted."""
+        """Time at the scheduler; 0 if never accepted."""
         end = self.sequence.end
         if isinstance(end, Finished):
             return end.total_ms
@@ -203,7 +200,7 @@ class Continuation:
         return finished
 
     def timings(self) -> api.Timings:
-        """Return the scheduler's figures, or the gateway's own after a stop string."""
+        """After a stop string, the figures are the gateway's own."""
         num_gaps = self.num_sent - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0

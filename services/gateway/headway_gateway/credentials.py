@@ -1,8 +1,7 @@
-"""The tokens in a file, and their roles. Must not know: gRPC.
+"""The tokens in a file, and their roles; docs/security.md shows the format.
 
-docs/security.md shows the format. A search takes the same time for any token. A half-written file must grant no more
-than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as a single
-word.
+A search takes the same time for any token. A half-written file must grant no more than the whole: each line ends with a
+newline (``token_files``), and a file that once had roles is not read as a single word.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """A token's owner. ``tenant`` is None if the caller may name any."""
+    """A token's owner. ``tenant`` None allows any."""
 
     name: str
     roles: frozenset[str]
@@ -46,11 +45,11 @@ class TokenTable:
     """The callers by token."""
 
     def __init__(self, callers: dict[bytes, Caller]) -> None:
-        """``callers`` by the SHA-256 digest of their token."""
+        """``callers`` by their tokens' SHA-256 digest."""
         self._callers = tuple(callers.items())
 
     def find(self, token: str) -> Caller | None:
-        """Return the caller with this token, or None, in constant time."""
+        """Search in constant time."""
         digest = digest_of(token)
         found = None
         for known, caller in self._callers:
@@ -63,12 +62,12 @@ class TokenTable:
 
 
 def digest_of(token: str) -> bytes:
-    """Return the SHA-256 digest of a token."""
+    """Return a token's SHA-256 digest."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def parse_tokens(text: str) -> dict[bytes, Caller]:
-    """Read the contents of a token file.
+    """Read a token file's contents.
 
     Raises:
         ValueError: it names the line, never a token.
@@ -126,7 +125,7 @@ class TokenFile:
     """A file's tokens. After an unusable change, the former ones stay valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
-        """``extra`` are callers from elsewhere.
+        """``extra`` are further callers.
 
         Raises:
             ValueError: the file is unusable; one line without a token.
@@ -141,7 +140,7 @@ class TokenFile:
         """Why the present file is not used."""
 
     def table(self) -> TokenTable:
-        """Return the valid tokens; check the file now and then."""
+        """Return the valid tokens, now and then read anew."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now
@@ -150,7 +149,7 @@ class TokenFile:
         return self._table
 
     def reload(self) -> bool:
-        """Read the file now; return whether it is valid."""
+        """Read the file; return whether it is valid."""
         self._seen = self._signature()
         try:
             self._table = self._read()

@@ -15,10 +15,10 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One output's state. The grouping of tokens does not change its text."""
+    """One output's state. Grouping tokens does not change the text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now certain."""
+        """Add tokens; return the certain text."""
         ...
 
     def finish(self) -> str:
@@ -50,10 +50,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes new tokens together with the *anchor*, the last one sent.
+    """Decodes new tokens together with the *anchor*, the last one sent: alone they would lose a leading space.
 
-    Alone they would lose a leading space, for instance. Byte-fallback tokens wait for the end of their run, others
-    while the text ends in U+FFFD.
+    Byte-fallback tokens wait for the end of their run, others while the text ends in U+FFFD.
     """
 
     __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
@@ -101,7 +100,7 @@ class DetokenizerFactory(Protocol):
     """Makes a detokeniser for one output."""
 
     def __call__(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """Special tokens have no text, unless they are kept."""
+        """Special tokens have no text, unless kept."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Tokenisation in threads, long prompts apart from the others."""
+"""Tokenisation in threads, long prompts apart."""
 
 # ruff: noqa: D102 (``TextModel`` describes the methods)
 

@@ -1,11 +1,11 @@
-"""Few turns, shared among many callers in rotation; a caller has one at a time."""
+"""Few turns for many callers, in rotation, one at a time."""
 
 import asyncio
 from collections import deque
 
 
 class TooManyWaitError(Exception):
-    """The queue is full; the message has its length."""
+    """The message has the queue's length."""
 
 
 class FairTurns:
@@ -25,7 +25,7 @@ class FairTurns:
         return sum(map(len, self._queues.values()))
 
     async def take(self, caller: str) -> None:
-        """Wait for ``caller``'s turn; ``give_back`` ends it.
+        """Wait for a turn; ``give_back`` ends it.
 
         Raises:
             TooManyWaitError: the queue is full.

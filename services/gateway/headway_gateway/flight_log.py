@@ -1,4 +1,4 @@
-"""Reads the scheduler's flight log piece by piece. Must not know: its content."""
+"""Reads the scheduler's flight log piece by piece."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +17,7 @@ Ask: TypeAlias = Callable[[FlightLogPlace], Awaitable[FlightLogPart]]
 
 
 async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse]:
-    """Yield every file up to now, in pieces.
+    """Yield every file up to now.
 
     Raises:
         CallRefusedError: ABORTED, a file or the scheduler has gone; UNAVAILABLE, the disk is too slow.
@@ -50,7 +50,6 @@ async def _contents(ask: Ask) -> FlightLogPart:
 
 
 async def _pieces_of(file: FlightLogFile, life: int, ask: Ask) -> AsyncIterator[tuple[int, bytes]]:
-    """Yield (offset, data), up to the file's first known size."""
     offset = 0
     while offset < file.num_bytes:
         place = FlightLogPlace(life=life, segment=file.segment, is_checkpoint=file.is_checkpoint, offset=offset)

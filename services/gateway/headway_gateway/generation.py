@@ -1,4 +1,4 @@
-"""One generation: the continuations of one prompt, from submission to the end. Must not know: ZeroMQ, tokenising."""
+"""One generation: the continuations of one prompt. Must not know: ZeroMQ, tokenising."""
 
 import asyncio
 import time
@@ -54,7 +54,7 @@ _REFUSAL_CODES = {
 
 
 class GenerationParts(NamedTuple):
-    """The parts of a gateway process that generations share."""
+    """The shared parts of a gateway process."""
 
     client: SchedulerClient
     text_model: TextModel
@@ -64,7 +64,7 @@ class GenerationParts(NamedTuple):
 
 
 class OpenCall(NamedTuple):
-    """One Generate call. ``write`` sends one event."""
+    """One Generate call. ``write`` sends an event."""
 
     context: Context
     write: Callable[[api.GenerateResponse], Awaitable[None]]
@@ -74,7 +74,7 @@ class OpenCall(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A tokenised prompt. ``text`` is empty unless the client wants it back."""
+    """A tokenised prompt. ``text`` is for a client that wants it."""
 
     token_ids: list[int]
     text: str
@@ -94,7 +94,7 @@ class Generation:
         end_ids: frozenset[int],
         beginning: Beginning,
     ) -> None:
-        """``end_ids`` are the tokens that end an output."""
+        """``end_ids`` end an output."""
         self._client = parts.client
         self._text_model = parts.text_model
         self._pace = parts.pace
@@ -118,7 +118,7 @@ class Generation:
             self._prompt = PromptEvents(prompt.token_ids, prompt.text, sequence)
 
     async def run(self) -> None:
-        """Stream until every continuation has ended.
+        """Stream until all have ended.
 
         Raises:
             CallRefusedError: the scheduler refused before any had begun.
@@ -157,7 +157,7 @@ class Generation:
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
-        """A client that does not read holds blocks and a row, so it is refused."""
+        """A client that does not read holds blocks and a row."""
         try:
             async with ClientPatience(self._slow_client_s) as patience:
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
@@ -269,7 +269,7 @@ class Generation:
         return continuation
 
     def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
-        """Return the end if the client's own tokens already contain it."""
+        """The client's own tokens may contain the end."""
         end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
         num_until_end = min(text.num_tokens, end_place + 1)
         if num_until_end < len(held):

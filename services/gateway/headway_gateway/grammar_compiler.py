@@ -1,7 +1,7 @@
-"""The child process that compiles constraints to check them. Must not know: what a constraint means.
+"""The child process that compiles constraints to check them.
 
-The library does not count all it spends, so it runs in a process. Frames hold JSON: a ``Vocabulary``, then
-``Constraint``s; each gets a ``Verdict``.
+The library does not count all it spends. Frames hold JSON: a ``Vocabulary``, then ``Constraint``s; each gets a
+``Verdict``.
 """
 
 import time
@@ -18,7 +18,7 @@ MAX_CPU_S = 0.5
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """tokenizer.json, the width of the logits, the tokens that end an output."""
+    """tokenizer.json, the logits' width, the end tokens."""
 
     tokenizer: str
     vocab_size: int
@@ -26,7 +26,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The fault in one line or nothing, and the processor time spent."""
+    """A fault in one line, and the processor time."""
 
     problem: str = ""
     cpu_s: float = 0.0

@@ -1,4 +1,4 @@
-"""This gateway's health, for ``grpc.health.v1``: a model is ready and steps are made."""
+"""This gateway's health: a model is ready and steps are made. Must not know: generation calls."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ _log = structlog.get_logger("headway.gateway.health")
 
 
 class ProgressWatch:
-    """A stall is unfinished sequences and no new step for ``stall_s`` seconds."""
+    """A stall is unfinished sequences without a new step for ``stall_s``."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -33,7 +33,7 @@ class ProgressWatch:
 
 
 class HealthReporter:
-    """Keeps ``service`` up to date for all ``service_names``."""
+    """Keeps ``service`` up to date."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class HealthReporter:
 
     @property
     def problem(self) -> str | None:
-        """The reported reason to send no requests here, or None."""
+        """The reported reason to send no requests."""
         return self._reported
 
     async def shut_down(self) -> None:

@@ -110,7 +110,7 @@ class IngressLink:
 
     @property
     def live_sequences(self) -> Iterable[LiveSequence]:
-        """Every sequence without an end, oldest first."""
+        """Every sequence without an end."""
         return self._live.values()
 
     def next_handle(self) -> int:
@@ -118,13 +118,13 @@ class IngressLink:
         return next(self._handles)
 
     def submit(self, sequence: LiveSequence) -> None:
-        """Generate ``sequence``, as soon as a link is open."""
+        """Generate it, as soon as a link is open."""
         self._live[sequence.handle] = sequence
         if self.phase is LinkPhase.OPEN:
             self._send(sequence.to_submit())
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Give up sequences; later news for them is ignored."""
+        """Give up sequences."""
         for sequence in sequences:
             if self._live.pop(sequence.handle, None) is None:
                 continue
@@ -140,7 +140,7 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
     ) -> int:
-        """Send an operator's call until it is answered; return its id."""
+        """Send an operator's call until it is answered."""
         self._last_call_id += 1
         call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
@@ -176,7 +176,7 @@ class IngressLink:
             self._take_in(frame.body, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass; a few times per heartbeat interval, after receiving."""
+        """Let time pass, after receiving."""
         if self.phase is LinkPhase.HAILING:
             if now >= self._hello_at:
                 self._say_hello(now)
@@ -191,7 +191,7 @@ class IngressLink:
         self._resubmit_due(now)
 
     def take_frames(self) -> list[bytes]:
-        """Return the messages to send, in order."""
+        """Return the messages to send."""
         if self._aborted_handles:
             handles, self._aborted_handles = self._aborted_handles, []
             self._send(Abort(handles=encode_column(handles)))
@@ -240,7 +240,6 @@ class IngressLink:
         self._say_hello(now)
 
     def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
-        """Return whether this hello answers ours; a second answer has a newer epoch."""
         return (
             hello.gateway_incarnation == self._incarnation
             and hello.link == self._link_number
@@ -297,7 +296,6 @@ class IngressLink:
             self._acknowledge(now)
 
     def _take_in_tokens(self, body: Tokens) -> bool:
-        """Return False if there is a gap."""
         for admitted in body.admitted:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:

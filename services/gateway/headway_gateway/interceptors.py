@@ -1,7 +1,4 @@
-"""Interceptors of every call: the limit of open calls, the counts by status, the errors that reach the client.
-
-A client never gets the text of an unexpected error.
-"""
+"""Interceptors of every call: the limit of open calls, the counts by status, the errors that reach the client."""
 
 # ruff: noqa: D102 (gRPC describes the methods)
 
@@ -25,7 +22,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose method raises, with the status of ``CallRefusedError``, else INTERNAL and a logged id."""
+    """Gives a failed call the status of ``CallRefusedError``, or INTERNAL and a logged id."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -52,7 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CallCountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts calls by method and status. It comes first."""
+    """Counts calls by method and status."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -81,7 +78,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open, unlike gRPC with a message."""
+    """Refuses calls while ``most`` are open, with a message."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -11,7 +11,7 @@ GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name
 
 
 class LinkKeys(msgspec.Struct, frozen=True):
-    """The scheduler's public key and the gateway's pair, Z85-encoded."""
+    """The scheduler's public key and the gateway's pair, in Z85."""
 
     scheduler_public: bytes
     public: bytes
@@ -22,7 +22,7 @@ def load_link_keys(directory: Path) -> LinkKeys:
     """Read both key files.
 
     Raises:
-        ValueError: a file is missing or holds no such key.
+        ValueError: a file is missing or wrong.
     """
     scheduler_public = load_public_key(directory, SCHEDULER_PUBLIC_KEY)
     public, secret = load_own_keys(directory, GATEWAY_SECRET_KEY)

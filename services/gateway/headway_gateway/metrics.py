@@ -1,4 +1,4 @@
-"""The gateway's metrics for Prometheus. Must not know: HTTP."""
+"""The gateway's metrics for Prometheus."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GatewaySnapshot(NamedTuple):
-    """A copy of all figures, for another thread."""
+    """All figures, for another thread."""
 
     model_name: str
     num_streams: int

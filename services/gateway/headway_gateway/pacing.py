@@ -18,7 +18,7 @@ _LONGEST_PAUSE_S = 0.04
 
 
 class WritePace:
-    """The pace of one event loop's streams; measured only while there are any."""
+    """The pace of one event loop's streams."""
 
     def __init__(self) -> None:
         self._num_writers = 0
@@ -27,7 +27,7 @@ class WritePace:
 
     @property
     def lateness_s(self) -> float:
-        """The smoothed delay of the loop's timers; 0 without streams."""
+        """The smoothed delay of the loop's timers."""
         return self._lateness_s if self._num_writers else 0.0
 
     @property

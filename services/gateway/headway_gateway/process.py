@@ -1,8 +1,4 @@
-"""A gateway as a process: logging, signals, exit codes. Must not know: how requests are served.
-
-Exit codes: 0 after SIGTERM or SIGINT; 2 for a wrong configuration, or an address in use; 3 for unusable tokenizer
-files.
-"""
+"""A gateway as a process: logging, signals, exit codes. Must not know: how requests are served."""
 
 import asyncio
 import os
@@ -33,7 +29,7 @@ _log = structlog.get_logger("headway.gateway")
 
 
 def run(config: GatewayConfig) -> int:
-    """Run a gateway until a signal; return the exit code."""
+    """Run until a signal; return the exit code."""
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
@@ -107,7 +103,7 @@ def _log_template_fault(text_model: TextModel) -> None:
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:
     """Return events for the first and the second SIGTERM or SIGINT.
 
-    Without a parent the first sets both: no process would restart a dead scheduler, so open calls might never end.
+    Without a parent the first sets both: a dead scheduler would not restart, so open calls might never end.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     parent = os.getppid()

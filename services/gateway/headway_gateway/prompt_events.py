@@ -1,4 +1,4 @@
-"""The prompt's own events: tokens, text, log probabilities, in bounded messages."""
+"""The prompt's own events, in bounded messages."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _MOST_ENTRIES = 1 << 14
 
 
 class PromptEvents:
-    """One request's prompt. ``sequence`` brings its log probabilities; None without them."""
+    """One request's prompt. ``sequence`` brings its log probabilities."""
 
     def __init__(self, token_ids: list[int], text: str, sequence: LiveSequence | None) -> None:
         self._token_ids = token_ids

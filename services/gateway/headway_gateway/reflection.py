@@ -1,4 +1,4 @@
-"""gRPC server reflection: v1alpha of the companion package, and v1 as a renamed copy."""
+"""gRPC server reflection, v1alpha and v1."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Let ``server`` describe ``service_names`` and reflection itself."""
+    """Let ``server`` describe these services."""
     pool = descriptor_pool.Default()
     _add_v1_descriptors(pool)
     servicer = reflection.aio.ReflectionServicer((*service_names, reflection.SERVICE_NAME, _SERVICE), pool=pool)

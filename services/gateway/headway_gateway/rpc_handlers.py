@@ -17,7 +17,7 @@ def within(
     surroundings: Callable[[Any, Context], AbstractAsyncContextManager[Context]],
     deserialize: Callable[[bytes], Any] | None = None,
 ) -> Handler:
-    """Return the same method inside ``surroundings(request, context)``, which gives the method's context."""
+    """Return the method inside ``surroundings(request, context)``, which gives its context."""
     behaviour: Callable[[Any, Any], Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -41,7 +41,7 @@ def within(
 def rebuilt(
     handler: Handler, behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any] | None = None
 ) -> Handler:
-    """Return the same method, served by ``behaviour``."""
+    """Return the method, served by ``behaviour``."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,7 +1,7 @@
 """An ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Must not know: the protocol's rules, text, gRPC. The file descriptor is watched directly: ``zmq.asyncio`` makes a future
-and a task per message. It is edge-triggered, so its event flags are read after every use.
+The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered, so
+its event flags are read after every use.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ _log = structlog.get_logger("headway.gateway.ingress")
 
 
 class SchedulerUnavailableError(Exception):
-    """The scheduler did not answer in time."""
+    """The scheduler did not answer."""
 
 
 class SchedulerClient:
-    """The connection to the scheduler, in one event loop; not for threads."""
+    """The connection to the scheduler, in one event loop."""
 
     def __init__(
         self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
@@ -74,20 +74,20 @@ class SchedulerClient:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The served model; None without an open link."""
+        """The served model, with an open link."""
         return self._link.model if self._link.phase is LinkPhase.OPEN else None
 
     @property
     def can_serve(self) -> bool:
-        """Whether scheduler, model and executor are there."""
+        """Whether model and executor are there."""
         return self.model is not None and self._link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
 
     def add_status_listener(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every change of status."""
+        """Call it after every change of status."""
         self._status_listeners.append(listener)
 
     def start(self) -> None:
-        """Connect, within the running event loop. The scheduler may come later."""
+        """Connect; the scheduler may come later."""
         self._loop = asyncio.get_running_loop()
         self._connect()
         self._on_timer()
@@ -108,13 +108,13 @@ class SchedulerClient:
         return self._link.next_handle()
 
     def submit(self, sequences: Iterable[LiveSequence]) -> None:
-        """Submit sequences; they get news through ``on_news``."""
+        """Submit sequences, which have ``on_news``."""
         for sequence in sequences:
             self._link.submit(sequence)
         self._flush()
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Abort sequences now; ended ones are ignored."""
+        """Abort sequences now."""
         self._link.abort(sequences)
         self._flush()
 
@@ -222,7 +222,7 @@ class SchedulerClient:
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:
-        """Receive a bounded amount per turn of the loop."""
+        """Receive a bounded amount per turn."""
         self._pump_scheduled = False
         if self._closed or self._socket is None:
             return
@@ -266,7 +266,6 @@ class SchedulerClient:
             listener()
 
     def _flush(self) -> None:
-        """Send frames; the rest goes out when the socket is writable."""
         if self._socket is None:
             return
         assert self._loop is not None

@@ -55,7 +55,7 @@ _log = structlog.get_logger("headway.gateway.server")
 
 
 class AddressInUseError(Exception):
-    """Listening on the gRPC address is impossible."""
+    """The gRPC address is unusable."""
 
 
 class GatewayServer:
@@ -65,7 +65,7 @@ class GatewayServer:
         """Make the parts.
 
         Raises:
-            ValueError: the link's keys are unusable, or others can enter its socket's directory.
+            ValueError: the link's keys or its socket's directory are unusable.
         """
         self._config = config
         self._client = SchedulerClient(
@@ -132,7 +132,7 @@ class GatewayServer:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new generations; return whether open ones finished within ``grace_s``."""
+        """Refuse new generations; return whether open ones finished."""
         await self._health.shut_down()
         self._generation.begin_drain()
         try:

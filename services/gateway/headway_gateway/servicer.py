@@ -1,4 +1,4 @@
-"""The Generation service: checks a request, encodes its prompt, and runs its generation. Must not know: ZeroMQ."""
+"""The Generation service: checks a request, encodes its prompt, and runs its generation."""
 
 # ruff: noqa: D102 (generation.proto describes the calls)
 
@@ -54,7 +54,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         load_report: Callable[[], OrcaLoadReport] | None = None,
         constraints: ConstraintChecker,
     ) -> None:
-        """``load_report`` makes the report at the end of each generation."""
+        """``load_report`` follows each generation."""
         self._tracing = tracing
         self._load_report = load_report
         self._client = client
@@ -92,7 +92,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         *,
         keeps_special_tokens: bool = False,
     ) -> None:
-        """Run one generation and ``write`` its events, also for other APIs.
+        """Run one generation and ``write`` its events.
 
         With ``keeps_special_tokens``, special tokens are part of the text, and stop strings may match them.
 
@@ -224,10 +224,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="tenant_rate", after_s=wait_s)
 
     async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """Return the served model; wait a short while for one.
+        """Return the served model, or wait a short while.
 
         Raises:
-            CallRefusedError: UNAVAILABLE, there is none.
+            CallRefusedError: UNAVAILABLE.
         """
         try:
             model = await self._client.wait_until_serving(self._config.unavailable_grace_s)

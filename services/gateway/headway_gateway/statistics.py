@@ -1,4 +1,4 @@
-"""The gateway's figures. Must not know: gRPC, the clock."""
+"""The gateway's figures."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ class GatewayStatistics:
         """Tokens behind another in one delta."""
 
     def count_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
-        """Count a delta, ``gap_s`` after its output's previous one."""
+        """Count a delta, ``gap_s`` after the previous one."""
         self.num_deltas += 1
         if not num_tokens:
             return

@@ -1,4 +1,4 @@
-"""A refusal's way to a gRPC client: a status code, one clear line, machine-readable details."""
+"""A refusal's way to a gRPC client: status code, line, machine-readable details."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,7 +16,7 @@ RETRY_S = 1.0
 
 
 class CallRefusedError(Exception):
-    """Ends a call with ``code`` and ``message``.
+    """Ends a call.
 
     ``violations`` become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an ``ErrorInfo`` and a label
     of the metrics.
@@ -39,7 +39,7 @@ class CallRefusedError(Exception):
         self.reason = reason or code.name.lower()
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the status details as trailing metadata."""
+        """Return the details as trailing metadata."""
         details = []
         if self.violations:
             details.append(_pack(_bad_request(self.violations)))
@@ -59,18 +59,18 @@ def invalid_argument(field: str, description: str) -> CallRefusedError:
 
 
 def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
-    """Make an INVALID_ARGUMENT about several fields, in one line."""
+    """Make an INVALID_ARGUMENT about several fields."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())
     return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
 
 
 def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
-    """Make a refusal with ``RetryInfo``: try again after ``after_s`` seconds."""
+    """Make a refusal with ``RetryInfo``."""
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
 def shown(value: object) -> str:
-    """Quote, escape and cut a caller's value for a message."""
+    """Quote, escape and cut a caller's value."""
     return f"{value!r:.{SHOWN_VALUE_CHARS}}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one text for ``stops``, none empty."""
+    """Watches one text."""
 
     __slots__ = ("_failures", "_first_characters", "_held", "_states", "_stops", "matched")
 
@@ -22,7 +22,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Add text; return the certain part, nothing after a match."""
+        """Add text; return the certain part."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -38,12 +38,11 @@ class StopMatcher:
         return text_with_held[: len(text_with_held) - held]
 
     def finish(self) -> str:
-        """Return the text held for a stop string that did not come."""
+        """Return the held text."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Feed one character; return the stop string it completes."""
         complete: str | None = None
         states = self._states
         for which, stop in enumerate(self._stops):

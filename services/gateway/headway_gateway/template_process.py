@@ -1,4 +1,4 @@
-"""A chat template in a process with bounded time and memory."""
+"""A chat template in a bounded process."""
 
 import contextlib
 import threading
@@ -21,10 +21,10 @@ class TemplateUnavailableError(TemplateError):
 
 
 class ChatTemplate:
-    """Renders chats with one template, one at a time. Thread-safe."""
+    """Renders one chat at a time. Thread-safe."""
 
     def __init__(self, source: str, special: dict[str, str], *, most_render_s: float = MOST_RENDER_S) -> None:
-        """Start the process and compile the template.
+        """Compile the template.
 
         Raises:
             TemplateError: it does not compile.
@@ -40,7 +40,7 @@ class ChatTemplate:
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
-            TemplateUnavailableError: it took too long, or something ended its process.
+            TemplateUnavailableError: it took too long, or its process ended.
         """
         question = _encoded(Messages(messages))
         with self._lock:

@@ -15,7 +15,7 @@ class TenantRates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, tenant: str, now: float) -> float:
-        """Begin a request at ``now``; return 0, or the seconds to wait."""
+        """Return 0, or the seconds to wait."""
         if not self._rate:
             return 0.0
         left, since = self._buckets.pop(tenant, (self._depth, now))

@@ -1,4 +1,4 @@
-"""From text to token ids and back with the checkpoint's own files. Must not know: gRPC, the scheduler.
+"""From text to token ids and back with the checkpoint's own files.
 
 It trusts neither checkpoint nor prompt: the template runs in its own process, and a text that cannot fit is refused by
 its length.
@@ -27,19 +27,19 @@ _UNLIKE_CONTENTS = ("0", "A")
 
 
 class TokenizerFilesError(Exception):
-    """The tokenizer files are unusable; one line."""
+    """The tokenizer files are unusable."""
 
 
 class PromptError(ValueError):
-    """The prompt is wrong; one line for the caller."""
+    """The prompt is wrong."""
 
 
 class PromptUnavailableError(Exception):
-    """The prompt could not be encoded this time; one line."""
+    """The prompt could not be encoded this time."""
 
 
 class TextModel:
-    """A loaded tokenizer with its chat template. Thread-safe."""
+    """A tokenizer with its chat template. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, template_fault: str = "") -> None:
         tokenizer.no_truncation()
@@ -64,10 +64,10 @@ class TextModel:
         return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
-        """Refuse a text too long for ``max_tokens`` of the longest tokens.
+        """Refuse a text that cannot fit.
 
         Raises:
-            PromptError: it cannot fit.
+            PromptError: it exceeds ``max_tokens`` of the longest tokens.
         """
         # The margin is for normalisers that shorten a text, such as NFC on decomposed accents.
         most = 4 * self._longest_token * max_tokens
@@ -78,12 +78,12 @@ class TextModel:
         """Tokenise a text; add special tokens.
 
         Raises:
-            PromptError: the text is not valid Unicode.
+            PromptError: it is not valid Unicode.
         """
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """Render (role, content) messages and tokenise the result.
+        """Render and tokenise (role, content) messages.
 
         Raises:
             PromptError: see ``render_chat``; or more than ``max_tokens``.
@@ -109,7 +109,7 @@ class TextModel:
         return chats[0][:end]
 
     def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return the chat's text, up to the assistant's answer.
+        """Return the text, up to the assistant's answer.
 
         Raises:
             PromptError: no usable template, or it refuses these messages.
@@ -143,7 +143,7 @@ class TextModel:
 
 
 def load_text_model(directory: Path) -> TextModel:
-    """Load the tokenizer and chat template of a Hugging Face model directory.
+    """Load the files of a Hugging Face model directory.
 
     An unusable template becomes a ``template_fault``, because plain texts need none.
 

@@ -1,7 +1,7 @@
 """OpenTelemetry traces of requests, with GenAI semantic conventions. Must not know: how requests are served.
 
-The gateway makes all spans, listed in docs/observability.md; the scheduler reports durations, placed to end when the
-gateway got them. A thread exports, and drops spans beyond its queue.
+docs/observability.md lists the spans. The scheduler reports durations, placed to end when the gateway got them. A
+thread exports, and drops spans beyond its queue.
 """
 
 import logging
@@ -39,11 +39,11 @@ _log = structlog.get_logger("headway.gateway.traces")
 
 
 class RequestTrace(Protocol):
-    """The trace of one call; the context's end ends it."""
+    """One call's trace."""
 
     @property
     def traceparent(self) -> str:
-        """For the scheduler; empty without a trace."""
+        """For the scheduler."""
 
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """Record the request's parameters."""
@@ -127,7 +127,7 @@ class Tracing:
             self._providers[service] = provider
 
     def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """Return the trace of a call that came at ``arrived_at``."""
+        """Return the trace of a call."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
@@ -268,7 +268,7 @@ class _ToStructlog(logging.Handler):
 
 
 class _WallClock:
-    """Wall-clock time for monotonic moments; a change of the clock breaks no trace."""
+    """Wall-clock time; a change of the clock breaks no trace."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()

@@ -1,10 +1,10 @@
-"""Wakes one task, once for any number of rings; lighter than ``asyncio.Event``."""
+"""Wakes one task; lighter than ``asyncio.Event``."""
 
 import asyncio
 
 
 class Wakeup:
-    """``ring`` from callbacks, ``wait`` in one task of the same loop."""
+    """``ring`` from callbacks, ``wait`` in one task."""
 
     __slots__ = ("_rung", "_waiter")
 
@@ -13,14 +13,14 @@ class Wakeup:
         self._waiter: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Let the current or the next ``wait`` return."""
+        """Let the next ``wait`` return."""
         self._rung = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return once it has been rung since the last ``wait``."""
+        """Return after a ring."""
         if not self._rung:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

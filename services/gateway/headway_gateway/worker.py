@@ -1,4 +1,4 @@
-"""One worker's entry point: it reads its configuration as JSON from standard input."""
+"""One worker's entry point; standard input has its configuration."""
 
 import sys
 

@@ -33,7 +33,7 @@ class WorkerGroup:
         self._is_stopping = False
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> int:
-        """Keep the workers running until ``stop``; return an exit code.
+        """Run until ``stop``; return an exit code.
 
         Raises:
             AddressInUseError: the port is taken.
@@ -84,7 +84,6 @@ class WorkerGroup:
         return host, self._reservation.getsockname()[1]
 
     async def _keep_one(self, config: GatewayConfig) -> int:
-        """Run one worker, again when it dies; return its exit code."""
         quick_deaths = 0
         while not self._is_stopping:
             started_at = time.monotonic()
@@ -122,7 +121,7 @@ class WorkerGroup:
             await everyone
 
     def reload_tokens(self) -> None:
-        """Have every worker read the token file again."""
+        """Have every worker read the tokens again."""
         self._signal_all(signal.SIGHUP)
 
     def _signal_all(self, number: signal.Signals) -> None:

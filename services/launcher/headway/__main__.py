@@ -1,4 +1,4 @@
-"""The ``headway`` command: a table of commands. Must not know: how they work.
+"""The ``headway`` command: a table of commands.
 
 It imports a command's module only to run it, so ``headway scheduler`` needs neither torch nor gRPC.
 """
@@ -37,10 +37,7 @@ _EXTRAS = {
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command's line in the overview, and its module.
-
-    ``run`` returns the exit code, or raises ConfigurationError.
-    """
+    """A command's line in the overview, and its module."""
 
     summary: str
     module: str
@@ -57,7 +54,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code (2: a wrong command line or configuration)."""
+    """Run one command; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())

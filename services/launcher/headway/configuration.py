@@ -1,6 +1,6 @@
 """The sources of configuration: flags, then environment, then a TOML file, then defaults.
 
-Must not know: what a setting means. Each value keeps its origin, so that an error can name it.
+Each value keeps its origin, so that an error can name it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"}
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value, and the name that the user wrote."""
+    """A value, and the user's name for it."""
 
     value: Any
     origin: str
@@ -60,14 +60,14 @@ _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, 
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors and the nearest flag for an unknown one."""
+    """An argument parser with one-line errors and suggestions."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line."""
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse; refuse the first unknown argument by name."""
+        """Refuse the first unknown argument by name."""
         required = [group for group in self._mutually_exclusive_groups if group.required]
         for group in required:  # An unknown flag may be a misspelt required one.
             group.required = False
@@ -145,7 +145,7 @@ def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) 
 
 
 def given_by_environment(environment: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> Layer:
-    """Return the values of ``HEADWAY_<SECTION>_*``. Commas separate entries."""
+    """Return the values of ``HEADWAY_<SECTION>_*``."""
     layer = {}
     for name, setting in settings.items():
         variable = variable_of(section, name)
@@ -157,7 +157,7 @@ def given_by_environment(environment: Mapping[str, str], section: str, settings:
 
 
 def check_environment(environment: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a ``HEADWAY_`` variable that no setting reads: it would silently do nothing.
+    """Refuse a variable that no setting reads: it would silently do nothing.
 
     Raises:
         ConfigurationError: it names the nearest variable.
@@ -213,7 +213,7 @@ def _given_by_table(table: Mapping[str, Any], section: str, settings: Mapping[st
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Given]:
-    """Merge sources; the first that gives a value wins."""
+    """Merge sources; the first value wins."""
     result: dict[str, Given] = {}
     for layer in layers:
         for name, given in layer.items():
@@ -242,7 +242,7 @@ def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], Non
 
 
 def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
-    """Replace the leading field name by its flag, variable or line."""
+    """Replace the leading field name by its origin."""
     field = re.match(r"\w*", message).group()  # type: ignore[union-attr]  # matches the empty string at least
     if field in given:
         return given[field].origin + message.removeprefix(field)

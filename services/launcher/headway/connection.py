@@ -1,4 +1,4 @@
-"""The flags of commands that connect to a server, and their client."""
+"""The connection flags of commands."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the server's address and credentials."""
+    """Add the address's and credentials' flags."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"

@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """See ``Command``; the exit code is 0 if every prompt was answered."""
+    """Return 0 if every prompt was answered."""
     parser = OneLineParser(prog="headway demo")
     add_serve_flags(parser)
     serving = parser.parse(["--model", "demo", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"])
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def demo_jobs(max_tokens: int) -> list[Job]:
-    """Return the prompts; greedy sampling gives every run the same text."""
+    """Return prompts with greedy sampling, for the same text every time."""
     options = cast("GenerateOptions", {"max_tokens": max_tokens, "temperature": 0.0})
     openings = [Job(title=opening, prompt=opening, options=options) for opening in OPENINGS]
     questions = [

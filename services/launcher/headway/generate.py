@@ -1,7 +1,4 @@
-"""``headway generate``: prompts in, answers on the terminal, timings below.
-
-Owns: reading prompts, and the exit codes. Must not know: measuring or layout.
-"""
+"""``headway generate``: prompts in, answers on the terminal, timings below."""
 
 import argparse
 import asyncio
@@ -31,7 +28,7 @@ DEFAULT_CONCURRENCY = 64
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options of flags and JSONL lines; the server checks ranges."""
+    """The options of flags and JSONL lines."""
 
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     min_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -62,7 +59,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a JSONL file, with its differences from the flags."""
+    """A line of a JSONL file."""
 
     prompt: str
 
@@ -193,7 +190,7 @@ def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _joined(given: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """Merge options; a line wins over flags, and its constraint replaces theirs."""
+    """A line's constraint replaces the flags'."""
     if any(name in line for name in CONSTRAINT_OPTIONS):
         given = {name: value for name, value in given.items() if name not in CONSTRAINT_OPTIONS}
     return {**given, **line}

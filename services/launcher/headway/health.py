@@ -1,4 +1,4 @@
-"""The health of a server and its model (``grpc.health.v1``). Must not know: its callers."""
+"""The health of a server and its model (``grpc.health.v1``)."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # where to 
 
 
 class ClientCertificate(msgspec.Struct, frozen=True):
-    """A certificate and its private key: PEM, and their files."""
+    """A certificate and its private key: PEM, and files."""
 
     certificate: bytes
     key: bytes
@@ -41,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reachable_address(self) -> str:
-        """The address, with loopback for a server that listens on every interface."""
+        """The address; loopback for a server on every interface."""
         host, _, port = self.address.rpartition(":")
         return f"{_ANY_HOST.get(host, host)}:{port}"
 
@@ -52,7 +52,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_certificate(certificate_file: str | None, key_file: str | None, origin: str) -> ClientCertificate | None:
-    """Read a client certificate, if a file is named.
+    """Read a client certificate, if named.
 
     Raises:
         ConfigurationError: a file is unreadable, or they are no pair.
@@ -111,11 +111,7 @@ def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
 
 
 def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
-    """Return a name in the server's certificate, which must be one of ours.
-
-    Raises:
-        OSError: no server listens, or its certificate is another.
-    """
+    """Return a name in the server's certificate, which must be one of ours."""
     context = ssl.create_default_context(cadata=certificates.decode("ascii"))
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -1,7 +1,4 @@
-"""The command ``headway health``.
-
-Must not know: how to ask the server.
-"""
+"""The command ``headway health``."""
 
 import argparse
 import sys
@@ -25,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the server's state; return 0 if it serves, 1 if not."""
+    """Return 0 if the server serves."""
     target = Target(
         address=arguments.address,
         certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),

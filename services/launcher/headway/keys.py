@@ -1,7 +1,7 @@
-"""``headway keys``: the keys for links between hosts. Must not know: how a link uses them.
+"""``headway keys``: the keys for links between hosts.
 
 Executor and gateway have the scheduler's public key, so no other process can pose as the scheduler. The scheduler has
-theirs, per link, so a gateway cannot pose as an executor. More ``*.key`` files admit more of them.
+theirs, per link, so a gateway cannot pose as an executor.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_keys(directory: Path) -> None:
-    """Make a CURVE pair for each process, and give each its peers' public keys.
+    """Make a CURVE pair for each process, and exchange public keys.
 
     Raises:
         FileExistsError: a directory exists already.

@@ -1,4 +1,4 @@
-"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs. Must not know: smg's work."""
+"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs."""
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ _FLEET_FLAGS = (
 def command(
     *, openai_address: str, gateway_addresses: Sequence[str], metrics_port: int, grace_s: float, flags: Sequence[str]
 ) -> list[str]:
-    """Return the command that serves the gateways. Addresses are HOST:PORT, on loopback."""
+    """Return smg's command. Addresses are HOST:PORT, on loopback."""
     host, _, port = openai_address.rpartition(":")
     workers = [f"{_SCHEME}{Target(address=address).reachable_address}" for address in gateway_addresses]
     return [
@@ -44,7 +44,7 @@ def command(
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Check the user's flags with smg's own parser.
+    """Check the flags with smg's own parser.
 
     Raises:
         ValueError: smg refuses them.
@@ -100,7 +100,7 @@ def _asked(openai_address: str, path: str) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run smg for the gateways in the first argument, separated by commas; the rest are smg's flags.
+    """Run smg for the gateways in the first argument.
 
     It starts when there is a model, because smg asks for it less and less often.
     """

@@ -1,7 +1,4 @@
-"""Decisions of ``headway serve`` before it starts a process: configurations, command lines, order of start and stop.
-
-Must not know: how processes run.
-"""
+"""Decisions of ``headway serve`` before it starts a process. Must not know: how processes run."""
 
 import argparse
 import hashlib
@@ -38,7 +35,7 @@ _GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grp
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """One process's configuration: values with sources, and the result."""
+    """One process's configuration, with its sources."""
 
     service: Service
     given: Layer
@@ -68,7 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start_order(self) -> list[str]:
-        """The processes in the order of the start."""
+        """The processes in order."""
         return list(self.commands)
 
 
@@ -144,7 +141,7 @@ Configs = Mapping[str, msgspec.Struct]
 
 
 def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
-    """Return each replica's metrics ports: one per service and further gateway worker."""
+    """Each service and further gateway worker has a port."""
     if not serve.metrics_port:
         return [range(0)] * serve.replicas
     num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway itself refuses 0.
@@ -196,7 +193,7 @@ def _gateway_of(configs: Configs) -> GatewayConfig:
 
 
 def _threads(replica: Replica, values: Layer) -> Layer:
-    """With fewer than two cores per executor, use one thread by default."""
+    """With fewer than two cores per executor, use one thread."""
     if replica.is_alone or replica.share_of(_own_cores()) or "num_threads" in values:
         return {}
     return {"num_threads": _given_by_launcher(1)}
@@ -214,7 +211,6 @@ def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str,
 
 
 def _own_cores() -> list[int]:
-    """Return this process's cores; none if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -230,7 +226,7 @@ def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence
 
 
 def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
-    """Return the order of stops, with each service's time and a margin."""
+    """Each service has its time and a margin."""
     stages = [
         {
             replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S
@@ -244,7 +240,7 @@ def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Seque
 
 
 def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
-    """Name the replica in the log lines of each process."""
+    """Name the replica in log lines."""
     return {
         replica.named(name): {REPLICA_VARIABLE: str(replica.index)}
         for replica in replicas
@@ -300,7 +296,7 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
 
 
 def _check_model_directory(given: Layer) -> None:
-    """Refuse a missing directory once, and not in each process."""
+    """Refuse a missing directory once, not in each process."""
     model = given.get("model")
     if model is not None and not Path(model.value).is_dir():
         raise ModelDirectoryError(
@@ -309,7 +305,6 @@ def _check_model_directory(given: Layer) -> None:
 
 
 def _command(name: str, config: msgspec.Struct) -> list[str]:
-    """Return a child's command line: every setting that is not its default."""
     words = [sys.executable, "-m", "headway", name]
     for setting in settings_of(type(config)).values():
         value = getattr(config, setting.name)
@@ -319,5 +314,5 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop ``HEADWAY_*``: children get their settings as flags."""
+    """Drop ``HEADWAY_*``: children get flags."""
     return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}

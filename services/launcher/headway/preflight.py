@@ -1,4 +1,4 @@
-"""Checks of this host before a process starts. Must not know: what a setting means. The processes check again."""
+"""Checks of this host before a process starts. The processes check again."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""Child processes: start, watch, signal, and leave none running. Must not know: when.
+"""Child processes: start, watch, signal, and leave none running.
 
 Every child leads its own session. So Ctrl-C reaches only the launcher, and a kill reaches a child's own children.
 """
@@ -24,10 +24,7 @@ class ChildExited(msgspec.Struct, frozen=True):
 
 
 class Children:
-    """This process's children by name, within a running event loop.
-
-    ``cores`` has those of children with their own. ``on_exit`` is called once per child that ends.
-    """
+    """This process's children by name. ``on_exit`` is called once per child that ends."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class Children:
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def start(self, name: str) -> None:
-        """Start a child; its output goes to stderr."""
+        """Start a child."""
         pulse = self._pulses.open(name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -73,7 +70,7 @@ class Children:
         watcher.add_done_callback(self._watchers.discard)
 
     def terminate(self, name: str) -> None:
-        """Ask the child to end; it ends its own children."""
+        """Send SIGTERM."""
         if name in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGTERM)
@@ -85,7 +82,7 @@ class Children:
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Kill every child, after an error of the launcher."""
+        """Kill every child."""
         for name in list(self._processes):
             self.kill(name)
 

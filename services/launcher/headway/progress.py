@@ -1,4 +1,4 @@
-"""The progress line of a long run, on stderr. Must not know: what is run."""
+"""The progress line of a long run, on stderr."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ BAR_CELLS = 24
 
 
 class ProgressLine:
-    """A bar that is redrawn on a terminal; elsewhere it writes nothing."""
+    """A bar on a terminal; elsewhere nothing is written."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         self._out = out
@@ -18,7 +18,7 @@ class ProgressLine:
         self._next_draw_s = clock() + REDRAW_S
 
     def show(self, num_done: int, num_all: int, what: str) -> None:
-        """Draw, if the last time is long ago."""
+        """Draw, unless it was drawn recently."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S

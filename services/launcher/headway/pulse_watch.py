@@ -1,7 +1,6 @@
 """Detection of children that hang: stopped, or in a call that never returns.
 
-Must not know: what happens to them. Silence is counted in looks, not in time: a suspended machine must not make
-children look dead.
+Silence is counted in looks, not in time: a suspended machine must not make children look dead.
 """
 
 import math
@@ -11,7 +10,7 @@ LOOK_INTERVAL_S = 0.5
 
 
 class PulseWatch:
-    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign."""
+    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds; ``hang_s`` 0 watches no child."""
 
     def __init__(self, hang_s: float) -> None:
         self._most_silent_looks = math.ceil(hang_s / LOOK_INTERVAL_S) if hang_s else None
@@ -19,7 +18,7 @@ class PulseWatch:
         self._silent_looks: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """Make a pipe; return the child's end, which the caller closes."""
+        """Return the child's end of a pipe, which the caller closes."""
         self.close(name)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipes[name] = reader

@@ -1,4 +1,4 @@
-"""Polling until a new server serves. Must not know: how the server started."""
+"""Polling until a new server serves."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ PROGRESS_INTERVAL_S = 5.0
 
 
 async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
-    """Return the readiness line once all are SERVING; report now and then until then."""
+    """Return the readiness line; report now and then until then."""
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
     while waiting:
@@ -42,6 +42,6 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
 
 
 def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
-    """Return the line that names the model and its addresses."""
+    """Return the line with model and addresses."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
     return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"

@@ -1,6 +1,5 @@
-"""The differences between the replicas of ``headway serve --replicas N``: names, ports, directories, devices, cores.
-
-A single replica has every setting as given, and plain names.
+"""The differences between the replicas of ``headway serve --replicas N``. A single replica has every setting as
+given.
 """
 
 import contextlib
@@ -34,11 +33,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return self.count == 1
 
     def named(self, name: str) -> str:
-        """Return the replica's name for a process or link."""
+        """Name a process or link."""
         return name if self.is_alone else f"{name}-{self.index}"
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
-        """Return a service's settings, changed where replicas cannot share them.
+        """Return a service's settings, changed where needed.
 
         Raises:
             ConfigurationError: no change is possible.
@@ -80,7 +79,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """Return an equal share of the cores, or none below two each."""
+        """Return an equal share, or none below two cores each."""
         num_own = len(cores) // self.count
         if self.is_alone or num_own < 2:
             return frozenset()
@@ -95,7 +94,7 @@ def replicas_of(count: int) -> list[Replica]:
 def grpc_addresses(given: Given, count: int) -> list[Given]:
     """Return each gateway's HOST:PORT: the given port and those after it, or free ones if it is 0.
 
-    A gateway keeps a free port that was chosen here when it restarts.
+    A restarted gateway keeps its free port.
 
     Raises:
         ConfigurationError: there are too few ports, or the host is not this machine's.

@@ -1,4 +1,4 @@
-"""Answers and their timings on a terminal. Must not know: where they came from."""
+"""Answers and their timings on a terminal."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "to
 
 
 class Screen:
-    """Shows each finished answer under its prompt, and progress."""
+    """Shows finished answers and progress."""
 
     def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: ProgressLine | None = None) -> None:
         self._jobs = jobs
@@ -45,7 +45,7 @@ def block(number: int, job: Job, answer: Answer) -> str:
 
 
 def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
-    """Return a line per token from the second on, then the sum and the perplexity. ``texts`` are by token id."""
+    """Return a line per token from the second on, then the sum and the perplexity."""
     lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:
         alternatives = "  ".join(f"{token_id} {texts[token_id]!r} {logprob:.3f}" for token_id, logprob in entry.top)

@@ -1,7 +1,4 @@
-"""``headway serve``: scheduler, executor and gateway on this machine.
-
-It feeds signals and ends of children to ``supervision``. Must not know: configurations (``plan``).
-"""
+"""``headway serve``: scheduler, executor and gateway on this machine, under ``supervision``."""
 
 import argparse
 import asyncio
@@ -50,7 +47,7 @@ WhenReady = Callable[[str, str], Awaitable[bool]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add serve's own flags and those of the services."""
+    """Add serve's and the services' flags."""
     add_serve_flags(parser)
 
 
@@ -64,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
-    """Run the fleet to its end; return the exit code."""
+    """Run the fleet; return the exit code."""
     fleet = Fleet(plan.stop_stages, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     pulses = PulseWatch(plan.hang_s)
@@ -110,7 +107,6 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
 
 
 async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
-    """Wait until the fleet serves and call ``when_ready``."""
     keep_serving = False
     try:
         readiness_line = await wait_until_serving(targets, started=time.monotonic(), tell=say)
@@ -152,7 +148,7 @@ async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Ev
 
 
 async def _next_event(events: "asyncio.Queue[Event]", deadline: float | None) -> Event | None:
-    """Return the next event, or None at the deadline (monotonic seconds)."""
+    """Return None at the deadline (monotonic seconds)."""
     timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
         async with asyncio.timeout(timeout):
@@ -175,7 +171,7 @@ async def _perform(actions: list[Action], children: Children) -> None:
 
 
 def _tell_last_words(name: str, file: Path) -> None:
-    """Write why a process could not work, below the other output."""
+    """Write why a process could not work."""
     try:
         _sink().write(file.read_text(encoding="utf-8"))
     except OSError:
@@ -183,7 +179,7 @@ def _tell_last_words(name: str, file: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr. A closed or full stderr does not stop serving."""
+    """A closed or full stderr does not stop serving."""
     _sink().write(f"headway serve: {text}\n")
 
 

@@ -1,4 +1,4 @@
-"""The commands ``headway scheduler``, ``executor`` and ``gateway``: one service by itself."""
+"""One service by itself: ``headway scheduler``, ``executor`` and ``gateway``."""
 
 import argparse
 import os

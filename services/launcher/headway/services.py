@@ -1,4 +1,4 @@
-"""The three services, their configurations, and the model name ``demo``. Must not know: what a setting means.
+"""The three services, their configurations, and the model name ``demo``.
 
 A service is imported only when needed, because a scheduler's host has no torch.
 """
@@ -49,7 +49,7 @@ SETTLED_BY_SERVE = frozenset(
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A service, by the names of its modules."""
+    """A service's modules."""
 
     name: str
     package: str
@@ -68,12 +68,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> Callable[[Any], int]:
-        """The process: takes the configuration, returns the exit code."""
+        """The process; it returns the exit code."""
         run: Callable[[Any], int] = importlib.import_module(f"{self.package}.process").run
         return run
 
     def build(self, given: Layer) -> msgspec.Struct:
-        """Make and validate the configuration; ``ConfigurationError`` names the flag, variable or line."""
+        """Make and validate the configuration."""
         return build(self.struct, given, lambda config: config.validate())  # type: ignore[attr-defined]
 
 
@@ -100,7 +100,7 @@ SERVICES = {
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return serve's settings and those of the services that it does not settle."""
+    """Return the settings that are flags of ``serve``."""
     settings = settings_of(ServeConfig)
     for service in SERVICES.values():
         for name, setting in service.settings.items():
@@ -122,7 +122,7 @@ def load(service: Service, arguments: argparse.Namespace, environment: Mapping[s
 
 
 def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
-    """Read the ``--config`` file by section.
+    """Read the ``--config`` file.
 
     Raises:
         ConfigurationError: an environment variable is unknown, or the file is wrong.
@@ -149,7 +149,7 @@ def add_service_flags(parser: argparse.ArgumentParser, service: Service) -> None
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config``, serve's own flags, then those of the services."""
+    """Add ``--config``, serve's and the services' flags."""
     add_config_flag(parser)
     own = settings_of(ServeConfig)
     shown_already = set(own) | SETTLED_BY_SERVE

@@ -1,4 +1,4 @@
-"""The fields of a configuration struct as settings with names, types and help. Must not know: which services exist."""
+"""The fields of a configuration struct as settings with names, types and help."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ SHOWN_VALUE_CHARS = 64
 
 
 class ConfigurationError(ValueError):
-    """A configuration error; its message is one line for the user."""
+    """The message is one line for the user."""
 
     exit_code = 2
 
@@ -25,7 +25,7 @@ class ModelDirectoryError(ConfigurationError):
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a configuration struct. ``default`` has no meaning if ``required``."""
+    """One field. ``default`` has no meaning if ``required``."""
 
     name: str
     type: Any
@@ -38,18 +38,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """The flag; singular for a mapping, because it gives one entry."""
+        """The flag; singular for a mapping."""
         name = self.name.removesuffix("s") if self.is_mapping else self.name
         return "--" + name.replace("_", "-")
 
     @property
     def is_bool(self) -> bool:
-        """Whether the flag is ``--x`` or ``--no-x``, without a value."""
+        """Whether the flag has no value."""
         return isinstance(self.shape, inspect.BoolType)
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping, given as KEY=VALUE."""
+        """Whether the value is given as KEY=VALUE."""
         return isinstance(self.shape, inspect.DictType)
 
     @property
@@ -59,7 +59,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(struct: type[msgspec.Struct]) -> dict[str, Setting]:
-    """Return a struct's settings by field name, in order."""
+    """Return a struct's settings, in order."""
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
     types_by_name = {field.name: field.type for field in msgspec.structs.fields(struct)}
@@ -97,14 +97,14 @@ def _within(shape: inspect.Type) -> str:
 
 
 def variable_of(section: str, name: str) -> str:
-    """Return a setting's environment variable, as in ``HEADWAY_SCHEDULER_MAX_NUM_SEQS``."""
+    """Return the environment variable, as in ``HEADWAY_SCHEDULER_MAX_NUM_SEQS``."""
     return f"HEADWAY_{section}_{name}".upper()
 
 
 def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
     """Read the texts of a flag, one per use, or a variable's one text.
 
-    A scalar takes the last text; mappings and sequences take all.
+    A scalar takes the last text.
 
     Raises:
         ConfigurationError: the text does not fit the type.
@@ -143,7 +143,7 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
 
 
 def shown(value: object) -> str:
-    """Quote a value in one line of at most 64 characters."""
+    """Quote a value in at most 64 characters."""
     text = str(value)
     cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
     return repr(cut)
@@ -224,7 +224,7 @@ def metavar(setting: Setting) -> str:
 
 
 def as_text(setting: Setting, value: Any) -> list[str]:
-    """Return the command-line words for this value; the inverse of ``from_text``."""
+    """The inverse of ``from_text``."""
     if setting.is_bool:
         return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
     if setting.is_mapping:

@@ -1,4 +1,4 @@
-"""The private directory of a launcher's sockets. Must not know: their use.
+"""The private directory of a launcher's sockets.
 
 A launcher locks a file in its directory; the kernel releases the lock when the launcher ends in any way.
 """
@@ -21,7 +21,7 @@ _LONGEST_NAME = f"/{_PREFIX}12345678/ingress"
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a directory that only this user can enter, and remove it at the end; first remove abandoned ones.
+    """Make a directory that only this user can enter, and remove it at the end.
 
     A Unix socket's path has at most 107 bytes, so the system's own directory replaces a long TMPDIR.
     """
@@ -44,7 +44,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove this user's socket directories whose launcher has ended; return them."""
+    """Remove this user's directories whose launcher has ended."""
     removed = []
     for directory in sorted(parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs prompts against a server and measures the answers at the client."""
+"""Runs prompts against a server and measures the answers."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ _TEXTS_AT_ONCE = 64
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and its options. ``title`` is the prompt for people."""
+    """A prompt and its options, with a ``title`` for people."""
 
     title: str
     prompt: str | list[ChatMessage]
@@ -22,7 +22,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a job. Times are in seconds from sending.
 
-    ``mean_itl_s`` is the time from the first to the last token over the number of gaps; 0 for fewer than two tokens.
+    ``mean_itl_s`` is the time from the first to the last token over the number of gaps, if any.
     """
 
     request_id: str = ""
@@ -39,7 +39,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over the time from sending to the end."""
+        """Output tokens over the whole time."""
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
 
@@ -83,7 +83,7 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
 
 
 async def texts_of(client: AsyncClient, prompt: PromptTokens) -> dict[int, str]:
-    """Return the text of each token in a prompt's log probabilities."""
+    """Return the text of each token."""
     token_ids = sorted(
         {one for entry in prompt.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))}
     )
@@ -104,7 +104,7 @@ async def answer_all(
 ) -> list[Answer]:
     """Run at most ``concurrency`` jobs at a time; return the answers in order.
 
-    ``on_tokens`` gets counts of new tokens; ``on_answer`` gets each ended job's number and answer.
+    ``on_tokens`` gets numbers of new tokens; ``on_answer`` gets each job's number and answer.
     """
     slots = asyncio.Semaphore(concurrency)
 

@@ -1,7 +1,4 @@
-"""The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out.
-
-Must not know: processes or the clock.
-"""
+"""The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out."""
 
 import itertools
 from collections import deque
@@ -41,7 +38,7 @@ class Terminate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Send SIGKILL to the process and its descendants."""
+    """Send SIGKILL to a whole session."""
 
     name: str
 
@@ -78,12 +75,12 @@ class Fleet:
 
     @property
     def refused_by(self) -> str:
-        """The process that refused its settings and so ended the others."""
+        """The process that refused its settings."""
         return self._refused_by
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code once the fleet has ended; None before."""
+        """The exit code, once ended."""
         has_ended = self._stopping and not self._alive and not self._restart_at
         return self._exit_code if has_ended else None
 
@@ -93,12 +90,12 @@ class Fleet:
         return min((*self._restart_at.values(), *self._kill_at.values()), default=None)
 
     def start(self, names: Sequence[str]) -> list[Action]:
-        """Start the fleet in this order; no process waits for another."""
+        """Start in this order; no process waits."""
         self._alive.update(names)
         return [Start(name) for name in names]
 
     def child_exited(self, name: str, returncode: int, now: float) -> list[Action]:
-        """Process the end of a child; ``returncode`` is negative for a signal."""
+        """Process an end; ``returncode`` is negative for a signal."""
         self._alive.discard(name)
         self._kill_at.pop(name, None)
         if self._stopping:
@@ -113,7 +110,7 @@ class Fleet:
         return self._restart_or_give_up(name, returncode, now)
 
     def child_hangs(self, name: str) -> list[Action]:
-        """Process a child's silence; its end follows as another event."""
+        """Process silence; the end follows."""
         return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
@@ -133,7 +130,7 @@ class Fleet:
         return [Report("stopping: " + ", then ".join(stages)), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Do due restarts, and kill processes that did not end when asked."""
+        """Do due restarts and kills."""
         actions: list[Action] = []
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -158,7 +155,7 @@ class Fleet:
         return [Report(f"{ended}; starting it again in {delay:g} s")]
 
     def _stop_all(self, exit_code: int, now: float) -> list[Action]:
-        """Stop everything at once: the others cannot finish without the lost process."""
+        """The others cannot finish without the lost process."""
         self._stopping = True
         self._is_orderly = False
         self._exit_code = exit_code
@@ -176,7 +173,7 @@ class Fleet:
         return Terminate(name)
 
     def _is_needed(self, name: str) -> bool:
-        """Return whether a process that stops before this one still has work."""
+        """A process that stops earlier may still have work."""
         earlier = itertools.takewhile(lambda stage: name not in stage, self._stages)
         return any(other in self._alive for stage in earlier for other in stage)
 

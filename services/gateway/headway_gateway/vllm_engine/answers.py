@@ -16,7 +16,7 @@ _FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Turns events into answers: chunks for a stream, else one whole answer per output."""
+    """Makes chunks for a stream, else one whole answer per output."""
 
     def __init__(self, request: vllm.GenerateRequest, send: Callable[[vllm.GenerateResponse], Awaitable[None]]) -> None:
         self._send = send
@@ -48,7 +48,7 @@ class AnswerWriter:
             await self._end(self._complete(message.finished))
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
-        """Without a stream, outputs go out together, in order of index: callers rely on it."""
+        """Callers rely on the order of index without a stream."""
         if complete.index not in self._has_prompt and (complete.index == 0 or not self._streams):
             self._add_prompt(complete.index, complete.input_logprobs)
         if self._streams:

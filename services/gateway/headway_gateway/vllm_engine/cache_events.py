@@ -21,7 +21,7 @@ _READ_INTERVAL_S = 0.1
 
 
 async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
-    """Yield batches without end, numbered from ``start`` + 1."""
+    """Yield batches, numbered from ``start`` + 1."""
     position: CachePosition | None = None
     number = start
     while True:

@@ -1,7 +1,4 @@
-"""VllmEngine's requests as ``headway.v1``, and refusals back.
-
-A field is translated, refused, or without effect on tokens. None is ignored silently.
-"""
+"""VllmEngine's requests as ``headway.v1``, and refusals back. No field is ignored silently."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -84,7 +81,7 @@ _CALLERS_NAMES = (
 
 
 def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:
-    """Return the same request in ``headway.v1``.
+    """Return the request in ``headway.v1``.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every field that has no equivalent.
@@ -112,7 +109,7 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
 
 
 def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
-    """Return the refusal with the caller's field names."""
+    """Use the caller's field names."""
     if not refusal.violations:
         return refusal
     renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})

@@ -46,7 +46,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model_directory: Path,
         publishes_kv_events: bool,
     ) -> None:
-        """``problem`` returns the reason to send no requests here, or None."""
+        """``problem`` returns the reason to send no requests."""
         self._generation = generation
         self._client = client
         self._problem = problem
@@ -144,7 +144,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Drop unused cached blocks; succeed if none is left within ``timeout_s``."""
+        """Drop unused cached blocks within ``timeout_s``."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
             raise invalid_argument(
                 "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"

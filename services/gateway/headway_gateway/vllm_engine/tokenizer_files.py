@@ -1,4 +1,4 @@
-"""The files for tokenising and rendering chats, as one archive."""
+"""The tokenizer's and template's files as one archive."""
 
 import hashlib
 import io
@@ -27,13 +27,13 @@ _MADE_AT = (1980, 1, 1, 0, 0, 0)
 
 
 class TokenizerArchive(msgspec.Struct, frozen=True):
-    """A zip archive, and its SHA-256 in hex."""
+    """A zip archive, with its SHA-256."""
 
     data: bytes
     sha256: str
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """Yield the archive in pieces; the last carries the digest."""
+        """Yield pieces; the last carries the digest."""
         size = len(self.data)
         for start in range(0, size, _CHUNK_BYTES):
             end = min(start + _CHUNK_BYTES, size)
@@ -41,7 +41,7 @@ class TokenizerArchive(msgspec.Struct, frozen=True):
 
 
 def tokenizer_archive(directory: Path) -> TokenizerArchive:
-    """Pack the tokenizer's files. This is slow.
+    """Pack the files. This is slow.
 
     Raises:
         OSError: a file is unreadable.

@@ -1,4 +1,4 @@
-"""The values of a generation. Must not know: messages or streams."""
+"""The values of a generation."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -17,7 +17,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of continuation ``index``. ``first_token_index`` is its first token's place in the output."""
+    """New output of continuation ``index``, from the output's token ``first_token_index`` on."""
 
     index: int
     text: str
@@ -47,10 +47,7 @@ class Timings:
 
 @dataclass(slots=True)
 class PromptTokens:
-    """The prompt, if ``echo`` (text and tokens) or ``prompt_logprobs`` asked for it.
-
-    The first token has no log probability.
-    """
+    """The prompt, if ``echo`` or ``prompt_logprobs`` asked for it. Its first token has no log probability."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -80,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished stream's output: one completion per continuation."""
+    """A finished stream's continuations."""
 
     request_id: str
     prompt_tokens: int

@@ -1,6 +1,4 @@
-"""Every call but ``generate``, as data: method, request, and reading of the response. Must not know: threads or event
-loops.
-"""
+"""Every call but ``generate``, as data: method, request, and reading of the response."""
 
 # ruff: noqa: D103 (``Client`` describes the calls)
 
@@ -24,7 +22,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnswerT]):
-    """One call; ``read`` turns the response into the answer."""
+    """One call; ``read`` makes the answer."""
 
     service: Literal["generation", "admin", "health"]
     method: str
@@ -34,7 +32,7 @@ class Call(Generic[AnswerT]):
 
 
 class ReadinessPoll:
-    """Asks until the gateway serves a model or the time is over."""
+    """Asks until the gateway serves a model."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -61,7 +59,7 @@ class ReadinessPoll:
 
 
 def require_may_wait(error: grpc.RpcError) -> None:
-    """Raise what waiting cannot mend.
+    """Raise an error that waiting cannot mend.
 
     Raises:
         AuthenticationError: the token is wrong.

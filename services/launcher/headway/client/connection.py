@@ -1,4 +1,4 @@
-"""Channels, credentials and stubs, for threads or for an event loop. Must not know: which calls exist."""
+"""Channels, credentials and stubs, for threads or for an event loop."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +77,7 @@ class Connection:
         }
 
     def start(self, call: Call[AnswerT]) -> Any:
-        """Start a call: return its response, or with ``grpc.aio`` an awaitable."""
+        """Start a call; with ``grpc.aio`` the response is an awaitable."""
         method = getattr(self._stubs[call.service], call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._metadata)
 
@@ -91,7 +91,7 @@ class Connection:
         return Generation(generate_request(prompt, options), options.get("timeout_s"), self._patience)
 
     def open_stream(self, generation: Generation) -> Any:
-        """Send a generation's next request; return the stream of events."""
+        """Send a generation's next request."""
         return self._stubs["generation"].Generate(
             generation.next_request(), timeout=generation.remaining_s(), metadata=self._metadata
         )

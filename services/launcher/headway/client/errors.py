@@ -1,7 +1,4 @@
-"""The client's errors, made from gRPC's.
-
-Must not know: which call failed.
-"""
+"""The client's errors, made from gRPC's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +9,9 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 
 class HeadwayError(Exception):
-    """A call that failed. ``violations`` has (field, description) pairs; ``retry_after_s`` is the server's advice.
+    """A failed call. ``violations`` has (field, description) pairs; ``retry_after_s`` is the server's advice.
 
-    ``reason`` is the gateway's code for a refusal, or empty.
+    ``reason`` is the gateway's code for a refusal.
     """
 
     def __init__(

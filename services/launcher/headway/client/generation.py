@@ -1,4 +1,4 @@
-"""One generation: its output, and the request that continues a broken stream. Must not know: I/O."""
+"""One generation: its output, and the request that continues a broken stream. It does no I/O."""
 
 import time
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 
 class Patience:
-    """How long a client tries to reach a lost gateway."""
+    """How long a client retries."""
 
     def __init__(self, retry_s: float) -> None:
         if not retry_s >= 0:
@@ -66,7 +66,7 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """The public id; empty until it is known."""
+        """Empty until known."""
         return self._accepted.request_id if self._accepted is not None else self._request.request_id
 
     def remaining_s(self) -> float | None:
@@ -74,7 +74,7 @@ class Generation:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def next_request(self) -> generation_pb2.GenerateRequest:
-        """Return the request to send; after a break it continues the output."""
+        """Return the request; after a break it continues the output."""
         if self._accepted is None:
             return self._request
         request = generation_pb2.GenerateRequest()
@@ -88,7 +88,7 @@ class Generation:
         return request
 
     def accept(self, response: generation_pb2.GenerateResponse) -> Delta | None:
-        """Process one event; return it if it is new output."""
+        """Process an event; return new output."""
         self._patience.has_heard = True
         event = response.WhichOneof("event")
         if event == "accepted":
@@ -104,7 +104,7 @@ class Generation:
         return None
 
     def delay_before_resuming(self, error: grpc.RpcError) -> float:
-        """Return the wait in seconds before ``next_request``.
+        """Return the wait in seconds.
 
         Raises:
             HeadwayError: another attempt is useless.

@@ -1,4 +1,4 @@
-"""Messages from plain Python values. Must not know: ranges and defaults; the server has them."""
+"""Messages from plain Python values; the server checks ranges."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,7 +167,7 @@ def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:
 
 
 def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:
-    """Build a request for the tokens of a text or chat."""
+    """Build a request for a text or chat."""
     if isinstance(text, str):
         return generation_pb2.TokenizeRequest(text=text)
     return generation_pb2.TokenizeRequest(chat=_chat(text))

@@ -1,7 +1,4 @@
-"""The client for threads: ``Client`` and ``GenerationStream``.
-
-Owns: blocking calls and iteration. Must not know: messages.
-"""
+"""The client for threads."""
 
 import time
 from collections.abc import Iterator, Sequence
