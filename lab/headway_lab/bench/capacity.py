@@ -66,7 +66,7 @@ class Search:
             return None
         return math.sqrt(self.met * self.missed)
 
-    def tell(self, rate: float, *, meets: bool) -> None:
+    def record(self, rate: float, *, meets: bool) -> None:
         """Record the verdict on a rate."""
         if meets:
             self.met = rate
@@ -85,7 +85,7 @@ async def find_capacity(
     trials = []
     while (rate := search.next_rate()) is not None:
         trial = await _try(rate, attainment, look)
-        search.tell(rate, meets=trial.meets)
+        search.record(rate, meets=trial.meets)
         trials.append(trial)
         on_trial(trial)
     return trials

@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=LOAD,
         metavar=f"{{{LOAD},{CAPACITY}}}",
-        help="load: send one, and tell how it went (default); capacity: search the highest rate at which --attainment of "
+        help="load: send one and report (default); capacity: search the highest rate at which --attainment of "
         "the requests keep --ttft-slo-ms and --itl-slo-ms",
     )
     add_setting_flags(parser, settings_of(BenchOptions).values(), title="server, load and output")
@@ -124,11 +124,11 @@ async def _capacity_session(options: BenchOptions) -> int:
             trustworthy=is_trustworthy(totals, options.max_late_ms),
         )
 
-    def tell(trial: Trial) -> None:
+    def report(trial: Trial) -> None:
         sys.stdout.write(f"{trial_text(trial)}\n")
         sys.stdout.flush()
 
-    trials = await find_capacity(search, options.attainment, look, tell)
+    trials = await find_capacity(search, options.attainment, look, report)
     sys.stdout.write(f"\n{capacity_text(search, options.attainment)}")
     _write_capacity(options, info, search, trials)
     return 0 if search.met is not None else FAILED_EXIT_CODE

@@ -75,11 +75,11 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
     clients = [await _ClientProcess.start(index) for index in range(options.processes)]
     try:
         for index, client in enumerate(clients):
-            client.tell(Job(options=options, context_length=context_length, index=index))
+            client.send(Job(options=options, context_length=context_length, index=index))
         await asyncio.gather(*(client.until_ready() for client in clients))
         at_s = asyncio.get_running_loop().time() + _HEAD_START_S
         for client in clients:
-            client.tell(Begin(at_s=at_s))
+            client.send(Begin(at_s=at_s))
         return await asyncio.gather(*(client.result(ended) for client in clients))
     finally:
         await asyncio.gather(*(client.end() for client in clients))
@@ -101,7 +101,7 @@ class _ClientProcess:
         )
         return cls(index, process)
 
-    def tell(self, message: Job | Begin) -> None:
+    def send(self, message: Job | Begin) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(frame(message))
 

@@ -217,11 +217,6 @@ def _times_of(records: Sequence[RequestRecord]) -> TimeColumns:
     )
 
 
-def ttft_of(record: RequestRecord) -> float | None:
-    """Seconds from the intended time of sending."""
-    return record.chunk_times_s[0] - record.intended_s if record.chunk_times_s else None
-
-
 def tpot_of(record: RequestRecord) -> float | None:
     """Mean seconds per token after the first."""
     if len(record.chunk_times_s) < 1 or record.num_output_tokens < 2:

@@ -173,7 +173,7 @@ def _asked_rate(totals: BenchTotals) -> str:
     return (
         f"{beginning}requests came for {steady.span_s:.1f} s, and the first took {steady.run_in_s:.1f} s"
         + since * bool(steady.num_arrived)
-        + f"; some {enough} requests will tell"
+        + f"; some {enough} requests will do"
     )
 
 

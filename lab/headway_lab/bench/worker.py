@@ -61,12 +61,12 @@ async def _run(target: Target, load: Load, timeout_s: float, inbox: BinaryIO, ou
     assert isinstance(begin, Begin)
     # The event loop's clock is the machine's monotonic one, the same in all processes.
     result = await run_share(
-        target, load, start=begin.at_s, timeout_s=timeout_s, on_end=_ProgressTeller(outbox).request_ended
+        target, load, start=begin.at_s, timeout_s=timeout_s, on_end=_ProgressReporter(outbox).request_ended
     )
     _tell(outbox, Done(result=result))
 
 
-class _ProgressTeller:
+class _ProgressReporter:
     def __init__(self, outbox: BinaryIO) -> None:
         self._outbox = outbox
         self._num_ended = 0

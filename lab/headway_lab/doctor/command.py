@@ -24,11 +24,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEMO_MODEL,
         metavar="DIRECTORY",
-        help="whose decode step to expect: checkpoint directory, or demo for the model that ships with Headway "
+        help="the model whose decode step is estimated: checkpoint directory, or demo for the model that ships with Headway "
         "(default: demo)",
     )
     model.add_argument(
-        "--shape", metavar="NAME", help=f"the same for a model that is not here: {', '.join(sorted(MODEL_SHAPES))}"
+        "--shape",
+        metavar="NAME",
+        help=f"the same for a model that is not on this host: {', '.join(sorted(MODEL_SHAPES))}",
     )
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -83,7 +83,7 @@ class StepCollector:
         """Of the whole recording, so far."""
         self.steps: list[TimelineStep] = []
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         match event.record:
             case Turn() if event.output is not None and core is not None:

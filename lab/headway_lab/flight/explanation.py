@@ -32,13 +32,13 @@ def explanation(life: Life, first_s: float) -> str:
 
 
 def _lines(life: Life, first_s: float) -> Iterator[str]:
-    who = f"tenant {life.tenant}, " * bool(life.tenant)
+    owner = f"tenant {life.tenant}, " * bool(life.tenant)
     name = f"Request {life.request_id}" + f", sequence {life.index}" * bool(life.index)
     if not life.priority:
-        yield f"{name} ({who}{life.num_prompt_tokens} tokens) was {life.end}, {life.arrival_s - first_s:.3f} s into it."
+        yield f"{name} ({owner}{life.num_prompt_tokens} tokens) was {life.end}, {life.arrival_s - first_s:.3f} s into it."
         return
     what = f"{life.num_prompt_tokens} prompt tokens, up to {life.max_tokens} of output"
-    yield f"{name} ({who}class {PRIORITY_NAMES.get(life.priority, life.priority)}): {what}."
+    yield f"{name} ({owner}class {PRIORITY_NAMES.get(life.priority, life.priority)}): {what}."
     yield ""
     yield _at(
         life, life.arrival_s, f"It arrived, {life.arrival_s - first_s:.3f} s into the recording. {_company(life)}"

@@ -112,7 +112,7 @@ class _Followed:
             waits[-1].end_s = now
         waits.append(Wait(reason, text, now, num_ahead))
 
-    def note_step(self, step: FlightStep) -> None:
+    def record_step(self, step: FlightStep) -> None:
         self.life.steps.append(step)
         self.open_steps.append(step)
 
@@ -133,7 +133,7 @@ class Follower:
         self.lives: list[Life] = []
         """By arrival; an id that was used again has several."""
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if core is None:
@@ -179,7 +179,7 @@ class Follower:
         )
         followed = _Followed(life, request)
         for step in self._under_way.values():
-            followed.note_step(msgspec.structs.replace(step))
+            followed.record_step(msgspec.structs.replace(step))
         if not self._has_executor:
             followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
         elif view.num_in_flight >= view.limits.max_steps_in_flight:
@@ -233,7 +233,7 @@ class Follower:
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
         step = self._under_way[output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
-        followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
+        followed.record_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 
     def _on_waiting(self, followed: _Followed, now: float, view: SchedulerView, core: Scheduler) -> None:
         request = followed.request

@@ -32,7 +32,7 @@ def explain_live(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def tell_now(arguments: argparse.Namespace) -> None:
+def print_state(arguments: argparse.Namespace) -> None:
     """Print where the request is, if it is live."""
     with client_for(arguments) as client:
         try:

@@ -12,7 +12,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "log",
         metavar="LOG|HOST:PORT",
-        help="directory of a flight log (its newest life), a segment of a life, or where a gateway serves gRPC",
+        help="directory of a flight log (its newest life), a segment of a life, or the gRPC address of a gateway",
     )
     parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token of an operator")
     parser.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")

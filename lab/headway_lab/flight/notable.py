@@ -28,7 +28,7 @@ class Notables:
         self._names: dict[Origin, str] = {}
         self._ended: list[_Ended] = []
 
-    def note(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Process one event."""
         if isinstance(event.record, Arrived):
             self._names[event.record.origin] = event.record.request_id

@@ -113,7 +113,7 @@ class Recording:
         """The share of accepted proposed tokens."""
         return self._num_accepted / max(self._num_proposed, 1)
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if self._first_s is None and event.now:

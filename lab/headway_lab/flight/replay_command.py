@@ -56,8 +56,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE,...",
-        help="simulate the same arrivals with these limits of the scheduler, as order=fair,batching=orca, beside those "
-        "that were recorded; may be repeated",
+        help="simulate the same arrivals with these limits of the scheduler too, as order=fair,batching=orca; may be "
+        "repeated",
     )
     parser.add_argument("--json", metavar="FILE", default="", help="write the result to this file as well")
 
@@ -72,7 +72,7 @@ def _run(flight: Flight, arguments: argparse.Namespace) -> int:
     cases = policy_cases(flight.replay.limits, arguments.policy) if arguments.policy else ()
     recording = Recording() if cases else None
     result = replayed(flight, recording)
-    flight.tell_notice()
+    flight.report_notice()
     sys.stdout.write(f"{result.line}\n")
     if result.difference:
         _tell_versions(flight)
@@ -105,7 +105,7 @@ def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult
     try:
         for event in flight.events("replay"):
             if recording is not None:
-                recording.note(event, flight.replay.core)
+                recording.record(event, flight.replay.core)
     except Divergence as found:
         difference = str(found)
     replay = flight.replay

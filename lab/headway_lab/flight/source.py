@@ -63,7 +63,7 @@ class Flight:
         """Seconds from first to newest event."""
         return self.replay.now - self.first_s
 
-    def tell_notice(self) -> None:
+    def report_notice(self) -> None:
         """Report a torn end on stderr."""
         if self.log.notice:
             sys.stderr.write(f"note: {self.log.notice}\n")

@@ -58,8 +58,8 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
     flight = Flight(path)
     collector = StepCollector(wanted)
     for event in flight.events("timeline"):
-        collector.note(event, flight.replay.core)
-    flight.tell_notice()
+        collector.record(event, flight.replay.core)
+    flight.report_notice()
     steps = collector.steps
     if not steps:
         sys.stderr.write(f"headway timeline: no such steps; the recording has {collector.num_steps}\n")
@@ -80,7 +80,7 @@ def _steps_of(path: str, request_id: str) -> StepRange:
     flight = Flight(path)
     collector = StepCollector(_ALL_STEPS)
     for event in flight.events(request_id):
-        collector.note(event, flight.replay.core)
+        collector.record(event, flight.replay.core)
     numbers = [step.number for step in collector.steps if any(cell.request_id == request_id for cell in step.cells)]
     if not numbers:
         raise ConfigurationError(f"--request: {shown(request_id)} is not allowed; allowed: a request that ran")

@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_INTERVAL_S,
         metavar="S",
-        help=f"seconds between two looks at the server (default: {DEFAULT_INTERVAL_S:g})",
+        help=f"seconds between two requests to the server (default: {DEFAULT_INTERVAL_S:g})",
     )
     parser.add_argument(
         "--once",
@@ -37,15 +37,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=FEWEST_LOOKS,
         metavar="N",
-        help="looks before --once prints: rates take two, and more make sparklines longer (default: 2)",
+        help="requests to the server before --once prints: rates need two, and more make sparklines longer (default: 2)",
     )
-    parser.add_argument("--no-color", action="store_true", help="no colours; so does the variable NO_COLOR")
+    parser.add_argument("--no-color", action="store_true", help="no colours, as with the variable NO_COLOR")
     parser.add_argument(
         "--max-listed",
         type=int,
         default=DEFAULT_MAX_LISTED,
         metavar="N",
-        help="list requests only while no more than N are live, since the list costs the scheduler time for each "
+        help="list requests only while at most N are live, because the list costs the scheduler time per request "
         f"(default: {DEFAULT_MAX_LISTED})",
     )
     add_connection_flags(parser)

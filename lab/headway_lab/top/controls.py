@@ -107,7 +107,7 @@ class Controls:
                 self._close()
         return None
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Show the outcome of an order."""
         self.message = printable(message)
 

@@ -149,12 +149,12 @@ class LiveView:
         try:
             outcome = await self._server.carry_out(order)
         except NoAnswerError as error:
-            self._controls.tell(f"{order.kind.value}: {error}")
+            self._controls.report(f"{order.kind.value}: {error}")
         else:
             if order.kind is OrderKind.EXPLAIN:
                 self._controls.explain(outcome)
             else:
-                self._controls.tell(outcome)
+                self._controls.report(outcome)
         self._look_soon.set()
         self._draw()
 

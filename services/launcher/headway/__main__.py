@@ -79,7 +79,7 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  headway {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help tells the flags.", "")
+        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help lists the flags.", "")
     )
 
 
@@ -115,7 +115,7 @@ COMMANDS = {
         "headway_lab.simulate.command",
     ),
     "bench": Command(
-        "send a load to a running server, Headway's or an OpenAI-compatible one, and tell latencies and throughput",
+        "send a load to a running server, Headway's or an OpenAI-compatible one, and report latencies and throughput",
         "headway_lab.bench.command",
     ),
     "replay": Command(
@@ -123,7 +123,7 @@ COMMANDS = {
         "headway_lab.flight.replay_command",
     ),
     "explain": Command(
-        "tell the life of a request in plain words, from a flight log or from a running server",
+        "describe the life of a request in plain words, from a flight log or from a running server",
         "headway_lab.flight.explain_command",
     ),
     "timeline": Command(
@@ -131,7 +131,7 @@ COMMANDS = {
         "headway_lab.flight.timeline_command",
     ),
     "doctor": Command(
-        "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
+        "report what this host can run, with which flags, and how fast; exit 0 if it can run models",
         "headway_lab.doctor.command",
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.health_command"),

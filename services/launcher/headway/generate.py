@@ -94,17 +94,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in _FLAG_TYPES.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the end of the text")
+    sampling.add_argument("--ignore-eos", action="store_const", const=True, help="continue after the end of the text")
     sampling.add_argument("--echo", action="store_const", const=True, help="show the prompt before its answer")
     sampling.add_argument(
         "--prompt-logprobs",
         type=int,
         metavar="K",
-        help="tell how likely each token of the prompt was, and the K likeliest in its place",
+        help="show the probability of each token of the prompt, and the K likeliest tokens in its place",
     )
-    sampling.add_argument(
-        "--best-of", type=int, metavar="N", help="generate N answers and show the one of the likeliest tokens"
-    )
+    sampling.add_argument("--best-of", type=int, metavar="N", help="generate N answers and show the most likely one")
     sampling.add_argument("--priority", choices=("realtime", "high", "normal", "low"))
     _add_constraint_flags(parser)
 

@@ -9,7 +9,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
+    parser.add_argument("address", metavar="HOST:PORT", help="the gRPC address of the gateway")
     parser.add_argument(
         "--root-certificates",
         metavar="FILE",

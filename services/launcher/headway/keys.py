@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIRECTORY",
-        help="makes scheduler/, executor/ and gateway/ in it: take each to its host, and name it with --curve-keys",
+        help="the command makes scheduler/, executor/ and gateway/ in it; copy each to its host, and name it with --curve-keys",
     )
 
 

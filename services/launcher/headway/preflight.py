@@ -42,8 +42,8 @@ def check(plan: Plan) -> None:
             openai_front.check_flags(plan.smg_flags)
     except ValueError as error:
         raise ConfigurationError(in_the_authors_words(one_line(error), settings_of(ServeConfig), {})) from None
-    for who, address in plan.listeners:
-        check_free(who, address)
+    for flag, address in plan.listeners:
+        check_free(flag, address)
 
 
 def require(package: str) -> None:
@@ -66,12 +66,12 @@ def _checked(settled: Settled, look: Callable[[], None]) -> None:
         raise ConfigurationError(words) from None
 
 
-def check_free(who: str, address: str) -> None:
-    """Check that HOST:PORT is free; ``who`` is the flag.
+def check_free(flag: str, address: str) -> None:
+    """Check that HOST:PORT is free; ``flag`` asks for it.
 
     Raises:
         ConfigurationError: it is taken, or not this machine's.
     """
     problem = of_gateway.problem_of_listening(address)
     if problem:
-        raise ConfigurationError(f"{who}: cannot listen on {shown(address)} ({problem}); allowed: a free address")
+        raise ConfigurationError(f"{flag}: cannot listen on {shown(address)} ({problem}); allowed: a free address")

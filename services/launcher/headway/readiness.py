@@ -13,7 +13,7 @@ POLL_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 5.0
 
 
-async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
+async def wait_until_serving(targets: Sequence[Target], *, started: float, report: Callable[[str], None]) -> str:
     """Return the readiness line; report now and then until then."""
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
@@ -25,7 +25,7 @@ async def wait_until_serving(targets: Sequence[Target], *, started: float, tell:
         now = time.monotonic()
         if now >= next_word:
             of_several = f": {waiting[0].address} does not serve" if len(targets) > 1 else ""
-            tell(f"not ready after {now - started:.0f} s{of_several}")
+            report(f"not ready after {now - started:.0f} s{of_several}")
             next_word = now + PROGRESS_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
     assert model is not None

@@ -137,9 +137,11 @@ def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
         ConfigurationError: two addresses are equal.
     """
     taken: list[tuple[str, str, str]] = []
-    for who, address in listeners:
+    for name, address in listeners:
         host, _, port = address.rpartition(":")
         for other, other_host, other_port in taken:
             if port == other_port and (host == other_host or {host, other_host} & _ANY_HOST):
-                raise ConfigurationError(f"{who}: port {port} is not allowed; allowed: another, because {other} has it")
-        taken.append((who, host, port))
+                raise ConfigurationError(
+                    f"{name}: port {port} is not allowed; allowed: another, because {other} has it"
+                )
+        taken.append((name, host, port))

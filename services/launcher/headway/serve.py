@@ -82,7 +82,7 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
         await _perform(fleet.start(plan.start_order), children)
         exit_code = await _supervise(fleet, children, events)
         if fleet.refused_by:
-            _tell_last_words(fleet.refused_by, last_words[fleet.refused_by])
+            _report_last_words(fleet.refused_by, last_words[fleet.refused_by])
         return exit_code
     finally:
         for task in (attendant, watcher, announcer):
@@ -109,7 +109,7 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
 async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
     keep_serving = False
     try:
-        readiness_line = await wait_until_serving(targets, started=time.monotonic(), tell=say)
+        readiness_line = await wait_until_serving(targets, started=time.monotonic(), report=say)
         keep_serving = await when_ready(readiness_line, targets[0].address)
     finally:
         if not keep_serving:
@@ -170,12 +170,12 @@ async def _perform(actions: list[Action], children: Children) -> None:
                 say(text)
 
 
-def _tell_last_words(name: str, file: Path) -> None:
+def _report_last_words(name: str, file: Path) -> None:
     """Write why a process could not work."""
     try:
         _sink().write(file.read_text(encoding="utf-8"))
     except OSError:
-        say(f"{name} could not work as it was told to, and says why above")
+        say(f"{name} could not work with its settings; the lines above say why")
 
 
 def say(text: str) -> None:
