@@ -94,12 +94,12 @@ class Measurement:
         return int(np.count_nonzero(self.meets_objectives[numbers]))
 
     def goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
-        """Return the rate of those that do."""
+        """Return the requests per second that meet their objectives."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, window_s)
 
     def attainment(self, numbers: Sequence[int]) -> float | None:
-        """Return the share of those that do."""
+        """Return the share of requests that meet their objectives."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, len(numbers))
 

@@ -1,5 +1,7 @@
 """The search for the highest rate that meets an objective. Must not know: how a rate is tried.
 
+A rate *meets* the objective if the required share of requests keeps theirs and the server keeps up.
+
 Rates double until one misses (or halve until one meets), then the geometric mean of both is tried. A rate is measured
 again, at most four times, until the required share is outside the 95% interval (Wilson's).
 """

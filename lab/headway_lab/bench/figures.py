@@ -225,7 +225,7 @@ def tpot_of(record: RequestRecord) -> float | None:
 
 
 def gaps_of(record: RequestRecord) -> NDArray[np.float64]:
-    """Seconds between tokens, shape ``[tokens seen - 1]``."""
+    """Seconds between tokens, shape ``[tokens seen - 1]``; tokens that came together have a gap of 0."""
     gaps = np.zeros(max(sum(record.chunk_tokens) - 1, 0))
     if len(record.chunk_times_s) > 1:
         firsts = np.cumsum(record.chunk_tokens[:-1]) - 1

@@ -54,7 +54,7 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answered_per_s(self) -> float | None:
-        """The achieved rate, likewise."""
+        """The achieved rate, if the load was long enough."""
         return None if self.keeps_up is None else ratio(self.num_answered, self.length_s)
 
     def num_requests_to_tell(self, rate: float) -> int:

@@ -27,7 +27,7 @@ _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class NoAnswerError(Exception):
-    """The process has been ended."""
+    """The process has been ended. ``is_its_own_fault`` is False if something else ended it."""
 
     def __init__(self, message: str, *, is_its_own_fault: bool = False) -> None:
         super().__init__(message)
@@ -116,7 +116,7 @@ def limit_this_process(most_memory_bytes: int) -> None:
 
 
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
-    """In the child: answer frames. Unlike the clock, processor time ignores the load."""
+    """In the child: answer frames, each within ``most_cpu_s``. Unlike the clock, processor time ignores the load."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S
     while (body := read_frame(requests)) is not None:

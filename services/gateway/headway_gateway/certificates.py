@@ -31,7 +31,7 @@ class CertificateFiles:
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that are asked for before each handshake."""
+        """Return credentials that ask this object before each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
             self.newer,  # type: ignore[arg-type]  # the stubs lack the None that gRPC documents
@@ -39,7 +39,7 @@ class CertificateFiles:
         )
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return changed and valid contents, from any thread."""
+        """Return changed and valid contents, else None. Any thread may call this."""
         signature: _Signature | None = None
         try:
             signature = self._signature()

@@ -78,8 +78,7 @@ class WindowDetokenizer:
         return self._release() if self._waiting else ""
 
     def _push_one(self, token_id: int) -> str:
-        # Add one at a time: for some decoders the text depends on where a window begins, and must not depend on
-        # chunking.
+        # One at a time: for some decoders the text depends on where a window begins. It must not depend on chunking.
         self._waiting.append(token_id)
         if token_id in self._byte_ids:
             return ""

@@ -5,7 +5,7 @@ from collections import deque
 
 
 class TooManyWaitError(Exception):
-    """The message has the queue's length."""
+    """Too many calls wait; the message has their number."""
 
 
 class FairTurns:

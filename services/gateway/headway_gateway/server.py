@@ -251,9 +251,8 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # The limit is per connection, including ended streams that gRPC still remembers. Beyond, gRPC resets streams,
-        # so it
-        # lies far above the server's own limit, which refuses with a message.
+        # The limit is per connection, and counts ended streams that gRPC still remembers. Beyond it gRPC resets streams.
+        # So it lies far above the server's own limit, which refuses with a message.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
         # By default gRPC cancels waiting calls beyond 1,000, or after 30 s. We refuse them with a time to try again,
         # which takes a millisecond.

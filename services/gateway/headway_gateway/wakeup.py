@@ -20,7 +20,7 @@ class Wakeup:
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return after a ring."""
+        """Return once it has been rung since the last ``wait``."""
         if not self._rung:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

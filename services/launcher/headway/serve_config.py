@@ -89,7 +89,7 @@ def _check_openai(config: ServeConfig) -> None:
     if not (host and is_loopback(host.strip("[]")) and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ValueError(
             f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: HOST:PORT of a loopback address, "
-            "because this smg asks nobody for a key"
+            "because this smg checks no key"
         )
     if importlib.util.find_spec("smg") is None:
         raise ValueError(

@@ -48,7 +48,7 @@ class AnswerWriter:
             await self._end(self._complete(message.finished))
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
-        """Callers rely on the order of index without a stream."""
+        """Without a stream, callers rely on the order of index."""
         if complete.index not in self._has_prompt and (complete.index == 0 or not self._streams):
             self._add_prompt(complete.index, complete.input_logprobs)
         if self._streams:
