@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from headway_lab.bench.figures import BenchFigures, ttft_of
+from headway_lab.bench.figures import BenchFigures
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.records import OK, TIMEOUT, RequestFailed
 from headway_lab.bench.report import text, warnings
@@ -17,6 +17,10 @@ from virtual_time import run_in_virtual_time
 
 CONTEXT = 4096
 TICK = 0.011  # The lag meter's steps and the sleeps' rounding.
+
+
+def ttft_of(record):
+    return record.chunk_times_s[0] - record.intended_s
 
 
 class FakeTarget:
