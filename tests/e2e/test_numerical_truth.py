@@ -37,9 +37,23 @@ FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))
+# Among these, any two settings have each pair of their values.
+PAIRWISE = (
+    (8, 16, False, False),
+    (8, 512, True, True),
+    (16, 16, True, True),
+    (16, 512, False, True),
+    (16, 512, True, False),
+)
 # "auto" is the CPU kernels wherever they are installed; eager operators are what runs elsewhere.
 CASES = [
-    *((family, *setting, "auto") for family in FAMILIES for setting in EVERY_SETTING),
+    *(
+        pytest.param(
+            *(family, *setting, "auto"), marks=() if family == "llama3" or setting in PAIRWISE else pytest.mark.deep
+        )
+        for family in FAMILIES
+        for setting in EVERY_SETTING
+    ),
     *((family, *setting, "auto") for family in VARIANTS for setting in TWO_SETTINGS),
     *((family, *setting, "eager") for family in ("mistral", "qwen3-bias") for setting in TWO_SETTINGS),
 ]
