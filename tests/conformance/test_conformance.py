@@ -39,8 +39,14 @@ DEEP_IF_INTERPRETED = {
     "moved_within_one_step",
     "host_blocks_keep_what_was_last_written",
     "host_blocks_of_a_new_epoch",
+    "constrained_rows_among_others",
+    "family_llama",
+    "family_mistral",
+    "family_qwen2",
 }
-"""Each takes long where kernels are interpreted, and asks little of a kernel that another scenario does not ask."""
+"""Each takes long where kernels are interpreted, and asks a kernel little that another scenario does not ask too, or a test
+of the triton backend's own with transformers.
+"""
 NEEDS_A_MODEL = {
     "a_model_that_is_not_there",
     *(scenario.name for scenario in SCENARIOS if "family" in scenario.name),
