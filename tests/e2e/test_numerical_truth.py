@@ -48,9 +48,7 @@ PAIRWISE = (
 # "auto" is the CPU kernels wherever they are installed; eager operators are what runs elsewhere.
 CASES = [
     *(
-        pytest.param(
-            *(family, *setting, "auto"), marks=() if family == "llama3" or setting in PAIRWISE else pytest.mark.deep
-        )
+        pytest.param(*(family, *setting, "auto"), marks=() if setting in PAIRWISE else pytest.mark.deep)
         for family in FAMILIES
         for setting in EVERY_SETTING
     ),
