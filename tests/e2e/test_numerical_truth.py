@@ -9,6 +9,7 @@ Requests are drawn so that at none of their tokens transformers' two likeliest a
 import asyncio
 import itertools
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -141,8 +142,9 @@ class Gate:
         self._backend = backend
         self._is_open = threading.Event()
         self.open, self.move_blocks, self.close = backend.open, backend.move_blocks, backend.close
+        self.reads_block_table = getattr(backend, "reads_block_table", True)
 
-    def execute(self, batch: StepBatch) -> StepResult:
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         self._is_open.wait(60)
         return self._backend.execute(batch)
 
